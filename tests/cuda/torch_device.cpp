@@ -7,7 +7,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 #include <torch/library.h>
 
 #include <utility>

@@ -33,9 +33,14 @@ def test_the_name_for_the_cpu_alone_and_shared_memory(warm_ranks: Ranks) -> None
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", checks("backend_training.py"))
-def test_training(warm_ranks: Ranks, size: int, name: str, tmp_path: Path) -> None:
-    run(warm_ranks, size, "backend_training.py", [name], {"CHECKPOINT": str(tmp_path / "checkpoint")})
+def test_training(warm_ranks: Ranks, size: int, tmp_path: Path) -> None:
+    run(
+        warm_ranks,
+        size,
+        "backend_training.py",
+        checks("backend_training.py"),
+        {"CHECKPOINT": str(tmp_path / "checkpoint")},
+    )
 
 
 AGAIN = """
@@ -81,8 +86,9 @@ if "destroys" in sys.argv:
 
 
 @pytest.mark.parametrize("how", ["destroys", "leaves"])
-def test_processes_exit_cleanly(ranks: Ranks, how: str) -> None:
-    for result in ranks(3, END, args=[how, "others go on"]):
+def test_processes_exit_cleanly(ranks: Ranks, warm_ranks: Ranks, how: str) -> None:
+    """Where they leave the group to the end of the process, no part of that process is the tests'."""
+    for result in (ranks if how == "leaves" else warm_ranks)(3, END, args=[how, "others go on"]):
         assert result.stdout == "end\n"
         assert "Traceback" not in result.stderr
         assert "terminate" not in result.stderr

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import Ranks, by_torchrun
 
 pytest.importorskip("torch")
 
@@ -50,12 +50,12 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(plain_ranks: Ranks) -> None:
+def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(warm_ranks: Ranks) -> None:
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
-    unset = {name: "" for name in ("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS")}
-    (job,) = plain_ranks(1, ALONE, {**env, **unset, "NETBOTTLENECK_DIR": "run"})
+    unset = dict.fromkeys(by_torchrun(0, 1, 0), "")
+    (job,) = warm_ranks(1, ALONE, {**env, **unset, "NETBOTTLENECK_DIR": "run"})
     assert "the slowest rank and the measurements of other ranks are not known" in job.stderr
-    folders = sorted(path.name for path in (plain_ranks.folder / "job0").glob("*run*"))
+    folders = sorted(path.name for path in (warm_ranks.folder / "job0").glob("*run*"))
     assert folders == ["run-rank0", "run-rank1"]
     assert "Of your " in job.stdout
 
@@ -91,41 +91,37 @@ def test_training_without_a_ddp_model_is_left_alone_or_an_error_in_strict_mode(w
             assert why in result.stderr
 
 
-SPAWNED = """
+UNTOLD = """
 import os
 import netbottleneck
 import torch
 import torch.distributed as dist
-from torch import multiprocessing as processes
 from torch.nn.parallel import DistributedDataParallel
 
-def rank(number, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
-    torch.manual_seed(1)
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad()
-        model(torch.full((2, 4), 1.0 + number)).square().sum().backward()
-        optimizer.step()
-    weights = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
-    for index, p in enumerate(model.parameters()):
-        dist.all_gather(weights[2 * index : 2 * index + 2], p.detach())
-        assert torch.equal(*weights[2 * index : 2 * index + 2]), "ranks differ"
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    processes.spawn(rank, (os.path.abspath("store"),), nprocs=2)
+number = int(os.environ["NUMBER"])
+dist.init_process_group("gloo", init_method=f"file://{os.path.abspath('store')}", rank=number, world_size=2)
+torch.manual_seed(1)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.full((2, 4), 1.0 + number)).square().sum().backward()
+    optimizer.step()
+weights = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
+for index, p in enumerate(model.parameters()):
+    dist.all_gather(weights[2 * index : 2 * index + 2], p.detach())
+    assert torch.equal(*weights[2 * index : 2 * index + 2]), "ranks differ"
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
-def test_ranks_that_differ_from_the_launchers_variables_are_left_alone_over_our_transports(plain_ranks: Ranks) -> None:
-    unset = {name: "" for name in ("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS")}
-    (job,) = plain_ranks(1, SPAWNED, {**unset, "NETBOTTLENECK_TRANSPORT": "tcp"})
-    for rank in range(2):
-        assert f"say rank 0 of 1, torch.distributed says {rank} of 2: set RANK and WORLD_SIZE" in job.stderr
+def test_ranks_that_differ_from_the_launchers_variables_are_left_alone_over_our_transports(warm_ranks: Ranks) -> None:
+    unset = dict.fromkeys(by_torchrun(0, 1, 0), "")
+    env = {**unset, "NETBOTTLENECK_TRANSPORT": "tcp"}
+    for result in warm_ranks(2, UNTOLD, lambda rank: {**env, "NUMBER": str(rank)}):
+        said = f"say rank 0 of 1, torch.distributed says {result.rank} of 2: set RANK and WORLD_SIZE"
+        assert said in result.stderr
 
 
 NO_FOLDER = """
@@ -243,12 +239,14 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("variables", "limit"), [({}, "5.0 s"), ({"NETBOTTLENECK_TIMEOUT_S": "4"}, "4.0 s")])
-def test_a_silent_peer_has_the_process_groups_timeout_by_default(
-    warm_ranks: Ranks, variables: dict[str, str], limit: str
-) -> None:
-    first, _ = warm_ranks(2, STOPPED, {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_TIMEOUT_S": "", **variables})
-    assert re.search(rf"failed: .*rank 1.*{limit}", first.stdout), first.stdout + first.stderr
+def test_a_silent_peer_has_the_process_groups_timeout_by_default(warm_ranks: Ranks) -> None:
+    """Both jobs wait at the same time."""
+    limits = {"": "5.0 s", "4": "4.0 s"}
+    tcp = {"NETBOTTLENECK_TRANSPORT": "tcp"}
+    jobs = [warm_ranks.start(2, STOPPED, env={**tcp, "NETBOTTLENECK_TIMEOUT_S": value}) for value in limits]
+    for job, limit in zip(jobs, limits.values(), strict=True):
+        first, _ = job.wait()
+        assert re.search(rf"failed: .*rank 1.*{limit}", first.stdout), first.stdout + first.stderr
 
 
 class Untold:

@@ -120,7 +120,7 @@ def test_a_rank_killed_in_training_is_named_on_the_others(warm_ranks: Ranks) -> 
         assert "lost 1" in results[rank].stdout.splitlines()
 
 
-def test_torchruns_agent_store_is_used_if_it_exists(ranks: Ranks) -> None:
+def test_torchruns_agent_store_is_used_if_it_exists(warm_ranks: Ranks) -> None:
     port = free_port()
     agent = f"""
 import sys, time
@@ -142,9 +142,9 @@ for _ in range(3):
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 store.set(f"done {os.environ['RANK']}", "1")
 """
-    holder = ranks.start(1, agent)
+    holder = warm_ranks.start(1, agent)
     holder.wait_for_line(0, "listening")
-    ranks(2, worker, {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    warm_ranks(2, worker, {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
     holder.wait()
 
 

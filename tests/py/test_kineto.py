@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import RANKS_LIMIT_S, by_torchrun, free_port
+from conftest import Ranks
 
 from netbottleneck import cli
 from netbottleneck.report import Run
@@ -23,9 +20,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+folder = sys.argv[1]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+rank = dist.get_rank()
 torch.manual_seed(0)
 model = DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(64, 8192), torch.nn.ReLU(), torch.nn.Linear(8192, 64)), bucket_cap_mb=1
@@ -36,10 +34,10 @@ def ready(prof):
     prof.export_chrome_trace(f"{folder}/rank{rank}.pt.trace.json.gz")
 
 with profile(
-    activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=24, repeat=1), on_trace_ready=ready,
+    activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=16, repeat=1), on_trace_ready=ready,
     record_shapes=True,
 ) as prof:
-    for _ in range(27):
+    for _ in range(19):
         inputs, targets = torch.randn(8, 64), torch.randint(10, (8,))
         if rank == 1:
             time.sleep(0.2)
@@ -52,30 +50,20 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
+def profiled(tmp_path_factory, warm):
     """Two ranks of DDP over gloo under torch.profiler; rank 1 sleeps 200 ms before each forward."""
     folder = tmp_path_factory.mktemp("profiled")
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINING, str(rank), folder],
-            env=os.environ | by_torchrun(rank, 2, port),
-            stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=2 * RANKS_LIMIT_S)
-        assert rank.returncode == 0, errors.decode()[-2000:]
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), warm=warm)
+    ranks(2, TRAINING, args=[str(folder)])
     return folder
 
 
 def test_a_profiled_training_gets_the_verdict_of_its_cause(profiled):
     run = Run(profiled)
     assert run.trace.size == 2
-    assert len(run.trace.steps) == 2 * 24
+    assert len(run.trace.steps) == 2 * 16
     assert all(step.forward and step.grad_ready and step.optimizer for step in run.trace.steps)
-    assert {len([c for c in run.trace.collectives if (c.rank, c.step) == (0, s)]) for s in range(2, 26)} == {2}
+    assert {len([c for c in run.trace.collectives if (c.rank, c.step) == (0, s)]) for s in range(2, 18)} == {2}
     parts = run.findings.parts["stock"]
     assert parts.tensor_bytes == 4 * (64 * 8192 + 8192 + 8192 * 64 + 64)
     assert run.findings.lateness.straggler == 1

@@ -22,19 +22,22 @@ LIMIT_S = RANKS_LIMIT_S
 SECOND = "x1"
 
 
+NETWORKS = ("tcp", "ofi")
+
+
 class Job:
-    """Ranks in a lab, one per host; each host's side of a link can be set down and up."""
+    """Ranks in a lab, one per host; each host's side of a link can be set down and up. Jobs may share a lab."""
 
     def __init__(self, lab: Lab, folder: Path, rounds: int, env: dict[str, str]) -> None:
         self.lab = lab
         self.folder = folder
+        self.folder.mkdir()
         secret = secrets.token_hex(16)
         self.processes = []
         for rank in range(lab.size):
             direct = {
                 "NETBOTTLENECK_RANK": str(rank),
                 "NETBOTTLENECK_SIZE": str(lab.size),
-                "NETBOTTLENECK_MASTER": f"{lab.address(0)}:29400",
                 "NETBOTTLENECK_SECRET": secret,
                 "NETBOTTLENECK_STREAMS": "4",
                 "NETBOTTLENECK_IFNAME": "=nb0",
@@ -60,12 +63,6 @@ class Job:
     def all_output(self) -> str:
         return "\n".join(f"--- rank {rank}\n{self.output_of(rank)}" for rank in range(self.lab.size))
 
-    def link(self, host: int, state: str, name: str = "nb0") -> float:
-        done = self.lab.popen(host, ["ip", "link", "set", name, state], stderr=subprocess.PIPE, text=True)
-        _, errors = done.communicate(timeout=LIMIT_S)
-        assert done.returncode == 0, errors
-        return time.monotonic()
-
     def finish(self) -> None:
         until = time.monotonic() + LIMIT_S
         for process in self.processes:
@@ -73,6 +70,14 @@ class Job:
                 process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pytest.fail(self.all_output(), pytrace=False)
+
+
+def set_link(lab: Lab, host: int, state: str, name: str = "nb0") -> float:
+    """Set a host's side of a link up or down; return the time."""
+    done = lab.popen(host, ["ip", "link", "set", name, state], stderr=subprocess.PIPE, text=True)
+    _, errors = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 0, errors
+    return time.monotonic()
 
 
 @pytest.fixture(params=[2])
@@ -84,64 +89,67 @@ def lab(request: pytest.FixtureRequest) -> Generator[Lab, None, None]:
         pytest.skip(f"no network namespaces on this machine: {error}")
 
 
-def transport(name: str, timeout_s: int) -> dict[str, str]:
-    return {"NETBOTTLENECK_TRANSPORT": name, "NETBOTTLENECK_TIMEOUT_S": str(timeout_s)}
+def started(lab: Lab, folder: Path, rounds: int, timeout_s: int, where: str = "", **more: str) -> list[Job]:
+    """Start a job over each network, and wait for its third round. where: the address of rank 0."""
+    jobs = []
+    for port, name in enumerate(NETWORKS, 29400):
+        env = {"NETBOTTLENECK_TRANSPORT": name, "NETBOTTLENECK_TIMEOUT_S": str(timeout_s), **more}
+        master = {"NETBOTTLENECK_MASTER": f"{where or lab.address(0)}:{port}"}
+        jobs.append(Job(lab, folder / name, rounds, {**env, **master}))
+    for job in jobs:
+        job.wait_for("round 2")
+    return jobs
 
 
-@pytest.mark.parametrize("name", ["tcp", "ofi"])
-def test_a_link_that_comes_back_costs_its_downtime(lab: Lab, tmp_path: Path, name: str) -> None:
-    job = Job(lab, tmp_path, 24, transport(name, 15))
-    job.wait_for("round 2")
-    job.link(0, "down")
+def test_a_link_that_comes_back_costs_its_downtime(lab: Lab, tmp_path: Path) -> None:
+    jobs = started(lab, tmp_path, 12, 15)
+    set_link(lab, 0, "down")
     time.sleep(3)  # what is tested: a link that is down for 3 s
-    job.link(0, "up")
-    job.finish()
-    for rank in range(lab.size):
-        assert "right" in job.output_of(rank), job.all_output()
+    set_link(lab, 0, "up")
+    for job in jobs:
+        job.finish()
+        for rank in range(lab.size):
+            assert "right" in job.output_of(rank), job.all_output()
 
 
-@pytest.mark.parametrize(("lab", "name"), [(2, "tcp"), (3, "ofi")], indirect=["lab"])
-def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(
-    lab: Lab, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("lab", [pytest.param(2, marks=pytest.mark.full), 3], indirect=True)
+def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(lab: Lab, tmp_path: Path) -> None:
+    """With three ranks, one loses both others, and the others lose one."""
     limit_s, cut = 6, lab.size - 1
-    job = Job(lab, tmp_path, 1000, transport(name, limit_s))
-    job.wait_for("round 2")
-    down = job.link(cut, "down")
-    job.finish()
-    for rank in range(lab.size):
-        found = re.search(r"^failed (-?\d+) (\S+) (\S+) (.*)$", job.output_of(rank), re.MULTILINE)
-        assert found, job.all_output()
-        peer, raised = int(found[1]), float(found[3])
-        assert peer == cut if rank != cut else peer in range(cut), job.all_output()
-        assert raised - down < limit_s * 1.25, job.all_output()  # the promise under test
+    jobs = started(lab, tmp_path, 1000, limit_s)
+    down = set_link(lab, cut, "down")
+    for job in jobs:
+        job.finish()
+        for rank in range(lab.size):
+            found = re.search(r"^failed (-?\d+) (\S+) (\S+) (.*)$", job.output_of(rank), re.MULTILINE)
+            assert found, job.all_output()
+            peer, raised = int(found[1]), float(found[3])
+            assert peer == cut if rank != cut else peer in range(cut), job.all_output()
+            assert raised - down < limit_s * 1.25, job.all_output()  # the promise under test
 
 
-@pytest.mark.parametrize("name", ["tcp", "ofi"])
-def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_path: Path) -> None:
     """Hosts detect the interface state, long before the time limit."""
     places, pid = lab._host_namespaces, lab._host_namespaces[1].holder.pid
     assert lab._namespaces is not None
     lab._namespaces.batch("ip", [(places[0], f"link add {SECOND} type veth peer name {SECOND} netns {pid}\n")])
     homes = [f"addr add 10.78.0.{host + 1}/24 dev {SECOND}\nlink set {SECOND} up\n" for host in range(2)]
     lab._namespaces.batch("ip", list(zip(places, homes, strict=True)))
-    env = {"NETBOTTLENECK_IFNAME": f"=nb0,{SECOND}", **transport(name, 8)}
-    job = Job(lab, tmp_path, 60, env)
-    job.wait_for("round 2")
-    job.link(0, "down", SECOND)
-    job.finish()
-    for rank in range(2):
-        assert "right" in job.output_of(rank), job.all_output()
-        assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.output_of(rank)), job.all_output()
-    assert f"interface {SECOND} is down" in job.all_output(), job.all_output()
+    jobs = started(lab, tmp_path, 30, 8, NETBOTTLENECK_IFNAME=f"=nb0,{SECOND}")
+    set_link(lab, 0, "down", SECOND)
+    for job in jobs:
+        job.finish()
+        for rank in range(2):
+            assert "right" in job.output_of(rank), job.all_output()
+            assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.output_of(rank)), job.all_output()
+        assert f"interface {SECOND} is down" in job.all_output(), job.all_output()
 
 
-@pytest.mark.parametrize("name", ["tcp", "ofi"])
-def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
     assert lab._namespaces is not None
     home = "addr flush dev nb0\naddr add fd77::{}/64 dev nb0 nodad\n"
     lab._namespaces.batch("ip", [(place, home.format(host + 1)) for host, place in enumerate(lab._host_namespaces)])
-    job = Job(lab, tmp_path, 3, {**transport(name, 8), "NETBOTTLENECK_MASTER": "[fd77::1]:29400"})
-    job.finish()
-    for rank in range(2):
-        assert "right" in job.output_of(rank), job.all_output()
+    for job in started(lab, tmp_path, 3, 8, "[fd77::1]"):
+        job.finish()
+        for rank in range(2):
+            assert "right" in job.output_of(rank), job.all_output()

@@ -154,13 +154,13 @@ def _reason() -> str:
     return why
 
 
-def test_a_training_over_nccl_runs_untouched_with_one_warning_or_raises_if_strict(ranks: Ranks) -> None:
+def test_a_training_over_nccl_runs_untouched_with_one_warning_or_raises_if_strict(warm_ranks: Ranks) -> None:
     why = _reason()
-    for result in ranks(2, OBSERVED, {"NETBOTTLENECK_TRANSPORT": "stock,nccl+ofi"}):
+    for result in warm_ranks(2, OBSERVED, {"NETBOTTLENECK_TRANSPORT": "stock,nccl+ofi"}):
         assert result.stderr.count(f"the DDP model of Linear is left alone: {why}") == 1
         assert f"strict: {why}" in result.stdout
 
 
-def test_our_own_calls_raise_the_reason_on_every_rank(ranks: Ranks) -> None:
-    for result in ranks(2, OWN_CALL, {"NETBOTTLENECK_TRANSPORT": "nccl+ofi,tcp"}):
+def test_our_own_calls_raise_the_reason_on_every_rank(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, OWN_CALL, {"NETBOTTLENECK_TRANSPORT": "nccl+ofi,tcp"}):
         assert f"own call: {_reason()}" in result.stdout

@@ -43,7 +43,8 @@ def hosts(letters: str, **more: str) -> object:
     return lambda rank: {**always, "NETBOTTLENECK_HOST_ID": letters[rank]}
 
 
-@pytest.mark.parametrize("where", ["aabb", "aab", "aabbcc"])
+# "aab": hosts of different sizes; "aabbcc": more than two hosts of several ranks, each as of "aabb".
+@pytest.mark.parametrize("where", [pytest.param("aabb", marks=pytest.mark.full), "aab", "aabbcc"])
 def test_sums_are_exact_and_memory_is_shared_on_each_host(plain_ranks: Ranks, where: str) -> None:
     answers = marked_output(plain_ranks(len(where), SUMS, hosts(where)))
     here = Counter(where)
@@ -78,8 +79,14 @@ def test_the_record_names_it_and_what_crossed_the_wire(warm_ranks: Ranks, tmp_pa
     assert sum(by_lane.values()) - by_lane[64] == 2 * owed
 
 
-@pytest.mark.parametrize("where", ["arena", "elsewhere"])
-@pytest.mark.parametrize("victim", [0, 1, 3])
+# The coordinator, another rank of its host, and one of the other host; each memory on both hosts.
+@pytest.mark.parametrize(
+    ("victim", "where"),
+    [
+        *((0, "elsewhere"), (1, "arena"), (3, "arena"), (3, "elsewhere")),
+        *(pytest.param(*cell, marks=pytest.mark.full) for cell in ((0, "arena"), (1, "elsewhere"))),
+    ],
+)
 def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, victim: int, where: str) -> None:
     job = plain_ranks.start(4, IN_ARENA if where == "arena" else FAULTS, ["reduce"], hosts("aabb"))
     survivors(job, victim)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +18,7 @@ from netbottleneck.study.evidence import figures
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "docs" / "explanation" / "example.md").read_text(encoding="utf-8")
+SECTIONS = ("How it is computed", "Example", "What to do", "How to check that it helped")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -111,6 +113,33 @@ def test_commands_and_targets_named_by_a_page_exist(page):
         assert command in cli.COMMANDS
     for target in re.findall(r"(?:^|`)make ([a-z-]+)\b", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+
+
+def made():
+    """The module that writes generated text into pages."""
+    sys.path.insert(0, str(ROOT / "docs" / "_site"))
+    return importlib.import_module("made")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_verdict_has_a_page_whose_example_gives_it(code):
+    name = f"verdicts/{code.lower().replace('_', '-')}"
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^# .*|^## .*", page, re.MULTILINE) == [f"# {code}", *(f"## {title}" for title in SECTIONS)]
+    assert all(part.strip() for part in re.split(r"^##? .*", page, flags=re.MULTILINE)[1:]), "a section is empty"
+    assert f"\nVerdict: {code}\n" in made().fill(page)
+    assert f"\n{name}\n" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_stored_runs_of_the_verdicts_name_no_machine():
+    for path in (ROOT / "benchmarks" / "traces" / "verdicts").glob("*"):
+        trace = Run(path).trace
+        assert trace.origin == "measured"
+        assert [(rank.hostname, rank.host_id, rank.pid) for rank in trace.ranks] == [
+            (f"host{rank}", f"host{rank}", 0) for rank in range(trace.size)
+        ]
+        assert trace.command == ("record.py",)
+        assert path.stat().st_size < 100_000
 
 
 def test_every_verdict_is_explained():

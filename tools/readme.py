@@ -1,7 +1,8 @@
 """Updates the parts of pages that show the stored trace and study: `tools/readme.py`; --check: only compare.
 
 A block of README.md or of the example report lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of
-BLOCKS. The picture of the report and the study's first figure are written, too.
+BLOCKS. The picture of the report and the study's first figure are written, too. README.md and the picture show
+REPLAY, the example report TRACE and STUDY.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from netbottleneck.cli import what_if
 from netbottleneck.cli.what_if import Source, parser
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
-from netbottleneck.report.text import sentences
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 EXAMPLE = ROOT / "docs" / "explanation" / "example.md"
 TRACE = ROOT / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+REPLAY = ROOT / "benchmarks" / "traces" / "replay.jsonl.gz"
 STUDY = ROOT / "benchmarks" / "traces" / "quick-study.json"
 FIGURE = ROOT / "docs" / "study-figure1.svg"
 PICTURE = ROOT / "docs" / "report.svg"
 # Paragraphs of the report that the picture shows, by their first words; a table includes its title.
 SHOWN = ("Run ", "   stock", "Parts of a step", "Achieved, ", "Step by transport", "Verdict: ")
+CARD = ("Of your ", "   stock", "Verdict: ")  # the same, of the block `card`
 COLOURS = {"#": "#4caf50", "=": "#26a69a", "!": "#ef5350", ".": "#ffb300"}
 BLOCK = re.compile(r"(<!-- trace: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _sentence(run: Run) -> str:
-    return f"> {' '.join(sentences(run.findings))}\n"
+def _card(_run: Run) -> str:
+    """The first sentences of the report of the replay, its bars and its verdict."""
+    paragraphs = Run(REPLAY).text.rstrip().split("\n\n")
+    return "```text\n" + "\n\n".join(text for text in paragraphs if text.startswith(CARD)) + "\n```\n"
 
 
 def _report(run: Run) -> str:
@@ -56,7 +60,7 @@ def _chain(_run: Run) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[Run], str]] = {
-    "sentence": _sentence,
+    "card": _card,
     "report": _report,
     "answers": _answers,
     "chain": _chain,
@@ -107,7 +111,7 @@ def main() -> int:
     """Write or check. Returns 1 if --check finds a difference."""
     run = Run(TRACE)
     new = {page: render(page.read_text(encoding="utf-8"), run) for page in (README, EXAMPLE)}
-    new[PICTURE] = picture(run)
+    new[PICTURE] = picture(Run(REPLAY))
     if "--check" in sys.argv[1:]:
         old = [path for path, text in new.items() if path.read_text(encoding="utf-8") != text]
         for path in old:

@@ -1,7 +1,8 @@
 """Records the stored trace: ResNet-50's gradients over bare DDP, stock and ofi, on two ranks with caps per flow.
 
-python benchmarks/traces/record.py [FILE]
+python benchmarks/traces/record.py [FILE [RUN]]
 
+RUN: a finished run folder, which is stored instead; its name becomes that of the file.
 Compute is timed (133 ms forward, 267 ms backward, spread over the layers); transfers and timestamps are
 real. Names of machines, folders and processes are removed before the file is written.
 """
@@ -39,20 +40,21 @@ def record(folder: Path) -> tr.Trace:
     return Run(folder).trace
 
 
-def scrub(found: tr.Trace) -> tr.Trace:
-    """Return the trace without the names of hosts, folders and processes."""
+def scrub(found: tr.Trace, name: str) -> tr.Trace:
+    """Return the trace with this name, without the names of hosts, folders and processes."""
     ranks = tuple(
         replace(rank, hostname=f"host{rank.rank}", host_id=f"host{rank.rank}", pid=0, error=None)
         for rank in found.ranks
     )
-    return replace(found, id=NAME, command=("record.py",), ranks=ranks)
+    return replace(found, id=name, command=("record.py",), ranks=ranks)
 
 
 def main() -> None:
     """Record, and write the file."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name(f"{NAME}.jsonl.gz")
     with tempfile.TemporaryDirectory() as folder:
-        tr.write(scrub(record(Path(folder) / NAME)), path)
+        found = Run(sys.argv[2]).trace if len(sys.argv) > 2 else record(Path(folder) / NAME)
+        tr.write(scrub(found, path.name.partition(".")[0]), path)
     Run(path).show()
 
 

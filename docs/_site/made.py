@@ -70,18 +70,34 @@ def limits() -> Iterator[str]:
         yield f"| `{name}` | {getattr(thresholds, name):g} | {text.rstrip('.')} |"
 
 
+SIMULATED = "The job of this example is simulated, with a known cause. The report is computed as for a recorded run."
+RECORDED = (
+    "Measured: two processes in network namespaces of one machine with two cores. Their compute is a wait, their "
+    "communication is real."
+)
+
+
 def scenario(name: str) -> Iterator[str]:
     """Yield the end of the report of a scenario of tests/scenarios, with its first seed."""
     sys.path.insert(0, str(ROOT / "tests" / "scenarios"))
     from scenario.judge import example
 
-    yield f"```text\n{example(name)}```"
+    yield f"{SIMULATED}\n\n```text\n{example(name)}```"
+
+
+def recorded(name: str) -> Iterator[str]:
+    """Yield the end of the report of a stored run of benchmarks/traces/verdicts."""
+    from netbottleneck import Run
+
+    text = Run(ROOT / "benchmarks" / "traces" / "verdicts" / f"{name}.jsonl.gz").text
+    yield f"{RECORDED}\n\n```text\n{text[text.index('Rules: ') :].rstrip()}\n```"
 
 
 MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "api": api,
     "commands": commands,
     "limits": limits,
+    "recorded": recorded,
     "scenario": scenario,
     **results.MAKERS,
 }

@@ -1,15 +1,22 @@
 """A study's evidence: read, shown and written from only its facts."""
 
 import json
+import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 import netbottleneck
 from netbottleneck import Evidence, cli
+from netbottleneck.report.drawing import BAR_HEIGHT
+from netbottleneck.report.html import colour
+from netbottleneck.study.evidence import page as pages
 from netbottleneck.study.evidence import values
+from test_chain import cell as made_cell
 from test_figures import CELLS, PASSES
+from test_page import checked, parsed, share, texts_of
 
 FOUND = Evidence([*CELLS, PASSES], "A study of made-up <cells>", ["made & up"])
 
@@ -81,8 +88,77 @@ def test_the_page_is_one_file_with_every_claim_and_figure():
     assert not page.tags & {"script", "link", "img"}
     assert all(link.startswith("#") for link in page.links)
     assert "made-up &lt;cells&gt;" in FOUND.html
-    assert FOUND.html.count("<figure") == 8
+    assert FOUND.html.count('<figure class="nb-plot"') == 8
     assert [claim.title for claim in FOUND.claims if claim.title not in FOUND.html] == []
+
+
+def drawn_cells(cells):
+    """By cell: (colour or class, width, ends of the interval as parts of the picture) of each bar, from the top."""
+    shown = pages.opening(cells)
+    (picture,) = shown.pictures
+    elements = list(parsed(picture))
+    heads = [(float(e.get("y")), e.text) for e in elements if e.get("class") == "nb-head"]
+    ends = {}
+    for line in elements:
+        if line.get("class") == "nb-line-whisker" and line.get("y1") == line.get("y2"):
+            ends[float(line.get("y1"))] = share(line.get("x1")), share(line.get("x2"))
+    found = {name: [] for _, name in heads}
+    for bar in (e for e in elements if e.tag == "rect"):
+        y = float(bar.get("y"))
+        name = max((head for head in heads if head[0] < y), key=lambda head: head[0])[1]
+        kind = bar.get("class") or bar.get("style").removeprefix("fill:")
+        found[name].append((kind, share(bar.get("width")), *ends[y + BAR_HEIGHT / 2]))
+    return found
+
+
+def test_the_page_opens_with_the_steps_of_every_cell_and_their_bounds():
+    shown = pages.opening(FOUND.cells)
+    page = FOUND.html
+    assert page.index(shown.title) < page.index("<ol>")
+    opened = re.search(r"<section>.*?</section>", page, re.DOTALL)[0]
+    assert str(shown.pictures[0]) in opened
+    checked(opened)
+    assert "prefers-color-scheme: dark" in page
+    found = drawn_cells(FOUND.cells)
+    by_key = {one.key: one for one in CELLS}
+    assert set(found) == set(by_key), "a cell of passes trains nothing, so it has no step to compare"
+    for key, bars in found.items():
+        steps = [arm.step_ns for arm in by_key[key].transports] + [by_key[key].forecast["full_use"].step_ns]
+        longest = max(step.high for step in steps)
+        assert [kind for kind, *_ in bars] == [colour("stock"), f"nb-{pages.BOUND}"]
+        drawn = [number for _, *numbers in bars for number in numbers]
+        expected = [part / longest for step in steps for part in (step.value, step.low, step.high)]
+        assert drawn == pytest.approx(expected, abs=2e-5)
+        for step in steps:
+            assert values.time(step) in texts_of(shown.pictures[0])
+
+
+def test_cells_farthest_from_full_use_come_first_and_slower_transports_above_faster_ones():
+    unbound = made_cell("no-bound", {"null": 0, "ofi": 30, "stock": 60})
+    unbound = replace(unbound, forecast={}, outlook=None)
+    found = drawn_cells([unbound, *CELLS])
+    full = {one.key: one.forecast["full_use"].step_ns.value / one.arms["stock"].step_ns.value for one in CELLS}
+    assert list(found) == [*sorted(full, key=full.get), "no-bound"]
+    assert list(full) != sorted(full, key=full.get)
+    assert [kind for kind, *_ in found["no-bound"]] == [colour("stock"), colour("ofi")]
+
+
+def test_the_opening_picture_fits_a_phone_and_escapes_names():
+    hostile = replace(CELLS[0], key="<b>&" * 12)
+    page = Evidence([hostile, *CELLS]).html
+    assert "<b>&<b>" not in page
+    for drawn in (pages.opening([hostile, *CELLS]).pictures[0], pages.opening(CELLS).pictures[0]):
+        by_line = {}
+        for text in parsed(drawn).iter("text"):
+            by_line.setdefault(text.get("y"), []).append(text.text)
+        assert max(len(" ".join(texts)) for texts in by_line.values()) <= 46  # 7 pixels a character: 322 pixels
+        assert all(element.get("width", "100%").endswith("%") for element in parsed(drawn).iter())
+
+
+def test_a_study_without_steps_over_a_transport_says_so():
+    shown = pages.opening([PASSES])
+    assert shown.pictures == ()
+    assert shown.missing in Evidence([PASSES]).html
 
 
 def test_the_terminal_gets_one_sentence_per_claim():

@@ -1,6 +1,8 @@
-"""The notebooks run from top to bottom, show pictures, and contain no logic and no outputs."""
+"""The notebooks run from top to bottom, use documented names, and store the outputs of their cells."""
 
 import ast
+import importlib
+import platform
 import re
 from pathlib import Path
 
@@ -8,22 +10,37 @@ import nbclient
 import nbformat
 import pytest
 
-NOTEBOOKS = Path(__file__).parents[2] / "benchmarks" / "notebooks"
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "benchmarks" / "notebooks"
 BENCH = NOTEBOOKS / "00_stock_vs_multistream.ipynb"
 ANSWER = NOTEBOOKS / "01_is_the_network_the_bottleneck.ipynb"
 WHAT_IF = NOTEBOOKS / "02_what_if.ipynb"
 PAPER = NOTEBOOKS / "03_redo_the_paper.ipynb"
 
 
+def outputs_of(book):
+    return [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
 def executed(path):
     book = nbformat.read(path, as_version=4)
     options = {"timeout": 100, "kernel_name": "python3", "resources": {"metadata": {"path": str(path.parent)}}}
-    nbclient.NotebookClient(book, **options).execute()
-    return [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    nbclient.NotebookClient(book, coalesce_streams=True, **options).execute()
+    return outputs_of(book)
 
 
 def shown(outputs, kind):
     return [output.data[kind] for output in outputs if kind in output.get("data", {})]
+
+
+def words(outputs):
+    """What the cells printed, and their tables."""
+    return [output.get("text") or output.data.get("text/html") for output in outputs]
+
+
+def check_stored(path, outputs):
+    """A notebook about a stored record stores what it prints today."""
+    assert words(outputs_of(nbformat.read(path, as_version=4))) == words(outputs), "run tools/notebooks.sh --store"
 
 
 def test_two_ranks_are_started_from_a_cell_and_drawn():
@@ -35,6 +52,7 @@ def test_two_ranks_are_started_from_a_cell_and_drawn():
     heads = re.findall(r"<th[^>]*>(.*?)</th>", table)
     wrong = heads.index("#wrong")
     assert {row[wrong].rpartition(">")[2] for row in rows} == {"0"}, "elements were wrong"
+    assert re.match(r"(Yes|No|Not decided): .*\(measured\)\.\n", outputs[-1].text)
 
 
 def test_the_notebook_of_the_stored_trace_runs():
@@ -42,7 +60,10 @@ def test_the_notebook_of_the_stored_trace_runs():
     assert len(shown(outputs, "image/png")) == 4
     assert all("TRANSPORT_LIMITED" in table for table in shown(outputs, "text/html"))
     assert len(shown(outputs, "text/html")) == 2
-    assert "Verdict: TRANSPORT_LIMITED" in "".join(o.text for o in outputs if o.output_type == "stream")
+    printed = "".join(o.text for o in outputs if o.output_type == "stream")
+    assert printed.startswith("Yes.\n")
+    assert "Verdict: TRANSPORT_LIMITED" in printed
+    check_stored(ANSWER, outputs)
 
 
 def test_the_what_if_notebook_of_the_stored_trace_runs():
@@ -56,7 +77,9 @@ def test_the_what_if_notebook_of_the_stored_trace_runs():
     ):
         assert expected in printed
     assert "predicted" in printed
-    assert len(shown(outputs, "image/svg+xml")) == 1
+    assert "The largest gain is from: " in printed
+    assert len(shown(outputs, "image/png")) == 1
+    check_stored(WHAT_IF, outputs)
 
 
 def test_the_papers_figures_are_drawn_from_the_stored_study():
@@ -64,16 +87,64 @@ def test_the_papers_figures_are_drawn_from_the_stored_study():
     assert len(shown(outputs, "image/svg+xml")) == 7
     (chain,) = shown(outputs, "text/html")
     assert "was not measured" not in chain
-    assert "11. Loss budget: " in "".join(o.text for o in outputs if o.output_type == "stream")
+    printed = "".join(o.text for o in outputs if o.output_type == "stream")
+    assert "11. Loss budget: " in printed
+    assert "The argument holds in " in printed
+    check_stored(PAPER, outputs)
 
 
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_cells_are_calls_and_store_no_outputs(path):
-    book = nbformat.read(path, as_version=4)
+every = pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+
+
+def documented():
+    """Modules and names of the page of the Python API."""
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    return {
+        name: importlib.import_module(name).__all__ for name in re.findall(r"^<!-- made: api (\S+)", page, re.MULTILINE)
+    }
+
+
+@every
+def test_cells_are_calls_of_documented_names(path):
+    book, public = nbformat.read(path, as_version=4), documented()
     nbformat.validate(book)
-    for cell in book.cells:
-        if cell.cell_type != "code":
-            continue
-        assert not cell.outputs
-        for statement in ast.parse(cell.source).body:
-            assert isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr), cell.source
+    modules = {}
+    for statement in (s for cell in book.cells if cell.cell_type == "code" for s in ast.parse(cell.source).body):
+        assert isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr), ast.unparse(statement)
+        if isinstance(statement, ast.Import):
+            modules |= {name.name: name.name for name in statement.names}
+        for name in statement.names if isinstance(statement, ast.ImportFrom) else ():
+            whole = f"{statement.module}.{name.name}"
+            assert whole in public or name.name in public[statement.module], whole
+            if whole in public:
+                modules[name.name] = whole
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                assert node.attr in public[modules[node.value.id]], ast.unparse(node)
+            assert not (isinstance(node, ast.Attribute) and node.attr.startswith("_")), ast.unparse(node)
+
+
+@every
+def test_every_cell_stores_its_output_and_no_place_of_a_machine(path):
+    book = nbformat.read(path, as_version=4)
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert [cell.source for cell in cells if not cell.outputs and not cell.source.startswith("from ")] == []
+    outputs = outputs_of(book)
+    assert "error" not in {output.output_type for output in outputs}
+    assert "stderr" not in {output.get("name") for output in outputs}
+    texts = [text for text in words(outputs) if text] + shown(outputs, "image/svg+xml") + shown(outputs, "text/plain")
+    for text in texts:
+        assert not re.search(r"(?<![\w/.<])/(?:home|root|tmp|work|usr|var|opt)/", text)
+        assert not re.search(rf"\b{re.escape(platform.node())}\b", text)
+    assert path.stat().st_size < 1_500_000
+
+
+@every
+def test_prose_has_a_question_and_no_result(path):
+    """Numbers are in code and its outputs: a number of prose is a year, or part of code."""
+    prose = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    assert re.match(r"# .+\?\n", prose[0])
+    assert [text for text in prose if text.startswith("**The answer of this ")] != []
+    for text in prose:
+        assert not re.search(r"\d", re.sub(r"`[^`]*`|\b20\d\d\b|ResNet-50", "", text)), text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import find
 from netbottleneck.analysis.intervals import split_steps
-from netbottleneck.report import Run, what_if
+from netbottleneck.report import Run, plots, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.trace.model import Counters, Samples
@@ -314,6 +315,16 @@ def test_the_curve_holds_the_answers_and_marks_this_run(run):
     (dot,) = parsed(shown.pictures[0]).iter("circle")
     x = Scale(curve.points[0][0], curve.points[-1][0], log=True)
     assert share(dot.get("cx")) == pytest.approx(x.at(curve.present[0]), abs=1e-4)
+
+
+def test_a_plot_of_answers_has_their_steps_and_leaves_out_what_was_refused(run):
+    job = questions.job(run.trace, run.findings.base)
+    found = sweeps.answers(job, [sweeps.now(job), sweeps.free(job)])
+    refused = replace(found[0], step_s=None, scaling=None, refused="too far from the fit")
+    axes = plots.answers([*found, refused])
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * one.step_s.value for one in found])
+    assert [label.get_text() for label in axes.get_yticklabels()] == [one.setting.title for one in found]
+    assert [text.get_text() for text in axes.texts] == [ms(1e9 * one.step_s.value) for one in found]
 
 
 def test_a_page_without_the_engine_says_so(run):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +18,7 @@ from netbottleneck.study.evidence import figures
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "docs" / "explanation" / "example.md").read_text(encoding="utf-8")
+SECTIONS = ("How it is computed", "Example", "What to do", "How to check that it helped")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -35,25 +37,33 @@ def stored():
     return Run(tool("readme").TRACE)
 
 
-def test_the_sentence_and_the_report_are_what_the_stored_trace_gives(stored):
+@pytest.fixture(scope="module")
+def replayed():
+    return Run(tool("readme").REPLAY)
+
+
+def test_the_card_and_the_report_are_what_the_stored_traces_give(stored, replayed):
     readme = tool("readme")
     blocks = {name for _, name, _ in readme.BLOCK.findall(README + EXAMPLE)}
-    assert blocks == {"sentence", "report", "answers", "chain"}
+    assert blocks == {"card", "report", "answers", "chain"}
     assert readme.render(README, stored) == README
     assert readme.render(EXAMPLE, stored) == EXAMPLE
-    assert README.index(" ".join(text.sentences(stored.findings))) < README.index("## ")
+    (card,) = re.findall(r"<!-- trace: card -->\n```text\n(.*?)```", README[: README.index("\n## ")], re.DOTALL)
+    assert " ".join(text.sentences(replayed.findings)) in " ".join(card.split())
+    assert replayed.text.rstrip().endswith(card[card.index(f"Verdict: {replayed.verdict.code}") :].rstrip())
+    assert set(card.splitlines()) <= set(replayed.text.splitlines())
     assert stored.text[stored.text.index("Run ") :] in EXAMPLE
 
 
-def test_the_picture_shows_lines_of_the_stored_report(stored):
+def test_the_picture_shows_lines_of_the_stored_report(replayed):
     readme = tool("readme")
     assert f"]({readme.PICTURE.relative_to(ROOT).as_posix()})" in README
     text = readme.PICTURE.read_text(encoding="utf-8")
-    assert text == readme.picture(stored), "run tools/readme.py"
+    assert text == readme.picture(replayed), "run tools/readme.py"
     lines = ["".join(line.itertext()) for line in ElementTree.fromstring(text).iter() if line.tag.endswith("}text")]
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-    assert set(lines) <= set(stored.text.splitlines())
-    assert f"Verdict: {stored.verdict.code}" in lines
+    assert set(lines) <= set(replayed.text.splitlines())
+    assert f"Verdict: {replayed.verdict.code}" in lines
 
 
 def test_the_studys_first_figure_is_shown_and_holds_the_stored_studys_values():
@@ -74,15 +84,17 @@ def test_a_stale_number_is_detected(stored):
     assert readme.render(wrong, stored) == EXAMPLE
 
 
-def test_the_stored_trace_names_no_machine(stored):
-    trace = stored.trace
+@pytest.mark.parametrize("name", ["TRACE", "REPLAY"])
+def test_a_stored_trace_names_no_machine(name):
+    path = getattr(tool("readme"), name)
+    trace = Run(path).trace
     assert [(rank.hostname, rank.host_id, rank.pid) for rank in trace.ranks] == [
         ("host0", "host0", 0),
         ("host1",) * 2 + (0,),
     ]
     assert trace.command == ("record.py",)
     assert trace.origin == "measured"
-    assert tool("readme").TRACE.stat().st_size < 300_000
+    assert path.stat().st_size < 300_000
 
 
 def test_the_page_of_variables_is_current():
@@ -101,6 +113,33 @@ def test_commands_and_targets_named_by_a_page_exist(page):
         assert command in cli.COMMANDS
     for target in re.findall(r"(?:^|`)make ([a-z-]+)\b", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+
+
+def made():
+    """The module that writes generated text into pages."""
+    sys.path.insert(0, str(ROOT / "docs" / "_site"))
+    return importlib.import_module("made")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_verdict_has_a_page_whose_example_gives_it(code):
+    name = f"verdicts/{code.lower().replace('_', '-')}"
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^# .*|^## .*", page, re.MULTILINE) == [f"# {code}", *(f"## {title}" for title in SECTIONS)]
+    assert all(part.strip() for part in re.split(r"^##? .*", page, flags=re.MULTILINE)[1:]), "a section is empty"
+    assert f"\nVerdict: {code}\n" in made().fill(page)
+    assert f"\n{name}\n" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_stored_runs_of_the_verdicts_name_no_machine():
+    for path in (ROOT / "benchmarks" / "traces" / "verdicts").glob("*"):
+        trace = Run(path).trace
+        assert trace.origin == "measured"
+        assert [(rank.hostname, rank.host_id, rank.pid) for rank in trace.ranks] == [
+            (f"host{rank}", f"host{rank}", 0) for rank in range(trace.size)
+        ]
+        assert trace.command == ("record.py",)
+        assert path.stat().st_size < 100_000
 
 
 def test_every_verdict_is_explained():

@@ -16,6 +16,7 @@ STRIP_HEIGHT = 9
 GAP = 9
 CURVE_WIDTH = 1000  # units of a curve's own coordinates, stretched to the width of its picture
 NAME_MOST = 26  # characters of a name that fit beside a value on a phone
+HEAD_MOST = 38  # characters of a name that fit alone on a phone, in bold
 
 
 def _share(part: float) -> str:
@@ -33,7 +34,7 @@ def short_name(name: str, most: int = NAME_MOST) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a bar. kind: class of its colour; note: shown beside the pointer."""
+    """A part of a bar. kind: class of its colour, or a colour (#…); note: shown beside the pointer."""
 
     kind: str
     length: float
@@ -42,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A named bar. strips: bars below each other, each of pieces. whisker: ends of an interval."""
+    """A named bar. strips: bars below each other, each of pieces; none: a heading. whisker: ends of an interval."""
 
     name: str
     value: str
@@ -178,6 +179,10 @@ def _longest(rows: Sequence[Row]) -> float:
 
 
 def _row(picture: Picture, row: Row, scale: Scale) -> None:
+    if not row.strips:
+        picture.text(0, picture.height + 13, short_name(row.name, HEAD_MOST), kind="head")
+        picture.height += TEXT_HEIGHT
+        return
     picture.text(0, picture.height + 13, short_name(row.name))
     picture.text(1, picture.height + 13, row.value, "end")
     y = picture.height + TEXT_HEIGHT
@@ -186,7 +191,8 @@ def _row(picture: Picture, row: Row, scale: Scale) -> None:
         x = 0.0
         for piece in strip:
             end = x + max(piece.length, 0.0) / scale.high
-            picture.bar((x, min(end, 1)), (y + number * (thick + 1), thick), piece.kind, piece.note)
+            colour = piece.kind if piece.kind.startswith("#") else ""
+            picture.bar((x, min(end, 1)), (y + number * (thick + 1), thick), piece.kind, piece.note, colour)
             x = end
     if row.whisker is not None:
         middle = y + thick / 2

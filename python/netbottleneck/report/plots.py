@@ -1,4 +1,4 @@
-"""Plots of a run and of a benchmark, for notebooks. Needs matplotlib: `pip install 'netbottleneck[plot]'`."""
+"""Plots of a run, of what-if answers and of a benchmark, for notebooks; they need matplotlib (netbottleneck[plot])."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from netbottleneck.report import Run
+    from netbottleneck.whatif.questions import Answer
+
+__all__ = ["answers", "bandwidth", "bench_curve", "layers", "split", "transports"]
 
 # Distinct in print and for colour-blind readers; a colour has the same meaning in every plot.
 COLOURS: Mapping[str, str] = {
@@ -162,3 +165,20 @@ def bandwidth(run: Run) -> Axes:
             findings.link_bps / 1e9, color="#9a9a9a", linewidth=1, label=f"the link, {gbit(findings.link_bps)}"
         )
     return _finish_levels(axes, f"Achieved against achievable ({findings.label})")
+
+
+def answers(found: Sequence[Answer]) -> Axes:
+    """Draw the step of each what-if answer, with its interval; refused questions are left out."""
+    known = [one for one in found if one.step_s is not None]
+    axes = _axes(8, 1.0 + 0.45 * len(known))
+    steps = [one.step_s for one in known if one.step_s is not None]
+    below, above = ([1e3 * (s.value - s.low) for s in steps], [1e3 * (s.high - s.value) for s in steps])
+    lengths_ms = [1e3 * step.value for step in steps]
+    names = [one.setting.title for one in known]
+    bars = axes.barh(names, lengths_ms, color=COLOURS["hidden"], height=0.6, xerr=[below, above], capsize=3)
+    axes.bar_label(bars, labels=[ms(1e9 * step.value) for step in steps], padding=6)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(lengths_ms, default=0) * 1.2 or 1)
+    axes.set_xlabel("ms a step")
+    axes.set_title("Step, with the interval of the fit (predicted)", loc="left")
+    return axes

@@ -18,6 +18,8 @@ from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.questions import NEGLIGIBLE_GAIN, Answer, LeastValue, prediction
 from netbottleneck.whatif.sweeps import Answers
 
+__all__ = ["show"]
+
 # Predicted cells of a layer log: scaling factors by link, or every value if there is one link.
 
 LINKS_MAX = 5

@@ -23,6 +23,8 @@ from netbottleneck.whatif.fit import Fit, fit
 from netbottleneck.whatif.plan import Plan
 from netbottleneck.whatif.simulate import Workload, simulate, workload
 
+__all__ = ["Answer", "Job", "LeastValue", "Setting", "job"]
+
 MEASURED, PREDICTED = "measured", "predicted"
 # Least number of simulated steps if the recorded steps differ, and most recorded steps used, evenly spaced.
 STEPS, STEPS_MAX = 15, 45

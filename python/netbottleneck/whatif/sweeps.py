@@ -32,6 +32,27 @@ from netbottleneck.whatif.questions import (
     simulate_setting,
 )
 
+__all__ = [
+    "Answers",
+    "Codec",
+    "achievable",
+    "answers",
+    "compression",
+    "cycles",
+    "enough_link",
+    "free",
+    "full_use",
+    "fusions",
+    "grid",
+    "least_compression",
+    "least_lanes",
+    "least_link",
+    "links",
+    "now",
+    "ranks_per_host",
+    "workers",
+]
+
 # Search ranges of the inverse questions.
 LINK_BPS = (1e6, 1e13)
 RATIO = (1.0, 1e4)

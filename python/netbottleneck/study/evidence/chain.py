@@ -223,13 +223,18 @@ def average_at_full_use(cell: CellFacts, arm: ArmFacts) -> float | None:
     return None if step_ns is None or arm.nic is None else arm.nic.average_tx_bps * arm.step_ns.value / step_ns
 
 
-def full_use_ns(cell: CellFacts) -> float | None:
+def step_at_full_use(cell: CellFacts) -> Estimate | None:
     """Return the step at full use of the link in ns: from the forecast, else from the run's own what-if answer."""
     forecast = cell.forecast.get("full_use")
     if forecast is not None and forecast.step_ns is not None:
-        return forecast.step_ns.value
-    own = cell.outlook.full_use_ns if cell.outlook is not None else None
-    return None if own is None else own.value
+        return forecast.step_ns
+    return cell.outlook.full_use_ns if cell.outlook is not None else None
+
+
+def full_use_ns(cell: CellFacts) -> float | None:
+    """Return the step at full use of the link in ns; None if it is not known."""
+    step_ns = step_at_full_use(cell)
+    return None if step_ns is None else step_ns.value
 
 
 def _share(bps: float, link: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ import jinja2
 from rich.console import Console
 from rich.text import Text
 
+from netbottleneck.report.drawing import Piece, Row, bars
+from netbottleneck.report.html import Shown, colour
 from netbottleneck.report.text import WIDTH
 from netbottleneck.study.evidence import chain, values
 from netbottleneck.study.evidence.facts import Budget, ForecastRecord
@@ -31,15 +34,15 @@ CELL_KEY = (
 PREDICTIONS = ("cell", "arm", "predicted", "measured", "error")
 BUDGETS = ("cell", "arm", "loss", "host-internal", "inflation", "exposed network", "other", "waiting")
 
-Row = tuple[str, ...]
+Words = tuple[str, ...]
 
 
-def cells(facts: Sequence[CellFacts]) -> list[Row]:
+def cells(facts: Sequence[CellFacts]) -> list[Words]:
     """Return one row per arm: its step and scaling factor, and the bound at full use of the link."""
     return [_arm(cell, arm) for cell in facts if cell.job != INFLATION for arm in cell.arms.values()]
 
 
-def _arm(cell: CellFacts, arm: ArmFacts) -> Row:
+def _arm(cell: CellFacts, arm: ArmFacts) -> Words:
     full, reached = chain.bound(cell), chain.parts_of_bound(cell)
     return (
         cell.key,
@@ -51,7 +54,7 @@ def _arm(cell: CellFacts, arm: ArmFacts) -> Row:
     )
 
 
-def predictions(forecast_record: ForecastRecord) -> list[Row]:
+def predictions(forecast_record: ForecastRecord) -> list[Words]:
     """Return one row per forecast."""
     return [
         (
@@ -65,7 +68,7 @@ def predictions(forecast_record: ForecastRecord) -> list[Row]:
     ]
 
 
-def budgets(rows: Sequence[Budget]) -> list[Row]:
+def budgets(rows: Sequence[Budget]) -> list[Words]:
     """Return one row per arm; numbers are parts of the step."""
     return [
         (
@@ -80,9 +83,50 @@ def budgets(rows: Sequence[Budget]) -> list[Row]:
     ]
 
 
+# The picture that opens the page.
+
+BOUND = "other"  # class of the colour of the step at full use of the link
+
+
+def opening(facts: Sequence[CellFacts]) -> Shown:
+    """Each cell's steps over its transports, the longest first, and its step at full use of the link.
+
+    The cells that are farthest from full use come first; those whose bound is not known come last.
+    """
+    title = "Step of each cell, by transport (95 % intervals)"
+    drawn = [cell for cell in facts if cell.job != INFLATION and cell.transports]
+    if not drawn:
+        return Shown(title, missing="No cell has steps over a transport.")
+    drawn.sort(key=lambda cell: min(chain.parts_of_bound(cell).values(), default=math.inf))
+    rows = [row for cell in drawn for row in _steps(cell)]
+    arms = dict.fromkeys(arm.name for cell in drawn for arm in cell.transports)
+    key = [(colour(name), f"{name} (measured)") for name in arms]
+    note = "Each cell has a scale of its own; shorter is better."
+    if any(chain.step_at_full_use(cell) is not None for cell in drawn):
+        key.append((BOUND, "link fully used (predicted)"))
+        note += " The cell that is farthest from full use of its link is at the top."
+    return Shown(title, (bars("step of each cell by transport", rows, longest=1.0),), tuple(key), note)
+
+
+def _steps(cell: CellFacts) -> list[Row]:
+    """Return the heading of a cell and its bars, whose lengths are parts of the cell's longest interval."""
+    arms = sorted(cell.transports, key=lambda arm: -arm.step_ns.value)
+    steps = [(arm.name, colour(arm.name), arm.step_ns) for arm in arms]
+    full = chain.step_at_full_use(cell)
+    if full is not None:
+        steps.append(("full use (predicted)", BOUND, full))
+    longest = max(step.high for _, _, step in steps)
+    rows = [Row(cell.key, "", ())]
+    for name, kind, step in steps:
+        bar = (Piece(kind, step.value / longest, f"{name}: {ms(step.value)}"),)
+        rows.append(Row(name, values.time(step), (bar,), (step.low / longest, step.high / longest)))
+    return rows
+
+
 # The HTML page.
 
-TEMPLATE_PACKAGES = {"style.css": "netbottleneck.report"}  # the package of each template that is not in this one
+# The package of each template that is not in this one.
+TEMPLATE_PACKAGES = dict.fromkeys(("style.css", "shown.html.j2"), "netbottleneck.report")
 THIS_PACKAGE = "netbottleneck.study.evidence"
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 560, 18, 300
 # Parts of a budget: field, CSS class (the colours of a run's report), and name.
@@ -127,6 +171,7 @@ def _context(evidence: Evidence) -> dict[str, Any]:
     bars = [_bar(one) for one in evidence.budgets]
     return {
         "title": evidence.title or "Network study",
+        "opening": opening(evidence.cells),
         "claims": evidence.claims,
         "notes": evidence.notes,
         "tables": {

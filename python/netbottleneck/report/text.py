@@ -239,6 +239,10 @@ def waiting_for_the_slowest(parts: Parts, size: int) -> str:
     return f"{bare_ms(parts.skew_ns)} of {ms(idle_ns)} of {what} is waiting for the slowest rank."
 
 
+# A part of a part of the step has a row from this share of the step on.
+ROW_SHARE = 0.005
+
+
 def _split_table(findings: Findings) -> tuple[str, Table]:
     table = make_table("", *findings.parts)
     step = {name: parts.step_ns for name, parts in findings.parts.items()}
@@ -251,7 +255,7 @@ def _split_table(findings: Findings) -> tuple[str, Table]:
         put_row(table, label, *cells)
 
     def row_if_any(label: str, attribute: str) -> None:
-        if any(getattr(parts, attribute) > 0 for parts in findings.parts.values()):
+        if any(getattr(parts, attribute) >= ROW_SHARE * parts.step_ns > 0 for parts in findings.parts.values()):
             row(label, attribute)
 
     row("compute", "compute_ns")
@@ -263,7 +267,8 @@ def _split_table(findings: Findings) -> tuple[str, Table]:
     for what in ("input", "evaluation", "checkpoint"):
         row_if_any(f"  of it {what}", f"{what}_ns")
     row("step", "step_ns")
-    row_if_any("waiting for the slowest rank", "skew_ns")
+    if any(parts.skew_ns > 0 for parts in findings.parts.values()):
+        row("waiting for the slowest rank", "skew_ns")
     row_if_any("our own work between steps", "own_ns")
     return f"Parts of a step: mean of the middle half of the steps ({findings.label})", table
 

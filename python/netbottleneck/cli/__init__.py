@@ -70,8 +70,8 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run folder, a single trace (*.jsonl.gz), a folder with torch.profiler's trace of each rank, a study's "
-        "folder, or its evidence.json",
+        help="a run folder, a single trace (*.jsonl.gz), a folder with torch.profiler's trace of each rank, a folder "
+        "or prefix of the dumps of torch's flight recorder, a study's folder, or its evidence.json",
     )
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the report")
@@ -89,7 +89,7 @@ def _report(argv: Sequence[str]) -> int:
     path = Path(args.run)
     from netbottleneck.trace import kineto
 
-    if (path.suffix == ".json" and not kineto.is_kineto(path)) or any(
+    if (path.suffix == ".json" and not (kineto.is_kineto(path) or kineto.dumps(path))) or any(
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
         return _study_report(path, args)

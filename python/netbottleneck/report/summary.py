@@ -257,6 +257,25 @@ def _nccl(findings: Findings) -> list[dict[str, Any]]:
     ]
 
 
+def _joins(findings: Findings) -> list[dict[str, Any]]:
+    return [
+        {
+            "group": one.group.name,
+            "group_description": one.group.description,
+            "number": one.number,
+            "name": one.name,
+            "kind": one.kind,
+            "bytes": one.bytes,
+            "states": {str(rank): state for rank, state in one.states.items()},
+            "not_joined": list(one.missing),
+            "unknown": list(one.unknown),
+            "differs": one.differs,
+            "spread_s": _s(one.last_ns - one.first_ns),
+        }
+        for one in findings.joins
+    ]
+
+
 def _faults(trace: Trace) -> list[dict[str, Any]]:
     return [
         {"rank": f.rank, "kind": f.kind, "time_ns": f.time_ns, "peers": list(f.peers), "waited_s": f.waited_ns / 1e9}
@@ -353,6 +372,7 @@ def summary(
         "cores_busy": findings.cores_busy,
         "layers": _layers(findings),
         "nccl": _nccl(findings),
+        "joins": _joins(findings),
         "ranks": _ranks(trace),
         "hosts": [_host(host) for host in hosts],
         "connections": [_connection(end) for end in connected.ends],

@@ -81,8 +81,8 @@ def _report(argv: Sequence[str]) -> int:
         metavar="NAME[=PLACE]",
         action="append",
         default=[],
-        help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry; PLACE: a "
-        "file, folder, experiment, project or endpoint",
+        help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry, or the tables "
+        "to parquet (a file for each); PLACE: a file, folder, experiment, project or endpoint",
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)

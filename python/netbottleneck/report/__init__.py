@@ -293,6 +293,13 @@ class Run:
         """
         return exporters.export(exporters.numbers(self.summary, self.trace), name, place)
 
+    def frames(self) -> dict[str, Any]:
+        """Return the tables of the run as pandas.DataFrame: steps, collectives, layers, ready and waits.
+
+        Units are in the names of the columns; an unknown cell is pandas.NA. Raises ImportError if pandas is missing.
+        """
+        return exporters.frames(exporters.tables(self.summary, self.trace))
+
     def _repr_html_(self) -> str:
         return html.fragment(self.findings, self.verdict)
 

@@ -426,6 +426,9 @@ COLLECTIVE_COLUMNS = (
     "first_byte_ns",
     "done_ns",
     "error",
+    "state",
+    "start_seen_ns",
+    "done_seen_ns",
     "lane_bytes_sent",
 )
 
@@ -457,17 +460,18 @@ def layers_csv(findings: Findings) -> str:
     )
 
 
+def collective_cells(operation: Collective) -> list[Any]:
+    """The cells of COLLECTIVE_COLUMNS for one operation; lane_bytes_sent: lane:bytes pairs."""
+    known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
+    known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
+    known["key"] = f"{operation.key:016x}"
+    lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
+    return [*known.values(), lanes]
+
+
 def collectives_csv(trace: Trace) -> str:
-    """Every operation of every rank; lane_bytes_sent: lane:bytes pairs."""
-
-    def row(operation: Collective) -> list[object]:
-        known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
-        known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
-        known["key"] = f"{operation.key:016x}"
-        lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
-        return [*known.values(), lanes]
-
-    return _csv(COLLECTIVE_COLUMNS, map(row, trace.collectives))
+    """Every operation of every rank."""
+    return _csv(COLLECTIVE_COLUMNS, map(collective_cells, trace.collectives))
 
 
 # trace.json.gz: the run in the JSON object form of the Chrome trace format, readable by Perfetto.

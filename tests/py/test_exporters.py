@@ -13,6 +13,7 @@ import pytest
 
 from netbottleneck import cli
 from netbottleneck.report import Run, exporters
+from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
 
@@ -212,6 +213,66 @@ def test_wandb_receives_every_number_and_ascending_steps(run, found, monkeypatch
     assert sorted(read) == sorted(expected)
 
 
+def test_the_tables_hold_every_row_of_the_trace(run, found):
+    tables, trace = found.tables(), run.trace
+    steps = tables["steps"]
+    assert steps.column("duration_ns") == [step.duration_ns for step in trace.steps]
+    assert steps.column("forward_ns") == [sum(e - b for b, e in step.forward) for step in trace.steps]
+    assert tables["collectives"].column("done_ns") == [one.done_ns for one in trace.collectives]
+    assert [int(key, 16) for key in tables["collectives"].column("key")] == [one.key for one in trace.collectives]
+    ready = [(s.rank, s.index, trace.parameters[i].name, at) for s in trace.steps for i, at in s.grad_ready]
+    assert list(zip(*map(tables["ready"].column, ("rank", "step", "name", "ready_ns")), strict=True)) == ready != []
+    waits = [(step.rank, begin, end) for step in trace.steps for _, begin, end in step.waits]
+    assert list(zip(*map(tables["waits"].column, ("rank", "begin_ns", "end_ns")), strict=True)) == waits
+    assert tables["layers"].column("backward_s") == [one["backward_s"] for one in run.summary["layers"]] != []
+    for table in tables.values():
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        for name, kind in table.columns.items():
+            assert {type(cell) for cell in table.column(name)} <= {kind, type(None), *([Arm] if kind is str else [])}
+
+
+@pytest.mark.frameworks
+def test_parquet_files_hold_every_table(run, found, tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    folder = tmp_path / "a" / "b"
+    assert run.export("parquet", str(folder)) == str(folder)
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(found.tables())
+    for name, table in found.tables().items():
+        read = pq.read_table(folder / f"{name}.parquet")
+        assert read.schema.metadata[b"netbottleneck.run"].decode() == run.summary["id"]
+        assert read.column_names == list(table.columns)
+        kinds = {"int64": int, "double": float, "string": str, "bool": bool}
+        assert [kinds[str(kind)] for kind in read.schema.types] == list(table.columns.values())
+        assert [tuple(row.values()) for row in read.to_pylist()] == list(table.rows)
+
+
+@pytest.mark.frameworks
+def test_data_frames_hold_every_table(run, found):
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    frames = run.frames()
+    assert set(frames) == set(found.tables())
+    for name, table in found.tables().items():
+        rows = frames[name].astype(object).where(frames[name].notna(), None)
+        assert [tuple(row) for row in rows.itertuples(index=False)] == list(table.rows)
+    mean_ns = frames["steps"].groupby("arm")["duration_ns"].mean()
+    for arm in run.trace.arms:
+        own = [step.duration_ns for step in run.trace.steps if step.arm == arm]
+        assert mean_ns[arm] == pytest.approx(sum(own) / len(own))
+    assert isinstance(frames["waits"], pd.DataFrame)
+
+
+def test_what_parquet_and_pandas_need_is_named(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pyarrow"):
+        run.export("parquet", str(tmp_path / "p"))
+    with pytest.raises(ImportError, match="pip install pandas"):
+        run.frames()
+    assert not (tmp_path / "p").exists()
+
+
 def test_a_missing_library_and_an_unknown_exporter_are_named(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install wandb"):
@@ -231,7 +292,7 @@ def test_the_command_exports_to_several_tools(run, tmp_path, capsys):
 
 
 def test_no_library_of_a_tool_is_imported_with_the_report():
-    names = ("tensorboard", "mlflow", "wandb", "opentelemetry", "prometheus_client")
+    names = ("tensorboard", "mlflow", "wandb", "opentelemetry", "prometheus_client", "pyarrow", "pandas")
     code = f"import sys, netbottleneck.report; print([n for n in {names!r} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

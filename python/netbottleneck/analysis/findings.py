@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from netbottleneck.analysis import nccl
-from netbottleneck.analysis.arrivals import Lateness, aligned, clock_error_ns, lateness
+from netbottleneck.analysis.arrivals import Join, Lateness, aligned, clock_error_ns, joins, lateness
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
@@ -102,7 +102,7 @@ class Findings:
     achieved / achievable), an upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
     torch.distributed. starved: ns of compute a step in which a rank's process had no core.
-    nccl: split of the operations that NCCL reported within steps.
+    nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
     """
 
     trace: Trace
@@ -133,6 +133,7 @@ class Findings:
     layers: tuple[Layer, ...] = ()
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
+    joins: tuple[Join, ...] = ()
 
     @property
     def label(self) -> str:
@@ -364,5 +365,6 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         costs=costs(trace),
         travels=travels(trace),
         nccl=nccl.means(trace),
+        joins=joins(trace),
     )
     return common if base is None else _about(common, base, rows[base], warmup)

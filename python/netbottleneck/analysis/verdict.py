@@ -173,6 +173,9 @@ def _keep(findings: Findings) -> str:
 
 
 def _no_communication(f: Findings) -> Verdict | None:
+    if f.base is None and f.trace.groups:
+        why = "Steps and compute are missing: the dumps of a flight recorder have only operations."
+        return Verdict("INCONCLUSIVE", why, "Measure steps: netbottleneck run SCRIPT, or profile with torch.profiler.")
     if f.trace.size < 2:
         return Verdict("NO_COMMUNICATION", "One rank: nothing is sent.", "Start two ranks or more.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):

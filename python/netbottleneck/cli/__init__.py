@@ -70,8 +70,8 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run folder, a single trace (*.jsonl.gz), a folder with torch.profiler's trace of each rank, a study's "
-        "folder, or its evidence.json",
+        help="a run folder, a single trace (*.jsonl.gz), a folder with torch.profiler's trace of each rank, a folder "
+        "or prefix of the dumps of torch's flight recorder, a study's folder, or its evidence.json",
     )
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the report")
@@ -81,15 +81,15 @@ def _report(argv: Sequence[str]) -> int:
         metavar="NAME[=PLACE]",
         action="append",
         default=[],
-        help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry; PLACE: a "
-        "file, folder, experiment, project or endpoint",
+        help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry, or the tables "
+        "to parquet (a file for each); PLACE: a file, folder, experiment, project or endpoint",
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
     from netbottleneck.trace import kineto
 
-    if (path.suffix == ".json" and not kineto.is_kineto(path)) or any(
+    if (path.suffix == ".json" and not (kineto.is_kineto(path) or kineto.dumps(path))) or any(
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
         return _study_report(path, args)

@@ -166,8 +166,9 @@ class Part:
 
 
 class Run:
-    """A recorded run: a run folder, a single trace file (*.jsonl.gz), or the traces of torch.profiler in a folder.
+    """A recorded run: a run folder, a single trace file (*.jsonl.gz), or what torch recorded itself.
 
+    The last is a folder with torch.profiler's trace of each rank, or a folder or prefix of a flight recorder's dumps.
     part: of a run folder, only these events. Raises FileNotFoundError if it does not exist, ValueError naming the file
     for an unknown version.
     """
@@ -178,10 +179,13 @@ class Run:
         self._last_bytes = None if part is None else COUNTERS_BYTES
         self.trace: tr.Trace
         profiled = kineto.files(self.path) if part is None else []
+        dumps = kineto.dumps(self.path) if part is None and not profiled else []
         if part is not None:
             self.trace = ring_reader.load(self.path, part.ring)
         elif profiled:
             self.trace = kineto.load(profiled)
+        elif dumps:
+            self.trace = kineto.load_dumps(dumps)
         elif self._folder or not self.path.exists():
             self.trace = ring_reader.load(self.path)
         else:
@@ -288,6 +292,13 @@ class Run:
         Raises ValueError for an unknown exporter, ImportError naming the package that is missing.
         """
         return exporters.export(exporters.numbers(self.summary, self.trace), name, place)
+
+    def frames(self) -> dict[str, Any]:
+        """Return the tables of the run as pandas.DataFrame: steps, collectives, layers, ready and waits.
+
+        Units are in the names of the columns; an unknown cell is pandas.NA. Raises ImportError if pandas is missing.
+        """
+        return exporters.frames(exporters.tables(self.summary, self.trace))
 
     def _repr_html_(self) -> str:
         return html.fragment(self.findings, self.verdict)

@@ -96,7 +96,10 @@ def _interval(one: Estimate) -> dict[str, float | None]:
 def _runs(path: Path) -> dict[str, Run]:
     """The runs of a path by cell: one named "" for a run, each complete cell of a study."""
     if not (path / "cells").is_dir():
-        return {"": Run(path)}
+        run = Run(path)
+        if run.trace.groups:
+            raise ValueError(f"{path}: the dumps of a flight recorder have no step: nothing to compare")
+        return {"": run}
     folders = sorted(path.glob("cells/**/run/run.json"))
     if not folders:
         raise ValueError(f"{path}: no cell of this study has a run: run the study first")
@@ -134,7 +137,8 @@ def _overall(rows: tuple[Row, ...]) -> dict[Arm, Estimate]:
 def compare(before: Path | str, after: Path | str) -> Comparison:
     """Compare B with A. Two runs are compared by the distributions of their blocks; cells of a study are paired.
 
-    Raises FileNotFoundError for a missing path, and ValueError if the two have no cell or no arm in common.
+    Raises FileNotFoundError for a missing path, and ValueError for a record without steps, or if the two have no
+    cell or no arm in common.
     """
     old, new = _runs(Path(before)), _runs(Path(after))
     both = [cell for cell in old if cell in new]

@@ -1,19 +1,21 @@
 """Exporters: the numbers of summary.json, and the length of each step, to the tools that a team already watches.
 
-A library is imported when its exporter runs, never before. Every number is taken from the summary.
+A library is imported when its exporter runs, never before. Every number is taken from the summary. The tables of a run,
+its rows rather than its numbers, go to Parquet and pandas.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from netbottleneck.trace.model import Trace
+from netbottleneck.report.summary import COLLECTIVE_COLUMNS, collective_cells
+from netbottleneck.trace.model import Interval, Trace
 
 Summary = Mapping[str, Any]
 Labelled = tuple[dict[str, str], float | None]
@@ -46,10 +48,23 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of a run. columns: type (int, float, str or bool) by name; a unit is part of the name. None: unknown."""
+
+    columns: Mapping[str, type]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def column(self, name: str) -> list[Any]:
+        """Return the cells of a column. Raises ValueError for an unknown name."""
+        place = list(self.columns).index(name)
+        return [row[place] for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers:
     """What is exported of a run. steps: by arm, (index, seconds) of each recorded step, the median over its ranks.
 
-    started_s: wall clock at the begin of the run.
+    started_s: wall clock at the begin of the run. tables: computes the run's tables by name.
     """
 
     id: str
@@ -58,6 +73,7 @@ class Numbers:
     started_s: float
     numbers: tuple[Number, ...]
     steps: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    tables: Callable[[], Mapping[str, Table]] = dict
 
 
 def _verdict(summary: Summary) -> Iterator[Labelled]:
@@ -162,7 +178,98 @@ def numbers(summary: Summary, trace: Trace) -> Numbers:
         if value is not None
     )
     about = summary["id"], summary["verdict"]["code"], summary["model"], summary["started_wall_ns"] / 1e9
-    return Numbers(*about, found, _by_step(trace))
+    return Numbers(*about, found, _by_step(trace), lambda: tables(summary, trace))
+
+
+# Tables: one row for each step, operation, layer, ready gradient and wait. Times are ns of rank 0's monotonic clock.
+
+STEP_COLUMNS = {
+    **{"rank": int, "step": int, "block": int, "arm": str, "sampled": bool},
+    **dict.fromkeys(("begin_ns", "end_ns", "duration_ns", "forward_ns", "optimizer_ns"), int),
+    **dict.fromkeys(("evaluation_ns", "checkpoints_ns", "cpu_ns"), int),
+}
+TEXTS = ("transport", "name", "key", "kind", "dtype", "phase", "algorithm", "state", "lane_bytes_sent")
+LAYER_COLUMNS = {
+    **{"layer": str, "parameters": int, "gradient_bytes": int, "buckets": str},
+    **dict.fromkeys(("forward_s", "backward_s", "exposed_communication_s"), float),
+}
+READY_COLUMNS = {"rank": int, "step": int, "parameter": int, "name": str, "gradient_bytes": int, "ready_ns": int}
+WAIT_COLUMNS = {"rank": int, "step": int, "key": str, "begin_ns": int, "end_ns": int}
+
+
+def _sum_ns(spans: Iterable[Interval]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
+def _step_rows(trace: Trace) -> Iterator[tuple[Any, ...]]:
+    for one in trace.steps:
+        parts = (one.forward, one.optimizer, one.evaluation, one.checkpoints)
+        about = one.rank, one.index, one.block, str(one.arm), one.sampled, one.begin_ns, one.end_ns, one.duration_ns
+        yield *about, *map(_sum_ns, parts), one.cpu_ns
+
+
+def _layer_rows(summary: Summary) -> Iterator[tuple[Any, ...]]:
+    for one in summary["layers"]:
+        times = (one[name] for name in ("forward_s", "backward_s", "exposed_communication_s"))
+        yield one["name"], one["parameters"], one["bytes"], " ".join(map(str, one["buckets"])), *times
+
+
+def _ready_rows(trace: Trace) -> Iterator[tuple[Any, ...]]:
+    for step in trace.steps:
+        for index, ready_ns in step.grad_ready:
+            own = trace.parameters[index] if index < len(trace.parameters) else None
+            yield step.rank, step.index, index, own and own.name, own and own.bytes, ready_ns
+
+
+def tables(summary: Summary, trace: Trace) -> dict[str, Table]:
+    """The tables of a run: steps, collectives, layers, ready (gradients) and waits (of the training thread)."""
+    collective_columns = {name: str if name in TEXTS else int for name in COLLECTIVE_COLUMNS}
+    waits = (
+        (step.rank, step.index, f"{key:016x}" if key else None, begin_ns, end_ns)
+        for step in trace.steps
+        for key, begin_ns, end_ns in step.waits
+    )
+    return {
+        "steps": Table(STEP_COLUMNS, tuple(_step_rows(trace))),
+        "collectives": Table(collective_columns, tuple(tuple(collective_cells(one)) for one in trace.collectives)),
+        "layers": Table(LAYER_COLUMNS, tuple(_layer_rows(summary))),
+        "ready": Table(READY_COLUMNS, tuple(_ready_rows(trace))),
+        "waits": Table(WAIT_COLUMNS, tuple(waits)),
+    }
+
+
+def frames(found: Mapping[str, Table]) -> dict[str, Any]:
+    """The tables as pandas.DataFrame; an unknown cell is pandas.NA. Raises ImportError if pandas is missing."""
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise ImportError(f"data frames need: pip install pandas ({error})") from error
+
+    dtypes = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
+    return {
+        name: pd.DataFrame(
+            {column: pd.array(table.column(column), dtype=dtypes[kind]) for column, kind in table.columns.items()}
+        )
+        for name, table in found.items()
+    }
+
+
+# Parquet: a file for each table, with the run's id in its metadata.
+
+
+def _parquet(found: Numbers, place: str) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+    folder = Path(place or f"{found.id}.parquet")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in found.tables().items():
+        schema = pa.schema([(column, types[kind]) for column, kind in table.columns.items()])
+        cells = {column: table.column(column) for column in table.columns}
+        whole = pa.table(cells, schema=schema.with_metadata({"netbottleneck.run": found.id}))
+        pq.write_table(whole, folder / f"{name}.parquet")
+    return str(folder)
 
 
 # Prometheus: a text file, for the textfile collector of its node exporter.
@@ -300,6 +407,7 @@ EXPORTERS: Mapping[str, Exporter] = {
     "tensorboard": Exporter("an event file of TensorBoard", "tensorboard", "FOLDER", _tensorboard),
     "mlflow": Exporter("a run of MLflow", "mlflow", "EXPERIMENT", _mlflow),
     "wandb": Exporter("a run of Weights & Biases", "wandb", "PROJECT", _wandb),
+    "parquet": Exporter("a Parquet file for each table of the run", "pyarrow", "FOLDER", _parquet),
     "opentelemetry": Exporter(
         "gauges of OpenTelemetry",
         "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",

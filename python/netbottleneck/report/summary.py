@@ -257,6 +257,25 @@ def _nccl(findings: Findings) -> list[dict[str, Any]]:
     ]
 
 
+def _joins(findings: Findings) -> list[dict[str, Any]]:
+    return [
+        {
+            "group": one.group.name,
+            "group_description": one.group.description,
+            "number": one.number,
+            "name": one.name,
+            "kind": one.kind,
+            "bytes": one.bytes,
+            "states": {str(rank): state for rank, state in one.states.items()},
+            "not_joined": list(one.missing),
+            "unknown": list(one.unknown),
+            "differs": one.differs,
+            "spread_s": _s(one.last_ns - one.first_ns),
+        }
+        for one in findings.joins
+    ]
+
+
 def _faults(trace: Trace) -> list[dict[str, Any]]:
     return [
         {"rank": f.rank, "kind": f.kind, "time_ns": f.time_ns, "peers": list(f.peers), "waited_s": f.waited_ns / 1e9}
@@ -353,6 +372,7 @@ def summary(
         "cores_busy": findings.cores_busy,
         "layers": _layers(findings),
         "nccl": _nccl(findings),
+        "joins": _joins(findings),
         "ranks": _ranks(trace),
         "hosts": [_host(host) for host in hosts],
         "connections": [_connection(end) for end in connected.ends],
@@ -406,6 +426,9 @@ COLLECTIVE_COLUMNS = (
     "first_byte_ns",
     "done_ns",
     "error",
+    "state",
+    "start_seen_ns",
+    "done_seen_ns",
     "lane_bytes_sent",
 )
 
@@ -437,17 +460,18 @@ def layers_csv(findings: Findings) -> str:
     )
 
 
+def collective_cells(operation: Collective) -> list[Any]:
+    """The cells of COLLECTIVE_COLUMNS for one operation; lane_bytes_sent: lane:bytes pairs."""
+    known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
+    known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
+    known["key"] = f"{operation.key:016x}"
+    lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
+    return [*known.values(), lanes]
+
+
 def collectives_csv(trace: Trace) -> str:
-    """Every operation of every rank; lane_bytes_sent: lane:bytes pairs."""
-
-    def row(operation: Collective) -> list[object]:
-        known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
-        known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
-        known["key"] = f"{operation.key:016x}"
-        lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
-        return [*known.values(), lanes]
-
-    return _csv(COLLECTIVE_COLUMNS, map(row, trace.collectives))
+    """Every operation of every rank."""
+    return _csv(COLLECTIVE_COLUMNS, map(collective_cells, trace.collectives))
 
 
 # trace.json.gz: the run in the JSON object form of the Chrome trace format, readable by Perfetto.

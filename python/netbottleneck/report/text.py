@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
@@ -41,6 +41,8 @@ NEGLIGIBLE_SHARE = 0.01
 def sentences(findings: Findings) -> list[str]:
     """Opening sentences of a report."""
     base = findings.base
+    if base is None and findings.trace.groups:
+        return unfinished(findings.trace, findings.joins)
     if base is None:
         return ["No step could be split: the run has no step, or only steps of the untouched script."]
     parts = findings.parts[base]
@@ -399,6 +401,23 @@ def nccl_cells(mean: NcclMean) -> tuple[str, ...]:
     return ("-" if mean.kernel_ns is None else ms(mean.kernel_ns), ms(mean.network_ns), *shares)
 
 
+JOINS_TITLE = "Operations of the process groups (measured by the flight recorder)"
+JOIN_COLUMNS = ("group", "numbers", "size", "times", "not over", "not joined")
+
+
+def join_rows(joins: Sequence[Join]) -> list[tuple[str, ...]]:
+    """An operation with the columns of JOIN_COLUMNS, for each group, place in the script and size; open ones first."""
+    alike: dict[tuple[str, str, int], list[Join]] = {}
+    for one in joins:
+        alike.setdefault((one.name, f"{one.group.name} {one.group.description}".strip(), one.bytes), []).append(one)
+    rows = []
+    for (name, group, size), own in alike.items():
+        numbers = f"{own[0].number}" if len(own) == 1 else f"{own[0].number} to {own[-1].number}"
+        waiting = [sum(bool(one.waiting) for one in own), sum(bool(one.missing) for one in own)]
+        rows.append((name, group, numbers, nbytes(size), str(len(own)), *(str(count or "-") for count in waiting)))
+    return sorted(rows, key=lambda row: row[-2:] == ("-", "-"))
+
+
 def _nccl_table(findings: Findings) -> tuple[str, Table]:
     """The operations with the longest network time."""
     table = make_table("operation", *NCCL_COLUMNS)
@@ -542,11 +561,21 @@ def render(
         for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *algorithms(findings)):
             console.print(line, highlight=False, markup=False)
         console.print()
+    _print_runs(console, findings)
+    _print_verdict(console, verdict)
+
+
+def _print_runs(console: Console, findings: Findings) -> None:
+    """Print the tables over all steps, and over the operations of a run without steps."""
+    if findings.joins:
+        table = make_table("operation", *JOIN_COLUMNS)
+        for row in join_rows(findings.joins):
+            put_row(table, *row)
+        _print_table(console, JOINS_TITLE, table)
     if findings.times:
         _print_table(console, *_transport_table(findings))
     if findings.scaling:
         _print_table(console, *_scaling_table(findings))
-    _print_verdict(console, verdict)
 
 
 def _print_verdict(console: Console, verdict: Verdict) -> None:

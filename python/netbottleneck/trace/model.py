@@ -168,7 +168,8 @@ class Collective:
 
     arm: that of its step; outside steps, its transport alone. phase: "reduce" for gradients; for the
     script's own calls of torch.distributed or of Horovod's API, which no arm moves, the phase of the step: "forward",
-    "backward", "optimizer" or "other". ranks: those of its group, None: all."""
+    "backward", "optimizer" or "other". ranks: those of its group, None: all. Of a flight recorder's dump alone: state,
+    one of STATES; start_seen_ns, done_seen_ns: when a watchdog noticed, later by an unknown time."""
 
     rank: int
     arm: Arm
@@ -196,6 +197,9 @@ class Collective:
     done_ns: int | None = None
     error: int = 0
     lanes: tuple[tuple[int, int, int], ...] | None = None
+    state: str | None = None
+    start_seen_ns: int | None = None
+    done_seen_ns: int | None = None
 
     @property
     def transport(self) -> str:
@@ -215,6 +219,25 @@ class Collective:
     def match(self) -> tuple[Arm, int, int, int]:
         """The key that is equal on all ranks of one operation."""
         return self.arm, self.comm, self.key, self.round
+
+
+# States of an operation: submitted; begun; done; over, with or without an error.
+STATES = SCHEDULED, STARTED, COMPLETED, ENDED = ("scheduled", "started", "completed", "ended")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """A process group of torch.distributed; Collective.comm is its position in Trace.groups.
+
+    ranks: its members, None if not known. last: (rank, number of the last operation that the rank submitted)."""
+
+    name: str
+    description: str = ""
+    ranks: tuple[int, ...] | None = None
+    last: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.description})" if self.description else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +327,9 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A run. origin: "measured" or "simulated"; epoch_wall_ns: wall clock at time 0."""
+    """A run. origin: "measured" or "simulated"; epoch_wall_ns: wall clock at time 0.
+
+    groups: of a flight recorder's dumps alone."""
 
     id: str
     size: int
@@ -324,6 +349,7 @@ class Trace:
     collectives: tuple[Collective, ...] = ()
     nccl: tuple[NcclOperation, ...] = ()
     faults: tuple[Fault, ...] = ()
+    groups: tuple[ProcessGroup, ...] = ()
 
     def of_rank(self, rank: int) -> Trace:
         """Return the run as one rank recorded it."""

@@ -24,7 +24,7 @@ LIMIT_S = 180
 TRAIN = Path(__file__).with_name("train.py")
 
 
-def _ranks(training: Training, folder: str, seed: int) -> float | None:
+def train(training: Training, folder: str, seed: int) -> float | None:
     """Run the ranks. Returns the link's rate. Raises RuntimeError with the output of a rank that failed."""
     options = {"seed": seed, "layers": 4, "kib": 256, "ms": 10.0, "steps": 150} | dict(training.options)
     variables = {
@@ -53,7 +53,7 @@ def _ranks(training: Training, folder: str, seed: int) -> float | None:
 def measure(training: Training, seed: int) -> Judged:
     """Run a training and decide, as its report does, with the lab's link as the network."""
     with tempfile.TemporaryDirectory() as folder:
-        link_bps = _ranks(training, folder, seed)
+        link_bps = train(training, folder, seed)
         trace = Run(folder).trace
         hosts = usage.hosts(trace, model.of_run(folder))
     if link_bps:

@@ -34,7 +34,13 @@ def test_the_name_for_the_cpu_alone_and_shared_memory(warm_ranks: Ranks) -> None
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_training(warm_ranks: Ranks, size: int, tmp_path: Path) -> None:
-    run(warm_ranks, size, "backend_training.py", checks("backend_training.py"), {"CHECKPOINT": str(tmp_path / "checkpoint")})
+    run(
+        warm_ranks,
+        size,
+        "backend_training.py",
+        checks("backend_training.py"),
+        {"CHECKPOINT": str(tmp_path / "checkpoint")},
+    )
 
 
 AGAIN = """

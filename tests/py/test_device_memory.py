@@ -31,6 +31,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "device_training.py"
 SOURCES = ROOT / "tests" / "cuda"
 FOLDER = ROOT / "build" / "torch_device"
 DEVICE = "nb_torch_device"
+LIMIT_S = 2 * RANKS_LIMIT_S  # of a command that starts ranks for several parts
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.Co
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK_CUDA")}
     command = [sys.executable, str(CHECK), *options]
     return subprocess.run(
-        command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
+        command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 

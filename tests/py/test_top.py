@@ -406,7 +406,7 @@ def _rewrite(path: Path, events: np.ndarray) -> None:
 # Real runs.
 
 TRAINING = """
-import logging, pathlib, sys
+import pathlib, sys, time
 import torch
 import torch.distributed as dist
 import netbottleneck
@@ -417,6 +417,7 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(most):
     optimizer.zero_grad()
+    time.sleep(0.005)  # a forward pass, so that a run of seconds is one of hundreds of steps and not of thousands
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     if step == 40:

@@ -274,8 +274,7 @@ class Session:
                 call()
             except Exception as failure:  # records are written in any case
                 logger.error("at the end of the run: %s: %s", type(failure).__name__, failure)
-        if isinstance(self.blocks, Auto) and self.stays is None:
-            self.notes += filter(None, [self.blocks.unfinished(self.step)])
+        self._note_unfinished()
         self.until = time.monotonic() + self._finish_s
         try:
             self.write(finished=error is None, error=error)
@@ -288,6 +287,10 @@ class Session:
             for communicator in dict.fromkeys(self.arms.values()):
                 communicator.close()
             self.recorder.close()
+
+    def _note_unfinished(self) -> None:
+        line = self.blocks.unfinished(self.step) if isinstance(self.blocks, Auto) and self.stays is None else ""
+        self.notes += [line] if line else []
 
     def begin_folder(self) -> None:
         """Write the run folder's description of the run. Called by rank 0, and by a rank that records alone."""

@@ -168,27 +168,29 @@ def test_its_groups_work_together_with_gloo_and_horovods_api(warm_ranks: Ranks) 
     warm_ranks(3, BESIDE)
 
 
+SUM = """
+value = torch.ones(2)
+dist.all_reduce(value)
+assert value[0] == 2
+"""
+
+
 def test_the_backend_is_registered_if_the_environment_enables_measuring(ranks: Ranks) -> None:
     script = """
 import netbottleneck
 import torch, torch.distributed as dist
 dist.init_process_group("nb")
-value = torch.ones(2)
-dist.all_reduce(value)
-assert value[0] == 2
 """
-    ranks(2, script, {"NETBOTTLENECK": "1"})
+    ranks(2, script + SUM, {"NETBOTTLENECK": "1"})
 
 
 def test_other_devices_have_the_backend_that_was_named(warm_ranks: Ranks) -> None:
-    script = """
+    script = f"""
 import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 import netbottleneck.torch
 dist.init_process_group("cpu:nb,meta:fake")
-value = torch.ones(2)
-dist.all_reduce(value)
-assert value[0] == 2
+{SUM}
 world = dist.group.WORLD
 assert world._device_types == [torch.device("cpu"), torch.device("meta")]
 dist.all_reduce(torch.ones(2, device="meta"))

@@ -280,7 +280,7 @@ def test_a_pickle_runs_no_code(tmp_path):
 def test_two_dumps_of_a_rank_are_refused(tmp_path):
     write(tmp_path, 0, [operation(1)])
     (tmp_path / "older_0").write_bytes((tmp_path / "nccl_trace_rank_0").read_bytes())
-    with pytest.raises(ValueError, match="two dumps of rank 0: give the prefix"):
+    with pytest.raises(ValueError, match="more than one dump of the flight recorder of rank 0: give"):
         Run(tmp_path)
     assert Run(tmp_path / "older_").trace.ranks[0].rank == 0
 

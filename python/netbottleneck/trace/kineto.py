@@ -18,10 +18,10 @@ import re
 import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from netbottleneck.trace.model import (
     ENDED,
@@ -347,20 +347,39 @@ def _notes(ranks: Sequence[_Recorded], damaged: Sequence[str], rows: Sequence[Co
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
 
 
-def _read_all(paths: Sequence[Path]) -> tuple[list[_Recorded], list[str]]:
-    """The files by rank, on a clock that begins with the first step, and a note for each damaged file."""
-    ranks: list[_Recorded] = []
+class _OfRank(Protocol):
+    """What was read from one rank's file."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+_R = TypeVar("_R", bound=_OfRank)
+
+
+def _readable(paths: Sequence[Path], read: Callable[[Path], _R], what: str) -> tuple[list[_R], list[str]]:
+    """Return what `read` finds in each file, and a note for each damaged one.
+
+    Raises ValueError if no file can be read, or two are of one rank. what: the kind of file.
+    """
+    ranks: list[_R] = []
     damaged = []
     for path in paths:
         try:
-            ranks.append(_read(path))
+            ranks.append(read(path))
         except ValueError as error:
             damaged.append(f"left out: {error}")
     if not ranks:
-        raise ValueError("; ".join(damaged) or "no trace of torch.profiler")
+        raise ValueError("; ".join(damaged) or f"no {what}")
     twice = [rank for rank, count in Counter(one.rank for one in ranks).items() if count > 1]
     if twice:
-        raise ValueError(f"{paths[0].parent}: two traces of rank {twice[0]}: give the folder of one run")
+        raise ValueError(f"{paths[0].parent}: more than one {what} of rank {twice[0]}: give the files of one run")
+    return ranks, damaged
+
+
+def _read_all(paths: Sequence[Path]) -> tuple[list[_Recorded], list[str]]:
+    """The files by rank, on a clock that begins with the first step, and a note for each damaged file."""
+    ranks, damaged = _readable(paths, _read, "trace of torch.profiler")
     epoch_ns = min(_steps(one)[0].begin_ns for one in ranks)
     return [
         replace(one, base_ns=one.base_ns - epoch_ns, epoch_ns=epoch_ns) for one in sorted(ranks, key=_number)
@@ -663,9 +682,9 @@ def _dump_notes(ranks: Sequence[_Dump], groups: Iterable[ProcessGroup], damaged:
     if len(versions) > 1:
         each = "; ".join(f"{version}: rank {', '.join(map(str, own))}" for version, own in versions.items())
         yield f"the dumps have different versions ({each}): the ranks may run different versions of torch."
-    told = {name for dump in ranks for name in dump.members}
+    known = {name for dump in ranks for name in dump.members}
     for group in groups:
-        if group.name not in told and group.description == DEFAULT_GROUP:
+        if group.name not in known and group.description == DEFAULT_GROUP:
             yield f"the number of ranks is not in the dumps: {len(group.ranks or ())}, or more if dumps are missing."
         elif group.ranks is None:
             yield f"the members of group {group} are not in the dumps: a rank that never used it is not missed."
@@ -675,18 +694,7 @@ def _dump_notes(ranks: Sequence[_Dump], groups: Iterable[ProcessGroup], damaged:
 
 def _read_dumps(paths: Sequence[Path]) -> tuple[list[_Dump], list[str]]:
     """The dumps by rank, and a note for each one that cannot be read."""
-    ranks: list[_Dump] = []
-    damaged = []
-    for path in paths:
-        try:
-            ranks.append(_read_dump(path))
-        except ValueError as error:
-            damaged.append(f"left out: {error}")
-    if not ranks:
-        raise ValueError("; ".join(damaged) or "no dump of the flight recorder")
-    twice = [rank for rank, count in Counter(one.rank for one in ranks).items() if count > 1]
-    if twice:
-        raise ValueError(f"{paths[0].parent}: two dumps of rank {twice[0]}: give the prefix of one run's files")
+    ranks, damaged = _readable(paths, _read_dump, "dump of the flight recorder")
     return _with_members(ranks), damaged
 
 

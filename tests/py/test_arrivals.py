@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from netbottleneck.analysis import arrivals, findings, intervals
+from netbottleneck.analysis import arrivals, bandwidth, findings
 from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock
 
@@ -88,9 +88,9 @@ def test_the_wait_for_a_straggler_is_apart_from_jitter():
 
 
 def test_a_two_level_all_reduce_counts_what_crosses_the_link():
-    assert intervals.bus_factor("allreduce", 16, "two_level all-reduce", 2) == 1.0
-    assert intervals.bus_factor("allreduce", 16, "ring all-reduce", 2) == 1.875
-    assert intervals.bus_factor("allreduce", 16, "two_level all-reduce", None) == 1.875
+    assert bandwidth.bus_factor("allreduce", 16, "two_level all-reduce", 2) == 1.0
+    assert bandwidth.bus_factor("allreduce", 16, "ring all-reduce", 2) == 1.875
+    assert bandwidth.bus_factor("allreduce", 16, "two_level all-reduce", None) == 1.875
     job = Job(
         ranks=16,
         ranks_per_host=8,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck.analysis import comparisons, findings, intervals
+from netbottleneck.analysis import bandwidth, comparisons, findings, intervals
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
@@ -268,16 +268,16 @@ def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
     [("allreduce", 2, 1.0), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("broadcast", 4, 1.0), ("barrier", 4, 0.0)],
 )
 def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
-    assert intervals.bus_factor(kind, size) == factor
+    assert bandwidth.bus_factor(kind, size) == factor
 
 
 def test_the_achievable_rate_uses_the_fewest_streams():
     probe = (Probe(1, 10, 8), Probe(2, 20, 8), Probe(4, 39, 8), Probe(8, 40, 8))
     ranks = (Rank(0, transports=(TransportInfo("tcp", probe=probe),)),)
-    found = intervals.achievable_bandwidth(Trace("t", 1, (Arm("tcp"),), ranks=ranks))
+    found = bandwidth.achievable_bandwidth(Trace("t", 1, (Arm("tcp"),), ranks=ranks))
     assert found.best == (4, 39e9)
     assert [count for count, _ in found.points] == [1, 2, 4, 8]
-    assert intervals.achievable_bandwidth(Trace("t", 1, (Arm("tcp"),))) is None
+    assert bandwidth.achievable_bandwidth(Trace("t", 1, (Arm("tcp"),))) is None
 
 
 def test_costs_are_of_the_transports_that_measured_them():

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from netbottleneck.analysis import findings, verdict
+from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.analysis.intervals import Achievable
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader

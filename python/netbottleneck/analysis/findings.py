@@ -11,6 +11,7 @@ import numpy as np
 
 from netbottleneck.analysis import nccl
 from netbottleneck.analysis.arrivals import Join, Lateness, aligned, clock_error_ns, joins, lateness
+from netbottleneck.analysis.bandwidth import Achievable, Achieved, achievable_bandwidth, achieved_bandwidth
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
@@ -31,13 +32,9 @@ from netbottleneck.analysis.comparisons import (
 )
 from netbottleneck.analysis.intervals import (
     WARMUP_STEPS,
-    Achievable,
-    Achieved,
     Exposed,
     Layer,
     Split,
-    achievable_bandwidth,
-    achieved_bandwidth,
     counted,
     is_split,
     layers,

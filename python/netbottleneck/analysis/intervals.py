@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.thresholds import PROBE_NEAR_BEST
+from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.trace.model import Collective, Parameter, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 
@@ -65,20 +65,6 @@ def subtraction(a: Intervals, b: Intervals) -> Intervals:
 def total(a: Intervals) -> int:
     """Length of a set in ns."""
     return int((a[:, 1] - a[:, 0]).sum())
-
-
-def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | None = None) -> float:
-    """Factor from tensor bytes to bytes on a link. Source: nccl-tests, doc/PERFORMANCE.md.
-
-    A receive is counted by its sender.
-
-    An algorithm of two levels sends between hosts only what one rank of each host sends: the factor of `hosts` ranks.
-    """
-    if algorithm is not None and "two_level" in algorithm and hosts is not None and hosts > 1:
-        size = hosts
-    if kind in ("barrier", "recv") or size < 2:
-        return 0.0
-    return {"allreduce": 2.0, "allgather": 1.0, "reducescatter": 1.0}.get(kind, size / (size - 1)) * (size - 1) / size
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,71 +344,6 @@ def typical(steps: Sequence[T], length_ns: Callable[[T], int]) -> tuple[T, ...]:
     lengths = [length_ns(s) for s in steps]
     low, high = np.percentile(lengths, [25, 75])
     return tuple(s for s, length in zip(steps, lengths, strict=True) if low <= length <= high)
-
-
-# Bandwidth: what an arm achieved, and what the probe says is achievable.
-
-
-@dataclass(frozen=True, slots=True)
-class Achieved:
-    """Achieved bandwidth of an arm, one direction, as busbw (tensor bits times 2(n-1)/n for an all-reduce).
-
-    active: over transfer time; average: over whole steps. Report both or neither. p10, p90: active rate of single
-    steps. wire_bps: active rate of the bytes sent; None if its transport does not count them.
-    """
-
-    arm: Arm
-    active_bps: float
-    average_bps: float
-    p10_bps: float
-    p90_bps: float
-    wire_bps: float | None
-    steps: int
-
-
-def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
-    """Achieved bandwidth over the steps of an arm; None if no bytes moved."""
-    moved = [s for s in splits if s.arm == arm and s.transfer_ns > 0 and s.bus_bytes > 0]
-    if not moved:
-        return None
-    transfer_ns = sum(s.transfer_ns for s in moved)
-    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in moved]
-    wire = [s.wire_bytes for s in moved if s.wire_bytes is not None]
-    p10, p90 = np.percentile(rates, [10, 90])
-    return Achieved(
-        arm,
-        8e9 * sum(s.bus_bytes for s in moved) / transfer_ns,
-        8e9 * sum(s.bus_bytes for s in moved) / sum(s.step_ns for s in moved),
-        float(p10),
-        float(p90),
-        8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,
-        len(moved),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Achievable:
-    """Probe results: (streams, bits/s) points, medians over ranks; best: fewest streams near the top rate."""
-
-    transport: str
-    points: tuple[tuple[int, float], ...]
-    best: tuple[int, float]
-
-
-def achievable_bandwidth(trace: Trace) -> Achievable | None:
-    """Probe result of the fastest transport; None without a probe."""
-    rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for rank in trace.ranks:
-        for info in rank.transports:
-            for point in info.probe:
-                if point.bits_per_s > 0:
-                    rates[info.name][point.lanes].append(point.bits_per_s)
-    found = []
-    for name, by_lanes in rates.items():
-        points = tuple((lanes, float(np.median(values))) for lanes, values in sorted(by_lanes.items()))
-        top = max(rate for _, rate in points)
-        found.append(Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top)))
-    return max(found, key=lambda a: a.best[1], default=None)
 
 
 # Steps and exposed communication by layer.

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.intervals import Intervals, bus_factor, counted, host_count, intersection, intervals, total
+from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import HEADERS, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
 from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace
 from netbottleneck.trace.model import connections as recorded_connections

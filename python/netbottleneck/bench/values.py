@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.intervals import bus_factor
+from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.bench.paths import COMPARISONS, FROM_A_CHECKOUT, Opener, load_peers
 from netbottleneck.config import size as parse_size
 from netbottleneck.config import streams as parse_streams

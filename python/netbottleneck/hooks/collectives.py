@@ -49,7 +49,7 @@ class _Call(NamedTuple):
     blocks: bool = False
 
 
-# Methods of ProcessGroup, of every torch from 2.3 on. Bytes are counted as intervals.bus_factor expects them.
+# Methods of ProcessGroup, of every torch from 2.3 on. Bytes are counted as bandwidth.bus_factor expects them.
 _METHODS = {
     "allreduce": _Call("allreduce"),
     "allreduce_coalesced": _Call("allreduce"),

@@ -17,17 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from netbottleneck.analysis.arrivals import Lateness
+from netbottleneck.analysis.bandwidth import Achievable, Achieved, bus_factor
 from netbottleneck.analysis.comparisons import Costs, Estimate, Paired
 from netbottleneck.analysis.findings import Findings, Parts
-from netbottleneck.analysis.intervals import (
-    WARMUP_STEPS,
-    Achievable,
-    Achieved,
-    backward_spans,
-    bus_factor,
-    host_count,
-    last_entries,
-)
+from netbottleneck.analysis.intervals import WARMUP_STEPS, backward_spans, host_count, last_entries
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence
 from netbottleneck.report.text import sentences

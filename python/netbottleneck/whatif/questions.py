@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
-from netbottleneck.analysis.intervals import achievable_bandwidth, intervals, total
+from netbottleneck.analysis.intervals import intervals, total
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent

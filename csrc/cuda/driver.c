@@ -160,3 +160,24 @@ void nb_cuda_leave(const struct nb_cuda_device *device) {
     struct CUctx_st *popped = NULL;
     (void)device->driver->context_pop(&popped);
 }
+
+int nb_cuda_relax(const struct nb_cuda_device *device, unsigned *before, struct nb_error *err) {
+    *before = NB_CUDA_CAPTURE_RELAXED;
+    return nb_cuda_check(device, device->driver->exchange_capture_mode(before), "cuThreadExchangeStreamCaptureMode", 0,
+                         err);
+}
+
+void nb_cuda_unrelax(const struct nb_cuda_device *device, unsigned before) {
+    (void)device->driver->exchange_capture_mode(&before);
+}
+
+int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err) {
+    unsigned before;
+    int rc = nb_cuda_relax(device, &before, err);
+    if (rc == 0) {
+        rc = nb_cuda_check(device, device->driver->event_query(event), "cuEventQuery", 0, err);
+        nb_cuda_unrelax(device, before);
+        rc = rc == -EAGAIN ? 0 : rc < 0 ? rc : 1;
+    }
+    return rc;
+}

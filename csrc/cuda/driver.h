@@ -37,6 +37,7 @@ enum {
 };
 
 enum {
+    NB_CUDA_CAPTURE_RELAXED = 2,
     NB_CUDA_STREAM_NON_BLOCKING = 1,
     NB_CUDA_EVENT_DISABLE_TIMING = 2,
     NB_CUDA_HOST_PORTABLE = 1,
@@ -66,6 +67,8 @@ enum { NB_CUDA_VERSION_MIN = 12000, NB_CUDA_PATH = 256, NB_CUDA_NAME = 96 };
     X(event_destroy, cuEventDestroy_v2, (struct CUevent_st * event))                                                   \
     X(event_record, cuEventRecord, (struct CUevent_st * event, struct CUstream_st * stream))                           \
     X(event_query, cuEventQuery, (struct CUevent_st * event))                                                          \
+    X(event_elapsed, cuEventElapsedTime, (float *ms, struct CUevent_st *begin, struct CUevent_st *end))                \
+    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (unsigned *mode))                                      \
     X(mem_alloc, cuMemAlloc_v2, (nb_cuda_address * address, size_t bytes))                                             \
     X(mem_free, cuMemFree_v2, (nb_cuda_address address))                                                               \
     X(host_register, cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned flags))                               \
@@ -112,6 +115,13 @@ void nb_cuda_device_close(struct nb_cuda_device *device);
 // Make the device's context current for this thread, and restore the one before.
 int nb_cuda_enter(const struct nb_cuda_device *device, struct nb_error *err);
 void nb_cuda_leave(const struct nb_cuda_device *device);
+
+// Allow this thread the calls that are forbidden while any thread captures a CUDA graph, such as the query of an event,
+// and restore what was allowed before. They touch no captured stream.
+int nb_cuda_relax(const struct nb_cuda_device *device, unsigned *before, struct nb_error *err);
+void nb_cuda_unrelax(const struct nb_cuda_device *device, unsigned before);
+// 1: the device has passed the event; 0: not yet; negative: a failure. Allowed during captures.
+int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err);
 
 // Turns the result of a call into 0 or a failure that names the call, its bytes (0: it has none) and the device.
 // -EAGAIN (not ready) is returned and not recorded. Others: -ENOMEM, -EINVAL, -ENODEV, else -EIO.

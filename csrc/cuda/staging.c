@@ -327,9 +327,9 @@ static int collect(struct nb_staging *staging, struct nb_list *queue) {
     int done = 0;
     while (!nb_list_empty(queue)) {
         struct slot *slot = slot_of(queue->next);
-        int rc = check(staging, staging->device->driver->event_query(slot->copied), "cuEventQuery", 0);
-        if (rc < 0) {
-            return rc == -EAGAIN ? done : rc;
+        int rc = nb_cuda_is_passed(staging->device, slot->copied, &staging->failure);
+        if (rc <= 0) {
+            return rc == 0 ? done : rc;
         }
         step(slot, COPIED);
         move(slot->state == ARRIVED ? &slot->transfer->arrived : &staging->free, slot);

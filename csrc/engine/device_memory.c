@@ -308,15 +308,15 @@ int nb_device_fences_reached(struct nb_device_op *op, struct nb_error *err) {
     if (rc < 0) {
         return rc;
     }
-    while (rc == 0 && op->fence_count > 0) {
-        struct CUevent_st *last = op->fences[op->fence_count - 1];
-        rc = nb_cuda_check(cuda, cuda->driver->event_query(last), "cuEventQuery", 0, err);
-        if (rc == 0) {
+    rc = 1;
+    while (rc > 0 && op->fence_count > 0) {
+        rc = nb_cuda_is_passed(cuda, op->fences[op->fence_count - 1], err);
+        if (rc > 0) {
             fences_drop(op, op->fence_count - 1);
         }
     }
     nb_cuda_leave(cuda);
-    return rc == -EAGAIN ? 0 : rc < 0 ? rc : 1;
+    return rc;
 }
 
 bool nb_device_is_unready(const struct nb_work *work) {

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "cuda/staging.h"
@@ -24,6 +25,7 @@ static bool submit_if_ready(struct nb_job *job, struct nb_work *work) {
     } else if (ready > 0) {
         nb_list_remove(&work->order);
         nb_list_remove(&work->link);
+        nb_work_record_submit(work, nb_now_ns());
         nb_negotiation_submit(job, work);
     }
     return ready > 0;

@@ -280,3 +280,22 @@ void nb_work_times(const struct nb_work *work, struct nb_work_times *times) {
     bool done = nb_work_test(work, &code);
     *times = done ? work->times : (struct nb_work_times){.submit_ns = work->times.submit_ns};
 }
+
+static void name_record(const struct nb_work *work, int64_t now_ns) {
+    uint64_t part[4];
+    _Static_assert(NB_NAME_MAX % sizeof part == 0, "a name is whole parts");
+    size_t bytes = work->round == 0 ? strlen(work->desc.name) : 0;
+    for (size_t at = 0; at < bytes; at += sizeof part) {
+        memcpy(part, work->desc.name + at, sizeof part);
+        nb_ring_put_at(work->comm->job->config.ring, now_ns, NB_EV_OP_NAME, work->desc.key, at, part[0], part[1],
+                       part[2], part[3]);
+    }
+}
+
+void nb_work_record_submit(const struct nb_work *work, int64_t now_ns) {
+    const struct op_descriptor *d = &work->desc;
+    uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
+    name_record(work, now_ns);
+    nb_ring_put_at(work->comm->job->config.ring, now_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes, work->bucket,
+                   d->comm, packed);
+}

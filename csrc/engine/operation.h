@@ -129,6 +129,10 @@ struct nb_operations {
     size_t spare_bytes;
 };
 
+// Records that the values of a work are handed over, and before it the name of a new key: all other events carry only
+// the key.
+void nb_work_record_submit(const struct nb_work *work, int64_t now_ns);
+
 // -EINVAL for what no rank could do.
 int nb_op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_error *err);
 size_t nb_op_bytes(const struct nb_op *op);

@@ -19,8 +19,6 @@
 #include "engine/engine.h"
 #include "engine/operation.h"
 #include "engine/progress_owner.h"
-#include "trace/event.h"
-#include "trace/ring.h"
 
 enum { ROUNDS_MAX = 16 * 1024 }; // keys with a round count; limited, because some names are used only once
 
@@ -65,18 +63,6 @@ void nb_submit_close(struct nb_job *job) {
     }
 }
 
-// Records the name of a new key: all other events carry only the key.
-static void name_record(const struct nb_work *work) {
-    uint64_t part[4];
-    _Static_assert(NB_NAME_MAX % sizeof part == 0, "a name is whole parts");
-    size_t bytes = work->round == 0 ? strlen(work->desc.name) : 0;
-    for (size_t at = 0; at < bytes; at += sizeof part) {
-        memcpy(part, work->desc.name + at, sizeof part);
-        nb_ring_put_at(work->comm->job->config.ring, work->times.submit_ns, NB_EV_OP_NAME, work->desc.key, at, part[0],
-                       part[1], part[2], part[3]);
-    }
-}
-
 static int refuse(const struct nb_job *job, struct nb_error *err) {
     const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
     const struct nb_error *why = job->failure.code != 0 ? &job->failure : &closed;
@@ -100,14 +86,6 @@ static int enter(struct nb_job *job, struct nb_work *work, bool awaited, struct 
         nb_progress_notify(job, work->desc.bytes, awaited);
     }
     return 0;
-}
-
-static void submit_record(const struct nb_work *work) {
-    const struct op_descriptor *d = &work->desc;
-    uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
-    name_record(work);
-    nb_ring_put_at(work->comm->job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,
-                   work->bucket, d->comm, packed);
 }
 
 int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
@@ -137,7 +115,9 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         nb_work_release(work);
         return rc;
     }
-    submit_record(work);
+    if (work->device == NULL || comm->size == 1) { // else its memory does not hold its values yet
+        nb_work_record_submit(work, work->times.submit_ns);
+    }
     *out = work;
     if (comm->size == 1) {
         work->algorithm->start(work, work->times.submit_ns);

@@ -8,8 +8,14 @@
 
 #include "base/clock.h"
 #include "base/fork_detector.h"
+#include "py/device_stamps.h"
 
-enum { SETTLE_NS = 100 * 1000 * 1000, SETTLE_YIELDS = 100, SETTLE_SLEEP_NS = 50 * 1000 };
+enum {
+    SETTLE_NS = 100 * 1000 * 1000,
+    SETTLE_YIELDS = 100,
+    SETTLE_SLEEP_NS = 50 * 1000,
+    DEVICE_CLOSE_S = 2 // for the stamps that the device has not passed
+};
 
 struct core_recorder {
     PyObject base;
@@ -17,9 +23,10 @@ struct core_recorder {
     struct nb_ring none; // of a closed recorder: ignores stamps
     uint64_t dropped;    // count at close()
     struct nb_fork_detector opener;
-    int users;          // communication threads that stamp
-    atomic_int pending; // stampers that settle() waits for
-    bool open;          // for Python
+    struct core_device_stamps *device; // NULL: stamps get times of the host
+    int users;                         // communication threads that stamp
+    atomic_int pending;                // stampers that settle() waits for
+    bool open;                         // for Python
 };
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -63,9 +70,21 @@ static void shut(struct core_recorder *self) {
     }
 }
 
+// Ends the stamps of a device. A forked child leaves them to its parent.
+static void leave_device(struct core_recorder *self, int64_t limit_ns) {
+    struct core_device_stamps *device = self->device;
+    self->device = NULL;
+    if (device != NULL && nb_fork_detector_is_opener(&self->opener)) {
+        Py_BEGIN_ALLOW_THREADS;
+        core_device_stamps_close(device, &self->ring, limit_ns);
+        Py_END_ALLOW_THREADS;
+    }
+}
+
 static void recorder_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     struct core_recorder *self = (struct core_recorder *)object;
+    leave_device(self, 0);
     shut(self);
     nb_fork_detector_close(&self->opener);
     PyObject_Free(object);
@@ -75,6 +94,7 @@ static void recorder_dealloc(PyObject *object) {
 static PyObject *recorder_close(PyObject *object, PyObject *Py_UNUSED(none)) {
     struct core_recorder *self = (struct core_recorder *)object;
     self->open = false;
+    leave_device(self, (int64_t)DEVICE_CLOSE_S * 1000000000);
     shut(self);
     Py_RETURN_NONE;
 }
@@ -84,10 +104,37 @@ struct nb_ring *core_recorder_ring(PyObject *recorder) {
     return self->open && nb_fork_detector_is_opener(&self->opener) ? &self->ring : &self->none;
 }
 
+// The arguments of a stamp.
+struct stamp {
+    int kind;
+    int host; // the time is the host's, also where a device is followed
+    uint64_t key;
+    uint64_t value[5];
+};
+
+// Stamps with the time of the device that is followed, else with `time_ns`.
+static void stamp_at(PyObject *recorder, const struct stamp *stamp, int64_t time_ns) {
+    const uint64_t *v = stamp->value;
+    struct core_device_stamps *device = ((struct core_recorder *)recorder)->device;
+    const struct nb_event event = {.time_ns = time_ns,
+                                   .kind = (uint32_t)stamp->kind,
+                                   .key = stamp->key,
+                                   .a = v[0],
+                                   .b = v[1],
+                                   .c = v[2],
+                                   .d = v[3],
+                                   .e = v[4]};
+    if (device != NULL && !stamp->host) {
+        core_device_stamps_put(device, core_recorder_ring(recorder), event);
+    } else {
+        nb_ring_put_at(core_recorder_ring(recorder), time_ns, (enum nb_event_kind)stamp->kind, stamp->key, v[0], v[1],
+                       v[2], v[3], v[4]);
+    }
+}
+
 void core_recorder_stamp(PyObject *recorder, enum nb_event_kind kind, uint64_t key) {
-    struct nb_ring *ring = recorder != NULL ? core_recorder_ring(recorder) : NULL;
-    if (ring != NULL) {
-        nb_ring_put(ring, kind, key, 0, 0, 0, 0, 0);
+    if (recorder != NULL) {
+        stamp_at(recorder, &(struct stamp){.kind = (int)kind, .key = key}, nb_now_ns());
     }
 }
 
@@ -112,13 +159,6 @@ void core_recorder_release(PyObject *recorder) {
     }
 }
 
-// The arguments of a stamp.
-struct stamp {
-    int kind;
-    uint64_t key;
-    uint64_t value[5];
-};
-
 static int check_kind(int kind) {
     if (kind <= NB_EV_NONE || kind >= NB_EV_END) {
         PyErr_Format(PyExc_ValueError, "kind must be one of EVENTS, from %d to %d, not %d", NB_EV_NONE + 1,
@@ -133,19 +173,17 @@ static PyObject *put(PyObject *object, int64_t time_ns, const struct stamp *stam
     if (check_kind(stamp->kind) < 0 || core_here(core_state_of(object), self->opener.pid, "recorder") < 0) {
         return NULL;
     }
-    const uint64_t *v = stamp->value;
-    nb_ring_put_at(core_recorder_ring(object), time_ns, (enum nb_event_kind)stamp->kind, stamp->key, v[0], v[1], v[2],
-                   v[3], v[4]);
+    stamp_at(object, stamp, time_ns);
     Py_RETURN_NONE;
 }
 
 static PyObject *recorder_put(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"kind", "key", "a", "b", "c", "d", "e", NULL};
+    static const char *const keywords[] = {"kind", "key", "a", "b", "c", "d", "e", "host", NULL};
     int64_t now_ns = nb_now_ns();
     struct stamp s = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&O&O&O&:put", (char **)keywords, &s.kind, core_get_u64,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&O&O&O&$p:put", (char **)keywords, &s.kind, core_get_u64,
                                      &s.key, core_get_u64, &s.value[0], core_get_u64, &s.value[1], core_get_u64,
-                                     &s.value[2], core_get_u64, &s.value[3], core_get_u64, &s.value[4])) {
+                                     &s.value[2], core_get_u64, &s.value[3], core_get_u64, &s.value[4], &s.host)) {
         return NULL;
     }
     return put(object, now_ns, &s);
@@ -154,7 +192,7 @@ static PyObject *recorder_put(PyObject *object, PyObject *args, PyObject *kwargs
 static PyObject *recorder_put_at(PyObject *object, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"time_ns", "kind", "key", "a", "b", "c", "d", "e", NULL};
     long long time_ns;
-    struct stamp s = {0};
+    struct stamp s = {.host = true};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Li|O&O&O&O&O&O&:put_at", (char **)keywords, &time_ns, &s.kind,
                                      core_get_u64, &s.key, core_get_u64, &s.value[0], core_get_u64, &s.value[1],
                                      core_get_u64, &s.value[2], core_get_u64, &s.value[3], core_get_u64, &s.value[4])) {
@@ -277,11 +315,11 @@ static PyObject *stamper_new(PyObject *recorder, const struct stamp *stamp, bool
 }
 
 static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"kind", "key", "a", "b", "awaited", NULL};
+    static const char *const keywords[] = {"kind", "key", "a", "b", "awaited", "host", NULL};
     struct stamp s = {0};
     int awaited = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&$p:stamper", (char **)keywords, &s.kind, core_get_u64,
-                                     &s.key, core_get_u64, &s.value[0], core_get_u64, &s.value[1], &awaited) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&$pp:stamper", (char **)keywords, &s.kind, core_get_u64,
+                                     &s.key, core_get_u64, &s.value[0], core_get_u64, &s.value[1], &awaited, &s.host) ||
         check_kind(s.kind) < 0) {
         return NULL;
     }
@@ -290,8 +328,7 @@ static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kw
 
 static PyObject *stamper_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     const struct core_stamper *self = (struct core_stamper *)object;
-    nb_ring_put(core_recorder_ring(self->recorder), (enum nb_event_kind)self->stamp.kind, self->stamp.key,
-                self->stamp.value[0], self->stamp.value[1], 0, 0, 0);
+    stamp_at(self->recorder, &self->stamp, nb_now_ns());
     Py_RETURN_NONE;
 }
 
@@ -337,16 +374,23 @@ static PyObject *operation_submitted(PyObject *object, PyObject *Py_UNUSED(none)
     struct core_operation *self = (struct core_operation *)object;
     int64_t now_ns = nb_now_ns();
     self->turn++;
-    nb_ring_put_at(core_recorder_ring(self->recorder), now_ns, NB_EV_OP_SUBMIT, self->key, self->turn, self->bytes,
-                   self->bucket, 0, self->about);
+    stamp_at(self->recorder,
+             &(struct stamp){.kind = NB_EV_OP_SUBMIT,
+                             .key = self->key,
+                             .value = {self->turn, self->bytes, self->bucket, 0, self->about}},
+             now_ns);
     return PyLong_FromLongLong(now_ns);
 }
 
-static PyObject *operation_started(PyObject *object, PyObject *Py_UNUSED(none)) {
+static PyObject *operation_started(PyObject *object, PyObject *args) {
     const struct core_operation *self = (struct core_operation *)object;
-    nb_ring_put(core_recorder_ring(self->recorder), NB_EV_OP_START, self->key, self->turn, 0, 0, 0, 0);
-    return stamper_new(self->recorder, &(struct stamp){.kind = NB_EV_OP_DONE, .key = self->key, .value = {self->turn}},
-                       true);
+    struct stamp done = {.kind = NB_EV_OP_DONE, .key = self->key, .value = {self->turn}};
+    if (!PyArg_ParseTuple(args, "|p:started", &done.host)) {
+        return NULL;
+    }
+    stamp_at(self->recorder, &(struct stamp){.kind = NB_EV_OP_START, .key = self->key, .value = {self->turn}},
+             nb_now_ns());
+    return stamper_new(self->recorder, &done, true);
 }
 
 static void operation_dealloc(PyObject *object) {
@@ -375,6 +419,44 @@ static PyObject *recorder_settle(PyObject *object, PyObject *Py_UNUSED(none)) {
         Py_END_ALLOW_THREADS;
     }
     return PyBool_FromLong(atomic_load(&self->pending) == 0);
+}
+
+static PyObject *recorder_follow(PyObject *object, PyObject *args) {
+    struct core_recorder *self = (struct core_recorder *)object;
+    PyObject *tensor;
+    const char *library = NULL;
+    if (!PyArg_ParseTuple(args, "O|z:follow", &tensor, &library) ||
+        core_here(core_state_of(object), self->opener.pid, "recorder") < 0) {
+        return NULL;
+    }
+    if (self->device != NULL || !self->open) {
+        PyErr_SetString(PyExc_ValueError, self->open ? "the recorder follows a device" : "recorder is closed");
+        return NULL;
+    }
+    self->device = core_device_stamps_open(core_state_of(object), tensor, library);
+    return self->device != NULL ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *recorder_read(PyObject *object, PyObject *Py_UNUSED(none)) {
+    const struct core_recorder *self = (struct core_recorder *)object;
+    bool reads = self->device != NULL && nb_fork_detector_is_opener(&self->opener);
+    Py_ssize_t left =
+        reads ? core_device_stamps_read(self->device, core_state_of(object), core_recorder_ring(object)) : 0;
+    return left >= 0 ? PyLong_FromSsize_t(left) : NULL;
+}
+
+static int recorder_set_detailed(PyObject *object, PyObject *value, void *Py_UNUSED(closure)) {
+    const struct core_recorder *self = (struct core_recorder *)object;
+    int detailed = value != NULL ? PyObject_IsTrue(value) : 0;
+    if (detailed >= 0 && self->device != NULL) {
+        core_device_stamps_detail(self->device, detailed != 0);
+    }
+    return detailed < 0 ? -1 : 0;
+}
+
+static PyObject *recorder_get_device_stream(PyObject *object, void *Py_UNUSED(closure)) {
+    const struct core_recorder *self = (struct core_recorder *)object;
+    return self->device != NULL ? PyLong_FromVoidPtr(core_device_stamps_stream(self->device)) : Py_NewRef(Py_None);
 }
 
 static PyObject *recorder_get_step(PyObject *object, void *Py_UNUSED(closure)) {
@@ -407,16 +489,17 @@ PyTypeObject *core_recorder_type(PyObject *module) {
         "child. timeline: also records events that only a timeline needs: OP_NAME, OP_READY, OP_PACK.";
     static const PyMethodDef methods[] = {
         {"put", (PyCFunction)(void (*)(void))recorder_put, METH_VARARGS | METH_KEYWORDS,
-         "put($self, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps now."},
+         "put($self, kind, key=0, a=0, b=0, c=0, d=0, e=0, *, host=False)\n--\n\n"
+         "Stamps now. host: with the host's time, also where a device is followed."},
         {"put_at", (PyCFunction)(void (*)(void))recorder_put_at, METH_VARARGS | METH_KEYWORDS,
          "put_at($self, time_ns, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps an earlier time."},
         {"put_ready", recorder_put_ready, METH_VARARGS,
          "put_ready($self, offsets, sent, since_ns)\n--\n\n"
          "Stamps when each parameter was ready: its offset after the begin of the pass. Returns that begin, or 0."},
         {"stamper", (PyCFunction)(void (*)(void))recorder_stamper, METH_VARARGS | METH_KEYWORDS,
-         "stamper($self, kind, key=0, a=0, b=0, *, awaited=False)\n--\n\n"
+         "stamper($self, kind, key=0, a=0, b=0, *, awaited=False, host=False)\n--\n\n"
          "Return a C callable that stamps this event whatever it is called with, and returns None. awaited: settle()\n"
-         "waits until the callable is freed."},
+         "waits until the callable is freed. host: as put()."},
         {"operation", recorder_operation, METH_VARARGS,
          "operation($self, key, nbytes, bucket, about)\n--\n\n"
          "Return what stamps an operation that is repeated. bucket: its number from 1; about: the last value of\n"
@@ -426,12 +509,24 @@ PyTypeObject *core_recorder_type(PyObject *module) {
          "Wait, at most 0.1 s, until all awaited stampers are freed; return False if some are left. A thread that is\n"
          "unknown to Python and runs a callback creates a thread state: CPython 3.11 locks up in the child of a fork\n"
          "at that moment."},
+        {"follow", recorder_follow, METH_VARARGS,
+         "follow($self, tensor, library=None)\n--\n\n"
+         "From now on stamps get the time at which the current stream of the tensor's device reaches them, on the\n"
+         "host's clock; read() writes them. library: the CUDA driver in place of libcuda.so.1. Raises Error without a\n"
+         "driver, ValueError for a tensor in host memory or a recorder that follows a device."},
+        {"read", recorder_read, METH_NOARGS,
+         "read($self)\n--\n\n"
+         "Write the stamps that the device has passed; return the number that it has not. Raises Error for a failed\n"
+         "call of the driver, also for one of an earlier stamp."},
         {"close", recorder_close, METH_NOARGS,
          "close($self)\n--\n\nEnds recording; the file is truncated when no Comm records any more. May be repeated."},
         {0},
     };
     static const PyGetSetDef getset[] = {
         {"step", recorder_get_step, recorder_set_step, "The step that is stamped into every event.", NULL},
+        {"detailed", NULL, recorder_set_detailed, "False: a device's stamps of single gradients are left out.", NULL},
+        {"device_stream", recorder_get_device_stream, NULL,
+         "Address of a stream of our own on the device that is followed; None: no device is.", NULL},
         {"dropped", recorder_get_dropped, NULL, "Number of events dropped because the file was full.", NULL},
         {0},
     };
@@ -468,8 +563,9 @@ PyTypeObject *core_operation_type(PyObject *module) {
     static const PyMethodDef methods[] = {
         {"submitted", operation_submitted, METH_NOARGS,
          "submitted($self)\n--\n\nStamp OP_SUBMIT with the next turn; return its time in ns."},
-        {"started", operation_started, METH_NOARGS,
-         "started($self)\n--\n\nStamp OP_START; return an awaited stamper of OP_DONE."},
+        {"started", operation_started, METH_VARARGS,
+         "started($self, host=False)\n--\n\n"
+         "Stamp OP_START; return an awaited stamper of OP_DONE. host: the end is stamped with the host's time."},
         {0},
     };
     static const PyType_Slot slots[] = {

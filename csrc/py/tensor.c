@@ -130,11 +130,23 @@ static int find_slowly(PyObject *tensor, struct core_tensor_place *out) {
     return 0;
 }
 
-int core_tensor_find(PyObject *tensor, struct core_tensor_place *out) {
+static int find(PyObject *tensor, struct core_tensor_place *out) {
     struct core_tensor_table table;
     core_tensor_table_open(&table, tensor);
     int rc = core_tensor_look(&table, tensor, out) ? 0 : find_slowly(tensor, out);
     core_tensor_table_close(&table);
+    return rc;
+}
+
+int core_tensor_device(PyObject *tensor, struct core_device *out) {
+    struct core_tensor_place found = {0};
+    int rc = find(tensor, &found);
+    *out = found.device;
+    return rc;
+}
+
+int core_tensor_find(PyObject *tensor, struct core_tensor_place *out) {
+    int rc = find(tensor, out);
     if (rc == 0 && !out->contiguous) {
         PyErr_SetString(PyExc_ValueError, "a tensor must be contiguous");
         rc = -1;

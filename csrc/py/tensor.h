@@ -33,5 +33,7 @@ bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, s
 // Finds the memory of a tensor on any device, also in a torch without the table. 0, or -1 with an exception: TypeError
 // if it is no tensor, ValueError if it is not contiguous.
 int core_tensor_find(PyObject *tensor, struct core_tensor_place *out);
+// The device of a tensor: 0, or -1 with an exception, as core_tensor_find(), for any strides.
+int core_tensor_device(PyObject *tensor, struct core_device *out);
 
 #endif

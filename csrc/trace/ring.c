@@ -116,24 +116,39 @@ void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, ui
 
 void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind kind, uint64_t key, uint64_t a,
                     uint64_t b, uint64_t c, uint64_t d, uint64_t e) {
-    if (ring == NULL || ring->header == NULL || (!ring->timeline && nb_event_for_timeline(kind))) {
+    if (ring == NULL || ring->header == NULL) {
         return;
     }
-    uint64_t slot = atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);
-    if (slot >= ring->capacity) {
+    nb_ring_put_event(ring, &(struct nb_event){.time_ns = time_ns,
+                                               .kind = (uint32_t)kind,
+                                               .step = atomic_load_explicit(&ring->step, memory_order_relaxed),
+                                               .key = key,
+                                               .a = a,
+                                               .b = b,
+                                               .c = c,
+                                               .d = d,
+                                               .e = e});
+}
+
+void nb_ring_put_event(struct nb_ring *ring, const struct nb_event *event) {
+    if (ring == NULL || ring->header == NULL || (!ring->timeline && nb_event_for_timeline(event->kind))) {
         return;
     }
-    struct nb_event *event = &ring->events[slot];
-    __builtin_prefetch(event + 1, 1);
-    event->time_ns = time_ns;
-    event->step = atomic_load_explicit(&ring->step, memory_order_relaxed);
-    event->key = key;
-    event->a = a;
-    event->b = b;
-    event->c = c;
-    event->d = d;
-    event->e = e;
-    __atomic_store_n(&event->kind, (uint32_t)kind, __ATOMIC_RELEASE);
+    uint64_t taken = atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);
+    if (taken >= ring->capacity) {
+        return;
+    }
+    struct nb_event *slot = &ring->events[taken];
+    __builtin_prefetch(slot + 1, 1);
+    slot->time_ns = event->time_ns;
+    slot->step = event->step;
+    slot->key = event->key;
+    slot->a = event->a;
+    slot->b = event->b;
+    slot->c = event->c;
+    slot->d = event->d;
+    slot->e = event->e;
+    __atomic_store_n(&slot->kind, event->kind, __ATOMIC_RELEASE);
 }
 
 void nb_ring_drop(struct nb_ring *ring) {

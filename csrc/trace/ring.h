@@ -51,6 +51,9 @@ void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, ui
 void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind kind, uint64_t key, uint64_t a,
                     uint64_t b, uint64_t c, uint64_t d, uint64_t e);
 
+// Records an event as it is, of any step.
+void nb_ring_put_event(struct nb_ring *ring, const struct nb_event *event);
+
 // Counts an event that its writer could not record.
 void nb_ring_drop(struct nb_ring *ring);
 

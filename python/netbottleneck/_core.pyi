@@ -149,11 +149,26 @@ class Recorder:
     """
 
     def __init__(self, path: str, capacity: int, rank: int, *, timeline: bool = False) -> None: ...
-    def put(self, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0) -> None: ...
+    def put(
+        self,
+        kind: int,
+        key: int = 0,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        d: int = 0,
+        e: int = 0,
+        *,
+        host: bool = False,
+    ) -> None:
+        """Record an event now. host: with the host's time, also where a device is followed."""
+
     def put_at(
         self, time_ns: int, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0
     ) -> None: ...
-    def stamper(self, kind: int, key: int = 0, a: int = 0, b: int = 0, *, awaited: bool = False) -> Callable[..., None]:
+    def stamper(
+        self, kind: int, key: int = 0, a: int = 0, b: int = 0, *, awaited: bool = False, host: bool = False
+    ) -> Callable[..., None]:
         """A C callable that records this event for any arguments, and returns None."""
 
     def put_ready(self, offsets: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int) -> int:
@@ -172,6 +187,26 @@ class Recorder:
     def settle(self) -> bool:
         """Wait, at most 0.1 s, until all awaited stampers are freed."""
 
+    def follow(self, tensor: object, library: str | None = None) -> None:
+        """From now on, events get the time at which the current stream of the tensor's device reaches them.
+
+        The times are on the host's clock. read() writes the events. library: the CUDA driver in place of libcuda.so.1.
+        Raises Error without a driver, ValueError for a tensor in host memory and for a second device.
+        """
+
+    def read(self) -> int:
+        """Write the events that the device has passed; return the number of the others. Raises Error for a failure."""
+
+    @property
+    def device_stream(self) -> int | None:
+        """Address of a stream of our own on the device that is followed."""
+
+    @property
+    def detailed(self) -> bool: ...
+    @detailed.setter
+    def detailed(self, value: bool) -> None:
+        """False: a device's events of single gradients are left out."""
+
     @property
     def step(self) -> int: ...
     @step.setter
@@ -187,7 +222,7 @@ class Operation:
     def submitted(self) -> int:
         """Record OP_SUBMIT of the next turn; return its time in ns."""
 
-    def started(self) -> Callable[..., None]:
+    def started(self, host: bool = False) -> Callable[..., None]:
         """Record OP_START of this turn; return an awaited stamper of its OP_DONE."""
 
 @final

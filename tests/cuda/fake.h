@@ -57,8 +57,10 @@ struct fake_controls {
     int (*pending)(const struct CUstream_st *stream);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
-    // The stream says that it is captured into a graph.
+    // The stream says that it is captured into a graph. Threads that are not relaxed may then query no event.
     void (*capture)(struct CUstream_st *stream, bool captured);
+    // The clock of the devices, from the next event on: so much faster than the host's, in parts per million.
+    void (*set_clock)(int64_t ppm);
     // The n-th cuStreamWaitEvent from now succeeds and makes nothing wait; 0: none.
     void (*drop_wait)(int n);
     // cuEventQuery says that events recorded in this stream are done, whether or not they are; NULL: none.

@@ -62,6 +62,8 @@ static void control_reset(uint64_t seed, int64_t delay_max_ns) {
     fake.log = NULL;
     fake.logged = fake.log_room = 0;
     fake.hastened = NULL;
+    fake.capturing = 0;
+    fake.clock_ppm = 0;
     fake.fail_symbol = NULL;
     memset(fake.contexts, 0, sizeof fake.contexts);
     fake.seed = seed;
@@ -136,6 +138,7 @@ static void control_hold(struct CUstream_st *stream, bool held) {
 
 static void control_capture(struct CUstream_st *stream, bool captured) {
     (void)pthread_mutex_lock(&fake.lock);
+    fake.capturing += (int)captured - (int)stream->captured;
     stream->captured = captured;
     (void)pthread_mutex_unlock(&fake.lock);
 }
@@ -143,6 +146,12 @@ static void control_capture(struct CUstream_st *stream, bool captured) {
 static void control_drop_wait(int n) {
     (void)pthread_mutex_lock(&fake.lock);
     fake.drop_in = n;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_set_clock(int64_t ppm) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.clock_ppm = ppm;
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
@@ -232,6 +241,7 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .hold = control_hold,
         .capture = control_capture,
         .drop_wait = control_drop_wait,
+        .set_clock = control_set_clock,
         .hasten = control_hasten,
         .peek = control_peek,
         .poke = control_poke,

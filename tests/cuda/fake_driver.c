@@ -30,6 +30,7 @@ NB_CUDA_CALLS(DECLARED)
 
 enum {
     NOT_INITIALIZED = 3,
+    CAPTURE_UNSUPPORTED = 900,
     CONTEXTS_MAX = 16,
     OPENED_MAX = 64,
     GARBAGE = 0xee,
@@ -43,6 +44,7 @@ struct fake_state fake = {
 static _Thread_local struct {
     struct CUctx_st *contexts[CONTEXTS_MAX];
     int depth;
+    unsigned capture_mode;
 } current;
 
 static uint64_t draw(uint64_t *state) {
@@ -200,6 +202,13 @@ static void log_operation(const struct CUstream_st *stream, const struct operati
     fake.log[fake.logged++] = (struct fake_entry){op->kind, stream, op->event, op->address, op->bytes};
 }
 
+static int64_t device_clock_ns(void) {
+    struct timespec now;
+    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    int64_t host_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    return host_ns + host_ns / 1000000 * fake.clock_ppm;
+}
+
 static void *stream_main(void *argument) {
     struct CUstream_st *stream = argument;
     (void)pthread_mutex_lock(&fake.lock);
@@ -224,6 +233,7 @@ static void *stream_main(void *argument) {
         }
         if (op->kind == FAKE_RECORD && op->event->completed < op->ticket) {
             op->event->completed = op->ticket;
+            op->event->completed_ns = device_clock_ns();
         }
         stream->first = op->next;
         stream->last = stream->first == NULL ? &stream->first : stream->last;
@@ -526,6 +536,7 @@ unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
         abort();
     }
     made->context = context_now();
+    made->timed = (flags & NB_CUDA_EVENT_DISABLE_TIMING) == 0;
     made->next = fake.events;
     fake.events = made;
     *event = made;
@@ -557,8 +568,37 @@ unsigned cuEventQuery(struct CUevent_st *event) {
     if (!event_is_alive(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
+    if (fake.capturing > 0 && current.capture_mode != NB_CUDA_CAPTURE_RELAXED) {
+        return leave(CAPTURE_UNSUPPORTED);
+    }
     bool done = event->completed >= event->recorded || (fake.hastened != NULL && event->stream == fake.hastened);
     return leave(done ? NB_CUDA_SUCCESS : NB_CUDA_NOT_READY);
+}
+
+unsigned cuEventElapsedTime(float *ms, struct CUevent_st *begin, struct CUevent_st *end) {
+    ENTER(enter);
+    if (!event_is_alive(begin) || !event_is_alive(end) || !begin->timed || !end->timed || begin->recorded == 0 ||
+        end->recorded == 0) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    if (begin->completed < begin->recorded || end->completed < end->recorded) {
+        return leave(NB_CUDA_NOT_READY);
+    }
+    const int64_t resolution_ns = 500;
+    int64_t ns = (end->completed_ns - begin->completed_ns) / resolution_ns * resolution_ns;
+    *ms = (float)((double)ns / 1e6);
+    return leave(NB_CUDA_SUCCESS);
+}
+
+// Not counted: polling repeats it.
+unsigned cuThreadExchangeStreamCaptureMode(unsigned *mode) {
+    const unsigned before = current.capture_mode;
+    if (*mode > NB_CUDA_CAPTURE_RELAXED) {
+        return NB_CUDA_INVALID_VALUE;
+    }
+    current.capture_mode = *mode;
+    *mode = before;
+    return NB_CUDA_SUCCESS;
 }
 
 unsigned cuMemAlloc_v2(nb_cuda_address *address, size_t bytes) {

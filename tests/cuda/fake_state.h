@@ -23,6 +23,8 @@ struct CUevent_st {
     const struct CUstream_st *stream; // of the last record
     uint64_t recorded;                // number of the last record, 0: never
     uint64_t completed;
+    int64_t completed_ns; // of the last completed record, on the device's clock
+    bool timed;
     bool destroyed;
 };
 
@@ -100,6 +102,8 @@ struct fake_state {
     const struct CUstream_st *hastened;
     uint64_t seed;
     int64_t delay_max_ns;
+    int64_t clock_ppm; // how much faster the clock of the devices is than the host's
+    int capturing;     // streams that are captured
     int version;
     int calls;
     int poll_calls;

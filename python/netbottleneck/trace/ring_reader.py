@@ -498,6 +498,7 @@ _EVENTS = (
     "OPTIMIZER_END WAIT_BEGIN WAIT_END OP_SUBMIT OP_AGREED OP_START OP_FIRST_BYTE OP_DONE "
     "OP_LANE CLOCK PROBE STALL PEER_LOST LANE_LOST COSTS OP_NAME OP_READY OP_PACK NCCL_COMM "
     "NCCL_TASK NCCL_KERNEL NCCL_STEP GRADS_READY CHECKPOINT_BEGIN CHECKPOINT_END "
+    "DEVICE_CLOCK "
 )
 EVENTS: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(_EVENTS.split())})
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})

@@ -1,0 +1,147 @@
+// Device stamps: marks on the current stream, and their way into the ring.
+#include "py/device_stamps.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "cuda/clock.h"
+#include "cuda/driver.h"
+#include "py/tensor.h"
+
+enum { POLL_NS = 500 * 1000 };
+
+_Static_assert(sizeof(struct nb_cuda_mark) == sizeof(struct nb_event), "a mark carries an event");
+
+struct core_device_stamps {
+    struct nb_cuda_driver driver;
+    struct nb_cuda_device device;
+    struct nb_cuda_clock *clock;
+    struct core_device where;
+    struct nb_error failure; // of a stamp
+    bool detailed;
+    int64_t stated_error_ns; // as the ring says
+    uint64_t stated_lost;
+};
+
+struct core_device_stamps *core_device_stamps_open(const struct core_state *state, PyObject *tensor,
+                                                   const char *library) {
+    struct nb_error err = {0};
+    struct core_device where = {0};
+    if (core_tensor_device(tensor, &where) < 0) {
+        return NULL;
+    }
+    if (where.type == 0) {
+        PyErr_SetString(PyExc_ValueError, "the tensor is in host memory: stamps of the host need no device");
+        return NULL;
+    }
+    struct core_device_stamps *self = calloc(1, sizeof *self);
+    if (self == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    self->where = where;
+    int rc = nb_cuda_driver_open(&self->driver, library, &err);
+    if (rc == 0 && (rc = nb_cuda_device_open(&self->device, &self->driver, where.number, &err)) == 0 &&
+        (rc = nb_cuda_clock_open(&self->clock, &self->device, &err)) < 0) {
+        nb_cuda_device_close(&self->device);
+    }
+    if (rc < 0) {
+        free(self);
+        core_raise(state, rc, &err);
+        return NULL;
+    }
+    return self;
+}
+
+// Every time is that of one training thread, except the ends of operations, which come from streams of their own.
+static bool is_in_order(uint32_t kind) {
+    return kind != NB_EV_OP_DONE;
+}
+
+void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event) {
+    if (self->failure.code != 0 || ring->header == NULL || (event.kind == NB_EV_GRAD_READY && !self->detailed)) {
+        return;
+    }
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    void *stream = NULL;
+    if (self->where.stream(self->where.type, self->where.number, &stream) != 0) {
+        PyErr_Clear();
+        nb_fail(&self->failure, -EIO, "torch does not say which stream of device %d is current", self->where.number);
+    } else {
+        struct nb_cuda_mark mark;
+        event.step = atomic_load_explicit(&ring->step, memory_order_relaxed);
+        memcpy(&mark, &event, sizeof mark);
+        (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(event.kind), &self->failure);
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+// States the error of the clock, each time that it has grown by a quarter, and the stamps that were lost.
+static void state_error(struct core_device_stamps *self, struct nb_ring *ring) {
+    int64_t error_ns = nb_cuda_clock_error_ns(self->clock);
+    uint64_t lost = nb_cuda_clock_lost(self->clock);
+    if (error_ns > self->stated_error_ns + self->stated_error_ns / 4 || lost > self->stated_lost) {
+        self->stated_error_ns = error_ns;
+        self->stated_lost = lost;
+        nb_ring_put(ring, NB_EV_DEVICE_CLOCK, 0, (uint64_t)self->where.number, (uint64_t)error_ns, lost, 0, 0);
+    }
+}
+
+static int read_all(struct core_device_stamps *self, struct nb_ring *ring, struct nb_error *err) {
+    struct nb_cuda_mark mark;
+    struct nb_event event;
+    int64_t time_ns = 0;
+    int rc = nb_cuda_clock_look(self->clock, err);
+    while (rc >= 0 && (rc = nb_cuda_clock_next(self->clock, &mark, &time_ns, err)) > 0) {
+        memcpy(&event, &mark, sizeof event);
+        event.time_ns = time_ns;
+        nb_ring_put_event(ring, &event);
+    }
+    state_error(self, ring);
+    return rc;
+}
+
+Py_ssize_t core_device_stamps_read(struct core_device_stamps *self, const struct core_state *state,
+                                   struct nb_ring *ring) {
+    if (self->failure.code == 0) {
+        (void)read_all(self, ring, &self->failure);
+    }
+    if (self->failure.code != 0) {
+        core_raise(state, self->failure.code, &self->failure);
+        return -1;
+    }
+    return (Py_ssize_t)nb_cuda_clock_pending(self->clock);
+}
+
+void core_device_stamps_close(struct core_device_stamps *self, struct nb_ring *ring, int64_t limit_ns) {
+    if (self == NULL) {
+        return;
+    }
+    const struct timespec pause = {.tv_nsec = POLL_NS};
+    struct nb_error err = self->failure;
+    int64_t until_ns = nb_now_ns() + limit_ns;
+    while (err.code == 0 && read_all(self, ring, &err) >= 0 && nb_cuda_clock_pending(self->clock) > 0 &&
+           nb_now_ns() < until_ns) {
+        (void)nanosleep(&pause, NULL);
+    }
+    for (size_t left = nb_cuda_clock_pending(self->clock); left > 0; left--) {
+        nb_ring_drop(ring);
+    }
+    nb_cuda_clock_close(self->clock);
+    nb_cuda_device_close(&self->device);
+    free(self);
+}
+
+void core_device_stamps_detail(struct core_device_stamps *self, bool detailed) {
+    self->detailed = detailed;
+}
+
+void *core_device_stamps_stream(const struct core_device_stamps *self) {
+    return nb_cuda_clock_stream(self->clock);
+}

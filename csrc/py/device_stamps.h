@@ -1,0 +1,28 @@
+// Device stamps: stamps of a training on a GPU get the time at which the current stream reaches them. They are written
+// to the ring after the device has passed them. Everything runs under the GIL.
+#ifndef NB_PY_DEVICE_STAMPS_H
+#define NB_PY_DEVICE_STAMPS_H
+
+#include "py/core.h" // IWYU pragma: export
+
+struct core_device_stamps;
+
+// For the device of a tensor. `library`: the driver in place of libcuda.so.1, or NULL. NULL with an exception.
+struct core_device_stamps *core_device_stamps_open(const struct core_state *state, PyObject *tensor,
+                                                   const char *library);
+// Waits at most `limit_ns` for the device, writes what it has passed, and counts the rest as dropped. Accepts NULL.
+void core_device_stamps_close(struct core_device_stamps *self, struct nb_ring *ring, int64_t limit_ns);
+
+// Stamps an event of the present step. A failure ends the stamps and is reported by core_device_stamps_read(): a stamp
+// must not disturb the training. Leaves exceptions as they are.
+void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event);
+// Writes the stamps that the device has passed. Returns the number that is left; -1 with an exception for a failure.
+Py_ssize_t core_device_stamps_read(struct core_device_stamps *self, const struct core_state *state,
+                                   struct nb_ring *ring);
+
+// False: stamps of single gradients are left out, because each costs an event on the device.
+void core_device_stamps_detail(struct core_device_stamps *self, bool detailed);
+// Address of a stream that waits for nothing that the training does.
+void *core_device_stamps_stream(const struct core_device_stamps *self);
+
+#endif

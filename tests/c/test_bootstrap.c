@@ -95,7 +95,7 @@ static void *barrier(void *arg) {
 
 // Joined connections carry bytes.
 static void check_barrier(struct job *job) {
-    run_but(job, barrier, -1);
+    run_all_but(job, barrier, -1);
     for (int i = 0; i < job->size; i++) {
         CHECK(job->ranks[i].rc == 0, "rank %d: %s", i, job->ranks[i].err.text);
     }
@@ -110,12 +110,12 @@ static int knock(const struct job *job) {
 }
 
 static void say(int fd, const void *what, size_t bytes) {
-    CHECK(nb_sock_write_all(fd, what, bytes, in_limit()) == 0, "write to rank 0: %m");
+    CHECK(nb_sock_write_all(fd, what, bytes, test_deadline_ns()) == 0, "write to rank 0: %m");
 }
 
 static void check_hung_up(int fd) {
     char byte;
-    CHECK(nb_sock_read_all(fd, &byte, 1, in_limit()) == -ECONNRESET, "rank 0 hangs up");
+    CHECK(nb_sock_read_all(fd, &byte, 1, test_deadline_ns()) == -ECONNRESET, "rank 0 hangs up");
     close(fd);
 }
 
@@ -134,7 +134,7 @@ static void test_strangers(void) {
     for (int i = 0; i < SILENT; i++) {
         silent[i] = knock(&job);
     }
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     check_hung_up(loud);
     check_hung_up(polite);
@@ -179,12 +179,13 @@ static void raw_hello(struct raw *raw, const struct job *job, int rank) {
 
 static void raw_challenge(struct raw *raw) {
     say(raw->fd, &raw->shake.hello, sizeof raw->shake.hello);
-    CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, in_limit()) == 0, "challenge");
+    CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, test_deadline_ns()) == 0,
+          "challenge");
 }
 
 static void raw_proof(struct raw *raw, const struct wire_join_proof *proof) {
     say(raw->fd, proof, sizeof *proof);
-    CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, in_limit()) == 0, "answer");
+    CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, test_deadline_ns()) == 0, "answer");
 }
 
 static void raw_join(struct raw *raw, const struct job *job, int rank) {
@@ -226,7 +227,8 @@ static void test_forged(void) {
     raw_hello(&raw, &job, 1);
     raw.shake.hello.tag_bytes = NB_WIRE_JOIN_TAG_MAX + 1;
     say(raw.fd, &raw.shake.hello, sizeof raw.shake.hello);
-    CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, in_limit()) == 0, "challenge");
+    CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, test_deadline_ns()) == 0,
+          "challenge");
     check_hung_up(raw.fd);
 
     raw_hello(&raw, &job, 1);
@@ -252,11 +254,11 @@ static void *mirror(void *arg) {
     struct wire_join_answer answer = {0};
     CHECK(poll(&poller, 1, LIMIT_MS) == 1, "no connection arrived");
     int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, in_limit()) == 0, "hello");
+    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, test_deadline_ns()) == 0, "hello");
     CHECK(nb_shake_challenge(&shake, NULL) == 0, "challenge");
     memcpy(shake.challenge.nonce, shake.hello.nonce, sizeof shake.challenge.nonce);
     say(fd, &shake.challenge, sizeof shake.challenge);
-    CHECK(nb_sock_read_all(fd, answer.mac, sizeof answer.mac, in_limit()) == 0, "proof");
+    CHECK(nb_sock_read_all(fd, answer.mac, sizeof answer.mac, test_deadline_ns()) == 0, "proof");
     say(fd, &answer, sizeof answer);
     check_hung_up(fd);
     return NULL;
@@ -302,7 +304,7 @@ static void test_missing(void) {
     job.ranks[0].config.timeout_ms = 2000;
     int stranger = knock(&job);
     say(stranger, "??", 2);
-    run_but(&job, join, 2);
+    run_all_but(&job, join, 2);
     check_failed(&job, 2, -ETIMEDOUT, 2, "rank 2 of 4 did not join within 2 s; 1 connection did not prove");
     CHECK(strstr(job.ranks[0].err.text, "accept") == NULL, "%s", job.ranks[0].err.text);
     close(stranger);
@@ -323,7 +325,7 @@ static void test_vain_reads(void) {
     job_open(&job, 4);
     atomic_store(&vain_reads, 30);
     atomic_store(&door_admitted, 0);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     atomic_store(&vain_reads, 0);
     check_joined(&job);
     CHECK(atomic_load(&door_admitted) == 3, "%d connections of 3 ranks", atomic_load(&door_admitted));
@@ -338,7 +340,7 @@ static void test_door_sticks(void) {
         struct job job;
         job_open(&job, 2);
         door_sticks(codes[i], 2);
-        run_but(&job, join, -1);
+        run_all_but(&job, join, -1);
         check_joined(&job);
         CHECK(atomic_load(&door_calls) > 2, "%s: the door did not stick", strerror(codes[i]));
         job_close(&job);
@@ -387,7 +389,7 @@ static void test_tags(void) {
     struct job job;
     job_open(&job, 4);
     job.ranks[2].config.tag = "1/ofi";
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 runs with '1/ofi', rank 0 with '1/tcp'");
     job_close(&job);
 
@@ -398,7 +400,7 @@ static void test_tags(void) {
     job_open(&job, 2);
     job.ranks[0].config.tag = mine;
     job.ranks[1].config.tag = theirs;
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_failed(&job, -1, NB_EMISMATCH, 1, "xxxxy', rank 0 with '");
     job_close(&job);
 }
@@ -408,7 +410,7 @@ static void test_claims(void) {
     struct raw raw;
     job_open(&job, 3);
     job.ranks[2].config.size = 4;
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 runs in a job of 4 ranks, rank 0 of 3");
     job_close(&job);
 
@@ -466,9 +468,9 @@ static void *barrier_with_signals(void *arg) {
 static void test_signals(void) {
     struct job job;
     job_open(&job, 3);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
-    run_but(&job, barrier_with_signals, -1);
+    run_all_but(&job, barrier_with_signals, -1);
     job_close(&job);
 }
 

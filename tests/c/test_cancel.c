@@ -65,13 +65,13 @@ static void give_up(struct test_rank *me) {
 int main(void) {
     static const char *const networks[] = {"tcp", "shm", "ofi"};
     for (size_t i = 0; i < sizeof networks / sizeof networks[0]; i++) {
-        struct test_rank like = test_on(networks[i]);
-        like.size = 2;
-        like.streams = 2;
-        like.algorithm = NB_ALGORITHM_RING;
-        like.run = give_up;
+        struct test_rank template = test_on(networks[i]);
+        template.size = 2;
+        template.streams = 2;
+        template.algorithm = NB_ALGORITHM_RING;
+        template.run = give_up;
         CHECK(sem_init(&begun, 0, 0) == 0 && sem_init(&released, 0, 0) == 0, "semaphores: %m");
-        (void)test_job(&like); // libfabric may not be there
+        (void)test_job(&template); // libfabric may not be there
     }
     return 0;
 }

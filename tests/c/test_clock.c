@@ -60,9 +60,9 @@ static void *pass_barrier(void *arg) {
 static void shifted(void) {
     struct job job;
     job_open(&job, CLOCK_RANKS);
-    run_but(&job, join_shifted, -1);
+    run_all_but(&job, join_shifted, -1);
     check_joined(&job);
-    run_but(&job, ask_shifted, -1);
+    run_all_but(&job, ask_shifted, -1);
     for (int i = 0; i < CLOCK_RANKS; i++) {
         const struct rank *rank = &job.ranks[i];
         CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
@@ -70,7 +70,7 @@ static void shifted(void) {
         CHECK(llabs(off_ns) <= rank->trip_ns / 2 + 1, "rank %d's clock is %lld ns ahead, not %lld", i,
               (long long)shifts_ns[i], (long long)rank->offset_ns);
     }
-    run_but(&job, pass_barrier, -1);
+    run_all_but(&job, pass_barrier, -1);
     for (int i = 0; i < CLOCK_RANKS; i++) {
         CHECK(job.ranks[i].rc == 0, "rank %d: %s", i, job.ranks[i].err.text);
     }
@@ -99,30 +99,30 @@ static void first_byte(struct test_rank *me) {
 
 // The ranks are processes: each counts its own readings.
 static void processes(enum nb_algorithm_id algorithm) {
-    struct test_rank like = {.size = 4, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .run = first_byte};
-    struct nb_boot_config config = {.size = like.size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    struct test_rank template = {.size = 4, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .run = first_byte};
+    struct nb_boot_config config = {.size = template.size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
     struct nb_listener listener = {.fd = -1};
     struct nb_error err = {0};
     pid_t ranks[TEST_RANKS_MAX];
-    like.algorithm = algorithm;
-    like.segment_bytes = CUT_BYTES;
-    like.shm = NB_SHM_OFF;
+    template.algorithm = algorithm;
+    template.segment_bytes = CUT_BYTES;
+    template.shm = NB_SHM_OFF;
     CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
     test_listener_for_child(&listener);
-    nb_sock_format(&listener.addr, like.address);
-    for (int r = 0; r < like.size; r++) {
+    nb_sock_format(&listener.addr, template.address);
+    for (int r = 0; r < template.size; r++) {
         ranks[r] = fork();
         CHECK(ranks[r] >= 0, "fork: %m");
         if (ranks[r] == 0) {
-            like.rank = r;
-            like.listener = r == 0 ? &listener : NULL;
-            test_rank_main(&like);
-            CHECK(like.rc == 0, "rank %d: %s", r, like.err.text);
+            template.rank = r;
+            template.listener = r == 0 ? &listener : NULL;
+            test_rank_main(&template);
+            CHECK(template.rc == 0, "rank %d: %s", r, template.err.text);
             _exit(0);
         }
     }
     nb_listener_close(&listener);
-    for (int r = 0; r < like.size; r++) {
+    for (int r = 0; r < template.size; r++) {
         int status = 0;
         CHECK(waitpid(ranks[r], &status, 0) == ranks[r] && status == 0, "rank %d ends with %d", r, status);
     }

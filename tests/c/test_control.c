@@ -59,9 +59,9 @@ static void broken_root(struct test_rank *me) {
 static void each(const struct raw *raws, size_t count, void (*run)(struct test_rank *me)) {
     for (size_t i = 0; i < count; i++) {
         struct raw raw = raws[i];
-        struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .arg = &raw};
-        like.run = run;
-        test_job(&like);
+        struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .arg = &raw};
+        template.run = run;
+        test_job(&template);
     }
 }
 
@@ -219,7 +219,7 @@ static int frozen_control(struct test_rank *me) {
     return me->job->controls[0].watch.fd;
 }
 
-static int64_t in_limit(void) {
+static int64_t test_deadline_ns(void) {
     return nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
 }
 
@@ -237,8 +237,8 @@ static void names_flood(struct test_rank *me) {
                 list[i].kind = NB_OP_BARRIER;
                 snprintf(list[i].name, sizeof list[i].name, "flood.%d", at * flood->each + i);
             }
-            CHECK(nb_sock_write_all(fd, &header, sizeof header, in_limit()) == 0 &&
-                      nb_sock_write_all(fd, list, header.bytes, in_limit()) == 0,
+            CHECK(nb_sock_write_all(fd, &header, sizeof header, test_deadline_ns()) == 0 &&
+                      nb_sock_write_all(fd, list, header.bytes, test_deadline_ns()) == 0,
                   "list %d: %m", at);
         }
         free(list);
@@ -272,7 +272,7 @@ static void answers_flood(struct test_rank *me) {
         pings[i].now_ns = 0;
     }
     int fd = frozen_control(me);
-    int64_t until = in_limit();
+    int64_t until = test_deadline_ns();
     while (atomic_load(&flood->over) == 0) {
         CHECK(nb_now_ns() < until, "rank 0 keeps every answer");
         (void)nb_sock_write_all(fd, pings, sizeof pings, until); // rank 0 may close it meanwhile
@@ -285,15 +285,15 @@ static void floods(void) {
         .lists = PENDING_MAX / SUBMITS_MAX + 1, .each = SUBMITS_MAX, .words = "waited for other ranks"};
     struct flood one_list = {.lists = 1, .each = SUBMITS_MAX + 1, .words = "an unknown control message"};
     struct flood answers = {.words = "does not read"};
-    struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
-    like.run = names_flood;
-    like.arg = &names;
-    test_job(&like);
-    like.arg = &one_list;
-    test_job(&like);
-    like.run = answers_flood;
-    like.arg = &answers;
-    test_job(&like);
+    struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    template.run = names_flood;
+    template.arg = &names;
+    test_job(&template);
+    template.arg = &one_list;
+    test_job(&template);
+    template.run = answers_flood;
+    template.arg = &answers;
+    test_job(&template);
 }
 
 static void kinds_differ(struct test_rank *me) {
@@ -426,20 +426,20 @@ static void many_threads(struct test_rank *me) {
 
 int main(void) {
     static const char *const idle[] = {"tcp", "ofi", "shm"};
-    struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
     to_rank_0();
     from_rank_0();
     floods();
-    like.run = strange_streams;
-    test_job(&like);
-    like.run = kinds_differ;
-    test_job(&like);
-    like.run = names_without_end;
-    test_job(&like);
-    like.pending_max = BATCH + 1;
-    like.run = more_than_may_wait;
-    test_job(&like);
-    like.pending_max = 0;
+    template.run = strange_streams;
+    test_job(&template);
+    template.run = kinds_differ;
+    test_job(&template);
+    template.run = names_without_end;
+    test_job(&template);
+    template.pending_max = BATCH + 1;
+    template.run = more_than_may_wait;
+    test_job(&template);
+    template.pending_max = 0;
     for (size_t i = 0; i < sizeof idle / sizeof idle[0]; i++) {
         struct test_rank resting = test_on(idle[i]);
         resting.size = 2;
@@ -447,9 +447,9 @@ int main(void) {
         resting.run = sleeps_when_idle;
         (void)test_job(&resting); // libfabric may not be there
     }
-    like.size = 3;
-    like.streams = 2;
-    like.run = many_threads;
-    test_job(&like);
+    template.size = 3;
+    template.streams = 2;
+    template.run = many_threads;
+    test_job(&template);
     return 0;
 }

@@ -41,8 +41,8 @@ static void run_kinds(struct test_rank *me) {
 // False: the network is not there.
 static bool test_kinds(const char *network) {
     for (int size = 3; size >= 1; size--) {
-        struct test_rank like = ranks_on(network, size);
-        if (job_over(&like, (uint64_t)size, 0, run_kinds) != 0) {
+        struct test_rank template = ranks_on(network, size);
+        if (job_over(&template, (uint64_t)size, 0, run_kinds) != 0) {
             return false;
         }
     }
@@ -57,14 +57,14 @@ static void run_mixed(struct test_rank *me) {
     struct nb_work *works[2 * ROUNDS];
     static float host[TEST_RANKS_MAX][ROUNDS][COUNT];
     char names[2 * ROUNDS][16];
-    const struct nb_op like = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "mixed"};
+    const struct nb_op template = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "mixed"};
     gpu_open(&gpu, me);
     for (int i = 0; i < ROUNDS; i++) {
         buffer_open(&gpu, &buffers[i], COUNT * sizeof(float), sizeof(float), PIECES);
-        fill(me, &like, &buffers[i], COUNT);
+        fill(me, &template, &buffers[i], COUNT);
         memcpy(host[me->rank][i], buffers[i].host, COUNT * sizeof(float));
         buffer_copy(&gpu, &buffers[i], false);
-        struct nb_op op = on_device(&gpu, &buffers[i], like);
+        struct nb_op op = on_device(&gpu, &buffers[i], template);
         snprintf(names[2 * i], sizeof names[0], "device %d", i);
         snprintf(names[2 * i + 1], sizeof names[0], "host %d", i);
         op.name = names[2 * i];
@@ -76,10 +76,10 @@ static void run_mixed(struct test_rank *me) {
         test_done(me, works[i]);
     }
     for (int i = 0; i < ROUNDS; i++) {
-        check_result(me, &like, (const unsigned char *)host[me->rank][i], i % 2 == 0 ? 1 : COUNT);
+        check_result(me, &template, (const unsigned char *)host[me->rank][i], i % 2 == 0 ? 1 : COUNT);
         buffer_copy(&gpu, &buffers[i], true);
         succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
-        check_result(me, &like, buffers[i].host, COUNT);
+        check_result(me, &template, buffers[i].host, COUNT);
         buffer_close(&gpu, &buffers[i]);
     }
     gpu_close(&gpu);
@@ -87,9 +87,9 @@ static void run_mixed(struct test_rank *me) {
 
 static void test_seeds(const char *network, int seeds) {
     for (int seed = 0; seed < seeds; seed++) {
-        struct test_rank like = ranks_on(network, 2 + seed % 2);
-        like.device_chunks = 1 + seed % 5;
-        CHECK(job_over(&like, (uint64_t)seed, DELAY_NS, run_mixed) == 0, "the job");
+        struct test_rank template = ranks_on(network, 2 + seed % 2);
+        template.device_chunks = 1 + seed % 5;
+        CHECK(job_over(&template, (uint64_t)seed, DELAY_NS, run_mixed) == 0, "the job");
     }
 }
 
@@ -162,7 +162,7 @@ static void run_rule(struct test_rank *me) {
     experiment->right = true;
     for (size_t i = 0; i < COUNT; i++) {
         double got = element_get((const char *)buffer.host + i * sizeof(float), NB_F32);
-        experiment->right = experiment->right && got == wanted(me, &op, i, COUNT);
+        experiment->right = experiment->right && got == expected_value(me, &op, i, COUNT);
     }
     test_barrier(me, "after");
     buffer_close(&gpu, &buffer);
@@ -173,10 +173,10 @@ static void test_each_rule_is_needed(const char *network) {
     for (int rule = FENCE; rule < RULES; rule++) {
         for (int broken = 0; broken < 2; broken++) {
             struct experiment experiment = {.held = (enum rule)rule, .broken = broken ? (enum rule)rule : NONE};
-            struct test_rank like = ranks_on(network, 2);
-            like.device_chunks = rule == REUSE ? 1 : 8;
-            like.arg = &experiment;
-            CHECK(job_over(&like, 1, 0, run_rule) == 0, "the job");
+            struct test_rank template = ranks_on(network, 2);
+            template.device_chunks = rule == REUSE ? 1 : 8;
+            template.arg = &experiment;
+            CHECK(job_over(&template, 1, 0, run_rule) == 0, "the job");
             CHECK(experiment.right == !broken, "rule %d, broken: %d, right: %d", rule, broken, experiment.right);
         }
     }
@@ -214,8 +214,8 @@ static void run_late(struct test_rank *me) {
 }
 
 static void test_a_late_fence(const char *network) {
-    struct test_rank like = ranks_on(network, 2);
-    CHECK(job_over(&like, 1, 0, run_late) == 0, "the job");
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(job_over(&template, 1, 0, run_late) == 0, "the job");
 }
 
 // The buffers of several streams, and a fence of the caller's own.
@@ -262,8 +262,8 @@ static void run_streams(struct test_rank *me) {
 
 static void test_streams(const char *network) {
     for (uint64_t seed = 0; seed < 20; seed++) {
-        struct test_rank like = ranks_on(network, 2);
-        CHECK(job_over(&like, seed, DELAY_NS, run_streams) == 0, "the job");
+        struct test_rank template = ranks_on(network, 2);
+        CHECK(job_over(&template, seed, DELAY_NS, run_streams) == 0, "the job");
     }
 }
 
@@ -286,8 +286,8 @@ static void run_mismatch(struct test_rank *me) {
 }
 
 static void test_mismatch(const char *network) {
-    struct test_rank like = ranks_on(network, 2);
-    CHECK(job_over(&like, 1, 0, run_mismatch) == 0, "the job");
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(job_over(&template, 1, 0, run_mismatch) == 0, "the job");
 }
 
 // What is refused at once, on this rank alone.
@@ -324,10 +324,10 @@ static void run_refusals(struct test_rank *me) {
 }
 
 static void test_refusals(const char *network) {
-    struct test_rank like = ranks_on(network, 1);
-    CHECK(job_over(&like, 1, 0, run_refusals) == 0, "the job");
-    like = ranks_on(network, 2);
-    CHECK(job_over(&like, 1, 0, run_refusals) == 0, "the job");
+    struct test_rank template = ranks_on(network, 1);
+    CHECK(job_over(&template, 1, 0, run_refusals) == 0, "the job");
+    template = ranks_on(network, 2);
+    CHECK(job_over(&template, 1, 0, run_refusals) == 0, "the job");
 }
 
 int main(int argc, char **argv) {

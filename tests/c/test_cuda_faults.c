@@ -87,10 +87,10 @@ static void run_failing(struct test_rank *me) {
 
 static int test_failed_calls(const char *network) {
     for (size_t i = 0; i < sizeof failing_calls / sizeof failing_calls[0]; i++) {
-        struct test_rank like = ranks_on(network, 2);
+        struct test_rank template = ranks_on(network, 2);
         struct failing failing = failing_calls[i];
-        like.arg = &failing;
-        if (job_over(&like, i, DELAY_NS, run_failing) == CHECK_SKIPPED) {
+        template.arg = &failing;
+        if (job_over(&template, i, DELAY_NS, run_failing) == CHECK_SKIPPED) {
             return CHECK_SKIPPED;
         }
     }
@@ -135,10 +135,10 @@ static void run_broken(struct test_rank *me) {
 }
 
 static void test_broken_device(const char *network) {
-    struct test_rank like = ranks_on(network, 2);
+    struct test_rank template = ranks_on(network, 2);
     fake->reset(1, 0);
-    like.run = run_broken;
-    CHECK(test_job(&like) == 0, "the job");
+    template.run = run_broken;
+    CHECK(test_job(&template) == 0, "the job");
 }
 
 // ---- a killed rank
@@ -238,11 +238,11 @@ static int test_killed(const char *network) {
 
 // ---- memory that cannot be pinned
 
-static int notices_of(struct test_rank *me, const char *like) {
+static int notices_of(struct test_rank *me, const char *template) {
     char text[NB_ERROR_TEXT];
     int count = 0;
     while (nb_job_notice(me->job, text, sizeof text)) {
-        count += strstr(text, like) == text;
+        count += strstr(text, template) == text;
     }
     return count;
 }
@@ -294,7 +294,7 @@ static void run_joined(struct test_rank *me) {
             for (size_t i = 0; i < flight.count; i++) {
                 double want = 0;
                 for (int r = zeros; r < me->size; r++) {
-                    want += given(r, i);
+                    want += input_value(r, i);
                 }
                 double got = element_get((const char *)flight.buffer.host + i * sizeof(float), NB_F32);
                 CHECK(got == want, "rank %d, %s: [%zu] is %g, not %g", me->rank, name, i, got, want);
@@ -388,9 +388,9 @@ static void run_groups(struct test_rank *me) {
 
 static void run_all(const char *network, int size, int chunks, void (*run)(struct test_rank *me)) {
     for (uint64_t seed = 0; seed < 3; seed++) {
-        struct test_rank like = ranks_on(network, size);
-        like.device_chunks = chunks;
-        CHECK(job_over(&like, seed, DELAY_NS, run) == 0, "the job");
+        struct test_rank template = ranks_on(network, size);
+        template.device_chunks = chunks;
+        CHECK(job_over(&template, seed, DELAY_NS, run) == 0, "the job");
     }
 }
 

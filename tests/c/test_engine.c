@@ -177,21 +177,21 @@ static int network(const char *transport) {
     bool shared = strcmp(transport, "shm") == 0; // test_shm has more of that
     for (int size = 1; size <= 5; size++) {
         for (int streams = 1; streams <= (shared ? 1 : 4); streams += 3) {
-            struct test_rank like = test_on(transport);
-            like.size = size;
-            like.streams = streams;
-            like.run = all_sizes;
-            int rc = test_job(&like);
+            struct test_rank template = test_on(transport);
+            template.size = size;
+            template.streams = streams;
+            template.run = all_sizes;
+            int rc = test_job(&template);
             if (rc != 0) {
                 return rc;
             }
-            like.run = other_kinds;
-            test_job(&like);
-            like.run = any_order;
-            test_job(&like);
-            like.run = mismatches;
+            template.run = other_kinds;
+            test_job(&template);
+            template.run = any_order;
+            test_job(&template);
+            template.run = mismatches;
             if (size > 1) {
-                test_job(&like);
+                test_job(&template);
             }
             printf("%s: %d ranks, %d streams\n", transport, size, streams);
         }

@@ -40,7 +40,7 @@ static void check_allgather(struct job *job, size_t bytes) {
         rank->in = in;
         rank->bytes = bytes;
     }
-    run_but(job, gather, -1);
+    run_all_but(job, gather, -1);
     for (int i = 0; i < job->size; i++) {
         struct rank *rank = &job->ranks[i];
         CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
@@ -56,7 +56,7 @@ static void check_allgather(struct job *job, size_t bytes) {
 }
 
 static void check_clock(struct job *job) {
-    run_but(job, ask_clock, -1);
+    run_all_but(job, ask_clock, -1);
     for (int i = 0; i < job->size; i++) {
         const struct rank *rank = &job->ranks[i];
         CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
@@ -102,12 +102,12 @@ static void test_sizes(void) {
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         struct job job;
         job_open(&job, sizes[i]);
-        run_but(&job, join, -1);
+        run_all_but(&job, join, -1);
         check_joined(&job);
         check_control(&job);
         check_allgather(&job, 1);
         check_allgather(&job, NB_BOOT_BLOB_MAX);
-        run_but(&job, barrier, -1);
+        run_all_but(&job, barrier, -1);
         CHECK(job.ranks[sizes[i] - 1].rc == 0, "barrier: %s", job.ranks[sizes[i] - 1].err.text);
         check_clock(&job);
         check_tokens(&job);
@@ -127,20 +127,20 @@ static void run_gather(struct job *job, size_t bytes, size_t odd, int absent) {
         job->ranks[i].bytes = i == 1 ? odd : bytes;
         job->ranks[i].out = out[i];
     }
-    run_but(job, gather, absent);
+    run_all_but(job, gather, absent);
 }
 
 static void test_exchange_fails(void) {
     struct job job;
     job_open(&job, 4);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     run_gather(&job, 8, 9, -1);
     check_failed(&job, -1, NB_EMISMATCH, 1, "an all-gather of 9 bytes on rank 1, of 8 on this rank");
     job_close(&job);
 
     job_open(&job, 4);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     nb_boot_close(&job.ranks[2].boot);
     run_gather(&job, 8, 8, 2);
@@ -149,22 +149,22 @@ static void test_exchange_fails(void) {
 
     job_open(&job, 4);
     job.ranks[0].config.timeout_ms = 1000;
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
-    run_but(&job, barrier, 3);
+    run_all_but(&job, barrier, 3);
     check_failed(&job, 3, NB_ETIMEOUT, 3, "rank 3 of 4 did not arrive within 1 s");
     job_close(&job);
 
     job_open(&job, 3);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     nb_boot_close(&job.ranks[1].boot);
-    run_but(&job, ask_clock, 1);
+    run_all_but(&job, ask_clock, 1);
     check_failed(&job, 1, NB_EPEER, 1, "rank 1 left");
     job_close(&job);
 
     job_open(&job, 3);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     start(&job.ranks[0], barrier);
     start(&job.ranks[1], barrier);
     start(&job.ranks[2], ask_clock);

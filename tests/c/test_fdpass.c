@@ -18,7 +18,7 @@
 
 enum { RANKS = 3, LIMIT_MS = 60000 };
 
-static int64_t in_limit(void) {
+static int64_t test_deadline_ns(void) {
     return nb_now_ns() + LIMIT_MS * (int64_t)1000000;
 }
 
@@ -85,8 +85,8 @@ struct member {
 
 static void *member_meet(void *arg) {
     struct member *m = arg;
-    m->rc =
-        nb_shm_rendezvous(m->shm, (const char (*)[NB_FDPASS_NAME])m->names, &m->boot, m->wake_fd, in_limit(), &m->err);
+    m->rc = nb_shm_rendezvous(m->shm, (const char (*)[NB_FDPASS_NAME])m->names, &m->boot, m->wake_fd,
+                              test_deadline_ns(), &m->err);
     return NULL;
 }
 
@@ -125,7 +125,7 @@ static bool woken(const struct member *m) {
 
 static void *keep_off(void *arg) {
     struct member *m = arg;
-    nb_shm_revoke(m->shm, in_limit());
+    nb_shm_revoke(m->shm, test_deadline_ns());
     return NULL;
 }
 

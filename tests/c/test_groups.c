@@ -91,12 +91,12 @@ static void one_by_one(struct test_rank *me) {
         for (int g = 0; g < GROUPS; g++) {
             struct test_rank member;
             if (as_member(me, &groups[g], &member)) {
-                kinds_in(&member, base, "kinds");
-                sizes_in(&member, base, "sizes");
-                scales_in(&member, (float *)(void *)base, "scaled");
+                check_all_kinds(&member, base, "kinds");
+                check_all_sizes(&member, base, "sizes");
+                check_scale_factors(&member, (float *)(void *)base, "scaled");
             }
         }
-        kinds_in(me, base, "all");
+        check_all_kinds(me, base, "all");
     }
     free(base);
 }
@@ -120,7 +120,7 @@ static void side_by_side(struct test_rank *me) {
         char name[32];
         snprintf(name, sizeof name, "beside.%d", k);
         for (size_t n = 0; n < count; n++) {
-            line[n] = given(members[g].rank, n);
+            line[n] = input_value(members[g].rank, n);
         }
         lines[k][g] = (struct nb_segment){.base = line, .bytes = count * sizeof *line};
         struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &lines[k][g]);
@@ -135,7 +135,7 @@ static void side_by_side(struct test_rank *me) {
             test_done(&members[g], works[k][g]);
             const float *line = lines[k][g].base;
             for (size_t n = 0; n < lines[k][g].bytes / sizeof *line; n++) {
-                double want = fold(NB_SUM, members[g].size, n);
+                double want = reduce_inputs(NB_SUM, members[g].size, n);
                 CHECK((double)line[n] == want, "rank %d, comm %d, beside %d: [%zu] is %g, not %g", me->rank, g, k, n,
                       (double)line[n], want);
             }
@@ -222,7 +222,7 @@ static void leaves(struct test_rank *me) {
     CHECK(as_member(me, &groups[GROUPS - 1], &member), "rank %d", me->rank);
     for (int round = 0; round < 20; round++) {
         struct nb_op op = {.name = "on", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-        one(&member, op, base, BYTES / sizeof(float) / 8, whole);
+        check_operation(&member, op, base, BYTES / sizeof(float) / 8, contiguous);
     }
     test_barrier(&member, "done"); // rank 0's word of it comes before its word of what follows
     int rc = test_try(me, test_op("all", NB_OP_BARRIER, NULL), &err);
@@ -268,29 +268,29 @@ static void first_leaves(struct test_rank *me) {
     CHECK(rc == NB_EPEER && err.peer == 0, "rank %d: %d, rank %d: %s", me->rank, rc, err.peer, err.text);
 }
 
-static int run(struct test_rank like, void (*what)(struct test_rank *me)) {
-    like.size = 4;
-    like.run = what;
-    return test_job(&like);
+static int run(struct test_rank template, void (*what)(struct test_rank *me)) {
+    template.size = 4;
+    template.run = what;
+    return test_job(&template);
 }
 
 int main(int argc, char **argv) {
     static const enum nb_algorithm_id pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING,
                                                 NB_ALGORITHM_HALVING, NB_ALGORITHM_INLINE};
-    struct test_rank like = test_on(argc > 1 ? argv[1] : "tcp");
+    struct test_rank template = test_on(argc > 1 ? argv[1] : "tcp");
     for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {
-        like.algorithm = pins[i];
-        int rc = run(like, one_by_one);
+        template.algorithm = pins[i];
+        int rc = run(template, one_by_one);
         if (rc != 0) {
             return rc;
         }
     }
-    like.algorithm = NB_ALGORITHM_NONE;
-    CHECK(run(like, all_at_once) == 0, "all at once");
-    CHECK(run(like, refused) == 0, "refusals");
-    CHECK(run(like, leaves) == 0, "a rank that leaves");
-    CHECK(run(like, delayed) == 0, "a rank that is late");
-    CHECK(run(like, first_leaves) == 0, "rank 0 leaves");
-    CHECK(run(like, differ) == 0, "ranks that differ");
+    template.algorithm = NB_ALGORITHM_NONE;
+    CHECK(run(template, all_at_once) == 0, "all at once");
+    CHECK(run(template, refused) == 0, "refusals");
+    CHECK(run(template, leaves) == 0, "a rank that leaves");
+    CHECK(run(template, delayed) == 0, "a rank that is late");
+    CHECK(run(template, first_leaves) == 0, "rank 0 leaves");
+    CHECK(run(template, differ) == 0, "ranks that differ");
     return 0;
 }

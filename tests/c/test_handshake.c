@@ -81,7 +81,7 @@ static void pair_open(struct pair *pair) {
 static void pair_turn(struct pair *pair) {
     for (int rank = 0; rank < 2; rank++) {
         if (pair->world.nodes[rank].lanes != NULL) {
-            flows_turn(&pair->world.nodes[rank]);
+            flows_progress(&pair->world.nodes[rank]);
         }
     }
 }

@@ -154,12 +154,12 @@ int main(void) {
     int rc = 0;
     for (int size = 2; size <= 9 && rc == 0; size += 1 + 4 * (size == 4)) {
         for (size_t i = 0; i < sizeof runs / sizeof runs[0] && rc == 0; i++) {
-            struct test_rank like = test_on("tcp");
-            like.size = size;
-            like.streams = 2;
-            like.algorithm = NB_ALGORITHM_INLINE;
-            like.run = runs[i];
-            rc = test_job(&like);
+            struct test_rank template = test_on("tcp");
+            template.size = size;
+            template.streams = 2;
+            template.algorithm = NB_ALGORITHM_INLINE;
+            template.run = runs[i];
+            rc = test_job(&template);
         }
     }
     return rc;

@@ -28,7 +28,7 @@ static void sum(struct test_rank *me, int turn, int k, float *line, size_t count
     char name[32];
     snprintf(name, sizeof name, "sum.%d", k);
     for (size_t i = 0; i < count; i++) {
-        line[i] = given(me->rank, i);
+        line[i] = input_value(me->rank, i);
     }
     struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
     op.prescale = 2;
@@ -36,7 +36,7 @@ static void sum(struct test_rank *me, int turn, int k, float *line, size_t count
     for (size_t i = 0; i < count; i++) {
         double want = 0;
         for (int r = 0; r < me->size; r++) {
-            want += owed(r, turn) > k ? 2 * given(r, i) : 0;
+            want += owed(r, turn) > k ? 2 * input_value(r, i) : 0;
         }
         CHECK((double)line[i] == want, "rank %d, turn %d, %s: [%zu] is %g, not %g", me->rank, turn, name, i,
               (double)line[i], want);
@@ -140,19 +140,19 @@ static void bad(struct test_rank *me) {
 int main(int argc, char **argv) {
     static const enum nb_algorithm_id pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_HALVING};
     void (*const parts[])(struct test_rank *) = {uneven, refused, in_a_group, cannot_stand_in, bad};
-    struct test_rank like = test_on(argc > 1 ? argv[1] : "tcp");
-    like.size = SIZE;
+    struct test_rank template = test_on(argc > 1 ? argv[1] : "tcp");
+    template.size = SIZE;
     for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {
         for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++) {
-            like.algorithm = pins[i];
-            like.run = parts[p];
-            int rc = test_job(&like);
+            template.algorithm = pins[i];
+            template.run = parts[p];
+            int rc = test_job(&template);
             if (rc != 0) {
                 return rc;
             }
         }
     }
-    like.size = 1;
-    like.run = bad;
-    return test_job(&like);
+    template.size = 1;
+    template.run = bad;
+    return test_job(&template);
 }

@@ -188,7 +188,7 @@ static bool rogue_send(struct rogue *rogue, struct flow_world *world, struct nb_
     for (int turn = 0; turn < BAD_TURNS; turn++) {
         posted = posted || (!rogue->lost && world->ops->post(rogue->lane, &request) == 0);
         (void)world->ops->progress(rogue->lane);
-        flows_turn(&world->nodes[1]);
+        flows_progress(&world->nodes[1]);
     }
     return rogue->sent && !rogue->lost;
 }
@@ -223,7 +223,7 @@ static void rogue_world(struct flow_world *world, struct rogue *rogue, int kind,
 static void rogue_listen(struct rogue *rogue, struct flow_world *world) {
     for (int turn = 0; turn < BAD_TURNS; turn++) {
         (void)world->ops->progress(rogue->lane);
-        flows_turn(&world->nodes[1]);
+        flows_progress(&world->nodes[1]);
     }
     CHECK(rogue->region.type == NB_MESSAGE_REGION && rogue->credits.count > 0, "the rogue knows of no memory");
 }
@@ -366,7 +366,7 @@ static void test_block_without_memory(int kind, size_t copy_bytes, uint64_t seed
         flows_add(&from->sides[i]);
     }
     for (int turn = 0; turn < TURNS_MAX && !world.nodes[1].sides[1].finished; turn++) {
-        flows_turn(&world.nodes[turn % 2]);
+        flows_progress(&world.nodes[turn % 2]);
     }
     CHECK(world.nodes[1].sides[1].finished, "the other flow waits");
     CHECK(from->failed == 1 && from->failure.code == -EFAULT && from->failure.peer == 1, "%d failures, %s",
@@ -393,13 +393,13 @@ static void pair_open(struct flow_world *world, int kind, struct flow_spec spec,
 
 static void pair_turns(struct flow_world *world) {
     for (int turn = 0; turn < BAD_TURNS; turn++) {
-        flows_turn(&world->nodes[turn % 2]);
+        flows_progress(&world->nodes[turn % 2]);
     }
 }
 
 static void pair_end(struct flow_world *world) {
     for (int turn = 0; turn < TURNS_MAX && !flows_done(&world->nodes[1]); turn++) {
-        flows_turn(&world->nodes[turn % 2]);
+        flows_progress(&world->nodes[turn % 2]);
     }
     CHECK(flows_done(&world->nodes[1]), "the flow is not over");
     flows_close(world);

@@ -47,41 +47,41 @@ static void test_pinned(void) {
         cpus[1] = CPU_ISSET((size_t)cpu, &own) ? cpu : cpus[1];
     }
     // Ranks 0 and 2 are on one host, 1 and 3 on another: each is the first or the second of its own.
-    static const struct test_odd other[] = {{.rank = 1, .host = "there"}, {.rank = 3, .host = "there"}};
-    struct test_rank like = test_on("tcp");
-    like.size = 4;
-    like.odd = other;
-    like.odd_count = 2;
-    like.cpus = cpus;
-    like.cpu_count = 2;
-    like.run = on_its_cpu;
-    CHECK(test_job(&like) == 0, "tcp");
-    like.cpu_count = 0;
-    like.run = on_any_cpu;
-    CHECK(test_job(&like) == 0, "tcp");
+    static const struct test_override other[] = {{.rank = 1, .host = "there"}, {.rank = 3, .host = "there"}};
+    struct test_rank template = test_on("tcp");
+    template.size = 4;
+    template.overrides = other;
+    template.override_count = 2;
+    template.cpus = cpus;
+    template.cpu_count = 2;
+    template.run = on_its_cpu;
+    CHECK(test_job(&template) == 0, "tcp");
+    template.cpu_count = 0;
+    template.run = on_any_cpu;
+    CHECK(test_job(&template) == 0, "tcp");
 }
 
 static void test_too_few_cpus(void) {
     int cpu = first_cpu();
-    struct test_rank like = test_on("tcp");
-    like.size = 3;
-    like.cpus = &cpu;
-    like.cpu_count = 1;
-    like.run = on_its_cpu;
-    test_job_fails(&like, -ENODEV, "rank 1 has local rank 1, but only 1 CPU is named");
+    struct test_rank template = test_on("tcp");
+    template.size = 3;
+    template.cpus = &cpu;
+    template.cpu_count = 1;
+    template.run = on_its_cpu;
+    test_job_fails(&template, -ENODEV, "rank 1 has local rank 1, but only 1 CPU is named");
 }
 
 static void test_no_such_cpu(void) {
     int cpus[3] = {first_cpu(), CPU_SETSIZE - 1, first_cpu()};
-    struct test_rank like = test_on("tcp");
+    struct test_rank template = test_on("tcp");
     if (sysconf(_SC_NPROCESSORS_CONF) == CPU_SETSIZE) {
         return;
     }
-    like.size = 3;
-    like.cpus = cpus;
-    like.cpu_count = 3;
-    like.run = on_its_cpu;
-    test_job_fails(&like, -ENODEV, "CPU 1023 of a communication thread does not exist");
+    template.size = 3;
+    template.cpus = cpus;
+    template.cpu_count = 3;
+    template.run = on_its_cpu;
+    test_job_fails(&template, -ENODEV, "CPU 1023 of a communication thread does not exist");
 }
 
 static void *muster(void *arg) {

@@ -198,14 +198,14 @@ int main(void) {
     int rc = 0;
     for (int n = 0; n < 3 && (rc == 0 || rc == 77); n++) {
         for (size_t i = 0; i < sizeof runs / sizeof runs[0] && rc == 0; i++) {
-            struct test_rank like = test_on(networks[n]);
-            like.size = i == 2 ? 2 : 3;
-            like.run = runs[i];
+            struct test_rank template = test_on(networks[n]);
+            template.size = i == 2 ? 2 : 3;
+            template.run = runs[i];
             atomic_store(&first_is_closed, 0);
-            rc = test_job(&like);
-            like.size = 2;
+            rc = test_job(&template);
+            template.size = 2;
             atomic_store(&first_is_closed, 0);
-            rc = rc == 0 ? test_job(&like) : rc;
+            rc = rc == 0 ? test_job(&template) : rc;
         }
     }
     return rc;

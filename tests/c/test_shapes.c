@@ -7,7 +7,7 @@
 #include "job.h"
 
 // Lays a line of `bytes` out as pieces of `piece` bytes with `gap` bytes between them; every third piece has none.
-static int lay_out(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
+static int split_buffer(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
     int n = 0;
     size_t at = 0;
     for (size_t done = 0; done < bytes; n++) {
@@ -29,7 +29,7 @@ static void pieces_copy(const struct nb_segment *segments, int count, unsigned c
     }
 }
 
-static unsigned char given(int rank, size_t i) {
+static unsigned char input_value(int rank, size_t i) {
     return (unsigned char)((i * 3 + (size_t)rank * 5) % 41);
 }
 
@@ -49,7 +49,7 @@ static void exchange(struct test_rank *me, struct nb_op *op, unsigned char *line
     half /= 2;
     size_t part = half / (size_t)me->size;
     for (size_t i = 0; i < half; i++) {
-        line[i] = given(me->rank, i);
+        line[i] = input_value(me->rank, i);
         line[half + i] = 0xee;
     }
     pieces_copy(op->segments, op->segment_count, line, true);
@@ -58,8 +58,8 @@ static void exchange(struct test_rank *me, struct nb_op *op, unsigned char *line
     test_do(me, *op);
     pieces_copy(op->segments, op->segment_count, line, false);
     for (size_t i = 0; i < half; i++) {
-        unsigned char want = given((int)(i / part), (size_t)me->rank * part + i % part);
-        CHECK(line[i] == given(me->rank, i), "rank %d, %s: the input's [%zu] has changed", me->rank, name, i);
+        unsigned char want = input_value((int)(i / part), (size_t)me->rank * part + i % part);
+        CHECK(line[i] == input_value(me->rank, i), "rank %d, %s: the input's [%zu] has changed", me->rank, name, i);
         CHECK(line[half + i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, line[half + i], want);
     }
 }
@@ -71,7 +71,7 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
     struct nb_segment *segments = calloc(3 * (bytes / piece + 2), sizeof *segments);
     char name[NB_NAME_MAX];
     struct nb_op op = {.dtype = NB_U8, .segments = segments, .name = name};
-    op.segment_count = lay_out(memory + 1, bytes, piece, 7, segments);
+    op.segment_count = split_buffer(memory + 1, bytes, piece, 7, segments);
     for (int kind = NB_OP_ALLREDUCE; kind < NB_OP_JOIN; kind++) {
         size_t part = bytes / (size_t)me->size;
         op.kind = (enum nb_op_kind)kind;
@@ -86,7 +86,7 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
         for (size_t i = 0; i < bytes; i++) {
             bool mine = kind == NB_OP_ALLGATHER ? i / part == (size_t)me->rank : me->rank == op.root;
             bool all = kind == NB_OP_ALLREDUCE || kind == NB_OP_REDUCESCATTER;
-            line[i] = all || mine ? given(me->rank, i) : 0xee;
+            line[i] = all || mine ? input_value(me->rank, i) : 0xee;
         }
         pieces_copy(segments, op.segment_count, line, true);
         snprintf(name, sizeof name, "%s.%d", what, kind);
@@ -95,10 +95,10 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
         for (size_t i = 0; i < bytes; i++) {
             unsigned char sum = 0;
             for (int r = 0; r < me->size; r++) {
-                sum = (unsigned char)(sum + given(r, i));
+                sum = (unsigned char)(sum + input_value(r, i));
             }
-            unsigned char want = kind == NB_OP_BROADCAST ? given(op.root, i) : sum;
-            want = kind == NB_OP_ALLGATHER ? given((int)(i / part), i) : want;
+            unsigned char want = kind == NB_OP_BROADCAST ? input_value(op.root, i) : sum;
+            want = kind == NB_OP_ALLGATHER ? input_value((int)(i / part), i) : want;
             bool mine = kind != NB_OP_REDUCESCATTER || i / part == (size_t)me->rank;
             CHECK(!mine || line[i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, line[i], want);
         }
@@ -191,28 +191,28 @@ static void crowd(struct test_rank *me) {
     }
 }
 
-static int algorithms(struct test_rank like) {
+static int algorithms(struct test_rank template) {
     static const enum nb_algorithm_id each[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
     int rc = 0;
     for (int a = 0; a < 3 && rc == 0; a++) {
-        like.algorithm = each[a];
-        like.run = shapes;
-        rc = test_job(&like);
-        like.run = crowd;
-        rc = rc == 0 ? test_job(&like) : rc;
+        template.algorithm = each[a];
+        template.run = shapes;
+        rc = test_job(&template);
+        template.run = crowd;
+        rc = rc == 0 ? test_job(&template) : rc;
     }
     return rc;
 }
 
 static int network(const char *transport, size_t segment_bytes, int size) {
-    struct test_rank like = test_on(transport);
-    like.size = size;
-    like.streams = 2;
-    like.segment_bytes = segment_bytes;
-    int rc = algorithms(like);
+    struct test_rank template = test_on(transport);
+    template.size = size;
+    template.streams = 2;
+    template.segment_bytes = segment_bytes;
+    int rc = algorithms(template);
     if (rc == 0) {
-        like.run = casts;
-        rc = test_job(&like);
+        template.run = casts;
+        rc = test_job(&template);
     }
     return rc;
 }

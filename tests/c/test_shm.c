@@ -32,7 +32,7 @@ static void many(struct test_rank *me, char *base, const char *elsewhere) {
             char *memory = which % 3 == 0 ? (char *)(uintptr_t)elsewhere : base;
             memory += (size_t)which * MANY_COUNT;
             for (size_t i = 0; i < MANY_COUNT; i++) {
-                memory[i] = (char)given(me->rank, i + (size_t)which);
+                memory[i] = (char)input_value(me->rank, i + (size_t)which);
             }
             all[which] = (struct nb_segment){.base = memory, .bytes = MANY_COUNT};
             struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all[which]);
@@ -44,7 +44,7 @@ static void many(struct test_rank *me, char *base, const char *elsewhere) {
             test_done(me, works[which]);
             for (size_t i = 0; i < MANY_COUNT; i++) {
                 int got = ((unsigned char *)all[which].base)[i];
-                int want = (int)fold(NB_SUM, me->size, i + (size_t)which);
+                int want = (int)reduce_inputs(NB_SUM, me->size, i + (size_t)which);
                 CHECK(got == want, "rank %d, many %d: [%zu] is %d, not %d", me->rank, which, i, got, want);
             }
         }
@@ -55,19 +55,19 @@ static void all_of_it(struct test_rank *me) {
     char *base = arena_share(me);
     char *elsewhere = malloc(ARENA_BYTES);
     CHECK(elsewhere != NULL, "memory");
-    kinds_in(me, base, "arena");
-    sizes_in(me, base, "arena");
-    scales_in(me, (float *)(void *)base, "arena");
-    struct nb_job_info info = info_of(me);
+    check_all_kinds(me, base, "arena");
+    check_all_sizes(me, base, "arena");
+    check_scale_factors(me, (float *)(void *)base, "arena");
+    struct nb_job_info info = job_info(me);
     CHECK(info.shm_bytes > 0 && info.shm_staged_bytes == 0, "%llu of %llu bytes were staged",
           (unsigned long long)info.shm_staged_bytes, (unsigned long long)info.shm_bytes);
-    kinds_in(me, elsewhere, "elsewhere");
-    sizes_in(me, elsewhere, "elsewhere");
-    scales_in(me, (float *)(void *)elsewhere, "elsewhere");
-    CHECK(info_of(me).shm_staged_bytes == info_of(me).shm_bytes - info.shm_bytes, "nothing else was staged");
-    sizes_in(me, me->rank == 0 ? base : elsewhere, "of one rank"); // staged where one rank's memory has to be
+    check_all_kinds(me, elsewhere, "elsewhere");
+    check_all_sizes(me, elsewhere, "elsewhere");
+    check_scale_factors(me, (float *)(void *)elsewhere, "elsewhere");
+    CHECK(job_info(me).shm_staged_bytes == job_info(me).shm_bytes - info.shm_bytes, "nothing else was staged");
+    check_all_sizes(me, me->rank == 0 ? base : elsewhere, "of one rank"); // staged where one rank's memory has to be
     many(me, base, elsewhere);
-    info = info_of(me);
+    info = job_info(me);
     CHECK(strcmp(info.shm, "on") == 0 && info.bytes_out + info.bytes_in == 0, "%llu bytes took the network",
           (unsigned long long)(info.bytes_out + info.bytes_in));
     free(elsewhere);
@@ -78,8 +78,8 @@ static void not_described(struct test_rank *me) {
     char *base = arena_share(me);
     const struct layout cut = {.pieces = 300, .gap = 4};
     struct nb_op op = {.name = "cut", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-    one(me, op, base, KINDS_COUNT, cut);
-    uint64_t cut_bytes = info_of(me).shm_staged_bytes;
+    check_operation(me, op, base, KINDS_COUNT, cut);
+    uint64_t cut_bytes = job_info(me).shm_staged_bytes;
     CHECK(cut_bytes > 0, "a line in 300 pieces is staged");
     struct nb_error err = {0};
     struct nb_arena loose = {.bytes = 1 << 20, .fd = memfd_create("loose", MFD_CLOEXEC)};
@@ -88,8 +88,8 @@ static void not_described(struct test_rank *me) {
     CHECK(loose.base != MAP_FAILED && nb_job_map_arena(me->job, &loose, &err) == 0, "map: %s", err.text);
     test_barrier(me, "mapped");
     test_barrier(me, "known");
-    one(me, op, loose.base, KINDS_COUNT, whole);
-    CHECK(info_of(me).shm_staged_bytes > cut_bytes, "memory that may shrink is not mapped by others");
+    check_operation(me, op, loose.base, KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes > cut_bytes, "memory that may shrink is not mapped by others");
     nb_arena_close(&loose);
 }
 
@@ -106,8 +106,8 @@ static void limited(struct test_rank *me) {
         CHECK(nb_job_map_arena(me->job, &large[i], &err) == 0, "map: %s", err.text);
     }
     test_barrier(me, "mapped");
-    one(me, op, large[0].base, KINDS_COUNT, whole);
-    CHECK(info_of(me).shm_staged_bytes > 0, "rank %d: others use memory that they cannot map", me->rank);
+    check_operation(me, op, large[0].base, KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes > 0, "rank %d: others use memory that they cannot map", me->rank);
     CHECK(nb_job_notice(me->job, text, sizeof text) && strstr(text, "File too large (ulimit -f is lower)") != NULL,
           "rank %d reports: %s", me->rank, text);
     CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d reports again: %s", me->rank, text);
@@ -120,10 +120,11 @@ static void limited(struct test_rank *me) {
 
 static void works(struct test_rank *me) {
     static char data[TEST_RANKS_MAX][KINDS_COUNT];
-    one(me, (struct nb_op){.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8}, data[me->rank], KINDS_COUNT, whole);
-    CHECK(strncmp(info_of(me).shm, "off: ", 5) == 0 && strstr(info_of(me).shm, me->arg) != NULL, "shm is %s, not %s",
-          info_of(me).shm, (char *)me->arg);
-    CHECK(info_of(me).bytes_out > 0 && info_of(me).shm_bytes == 0, "the network was used");
+    check_operation(me, (struct nb_op){.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8}, data[me->rank],
+                    KINDS_COUNT, contiguous);
+    CHECK(strncmp(job_info(me).shm, "off: ", 5) == 0 && strstr(job_info(me).shm, me->arg) != NULL, "shm is %s, not %s",
+          job_info(me).shm, (char *)me->arg);
+    CHECK(job_info(me).bytes_out > 0 && job_info(me).shm_bytes == 0, "the network was used");
 }
 
 static void works_quietly(struct test_rank *me) {
@@ -163,12 +164,12 @@ int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_N
 // If one rank cannot map the shared memory, all ranks use the network, and rank 0 says why.
 static void without_meeting(void) {
     static char why[] = "rank 1: a wall";
-    struct test_rank like = two;
-    like.shm = NB_SHM_AUTO;
-    like.run = works_loudly;
-    like.arg = why;
+    struct test_rank template = two;
+    template.shm = NB_SHM_AUTO;
+    template.run = works_loudly;
+    template.arg = why;
     atomic_store(&meeting_fails, true);
-    CHECK(test_job(&like) == 0, "ranks that do not meet");
+    CHECK(test_job(&template) == 0, "ranks that do not meet");
     atomic_store(&meeting_fails, false);
 }
 
@@ -200,14 +201,14 @@ static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *m
         CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0,
               "seccomp: %m");
         static char why[] = "Operation not permitted";
-        struct test_rank like = two;
-        like.shm = mode;
-        like.run = run;
-        like.arg = why;
+        struct test_rank template = two;
+        template.shm = mode;
+        template.run = run;
+        template.arg = why;
         if (mode == NB_SHM_AUTO) {
-            CHECK(test_job(&like) == 0, "two ranks");
+            CHECK(test_job(&template) == 0, "two ranks");
         } else {
-            test_job_fails(&like, -EOPNOTSUPP, why);
+            test_job_fails(&template, -EOPNOTSUPP, why);
         }
         _exit(0);
     }
@@ -221,10 +222,10 @@ static void with_a_limit(void) {
     CHECK(child >= 0, "fork: %m");
     if (child == 0) {
         const struct rlimit limit = {.rlim_cur = 64 << 20, .rlim_max = 64 << 20};
-        struct test_rank like = two;
+        struct test_rank template = two;
         CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit: %m");
-        like.run = limited;
-        CHECK(test_job(&like) == 0, "two ranks");
+        template.run = limited;
+        CHECK(test_job(&template) == 0, "two ranks");
         _exit(0);
     }
     int status;
@@ -235,24 +236,24 @@ static void where_it_is_off(void) {
     static char noticed[] = "rank 1 disables it (NETBOTTLENECK_SHM=0)";
     static char hosts[] = "ranks 0 and 1 are on different hosts";
     static char nameless[] = "its host has no identifier";
-    struct test_rank like = two;
-    like.shm = NB_SHM_AUTO;
-    like.run = works_quietly;
-    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_OFF, .host = "here"};
-    like.arg = noticed;
-    CHECK(test_job(&like) == 0, "one rank does not share");
-    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
-    like.arg = hosts;
-    CHECK(test_job(&like) == 0, "two hosts");
-    like.odd = NULL;
-    like.host = NULL;
-    like.run = works_loudly;
-    like.arg = nameless;
-    CHECK(test_job(&like) == 0, "no host");
-    like = two;
-    like.run = must_not_run;
-    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
-    test_job_fails(&like, -EOPNOTSUPP, hosts);
+    struct test_rank template = two;
+    template.shm = NB_SHM_AUTO;
+    template.run = works_quietly;
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_OFF, .host = "here"};
+    template.arg = noticed;
+    CHECK(test_job(&template) == 0, "one rank does not share");
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
+    template.arg = hosts;
+    CHECK(test_job(&template) == 0, "two hosts");
+    template.overrides = NULL;
+    template.host = NULL;
+    template.run = works_loudly;
+    template.arg = nameless;
+    CHECK(test_job(&template) == 0, "no host");
+    template = two;
+    template.run = must_not_run;
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
+    test_job_fails(&template, -EOPNOTSUPP, hosts);
 }
 
 // Rank 1 goes, in good order, before it has submitted what rank 0 waits for.
@@ -283,12 +284,12 @@ static void taken_back(struct test_rank *me) {
     struct nb_error err = {0};
     char *first = arena_share(me);
     char *second = arena_share(me);
-    one(me, op, first, KINDS_COUNT, whole);
-    uint64_t direct = info_of(me).shm_staged_bytes;
+    check_operation(me, op, first, KINDS_COUNT, contiguous);
+    uint64_t direct = job_info(me).shm_staged_bytes;
     test_barrier(me, "before");
     CHECK(me->rank != 0 || nb_arena_detach(first, ARENA_BYTES) == 0, "detach");
-    one(me, op, first, KINDS_COUNT, whole);
-    CHECK(info_of(me).shm_staged_bytes > direct, "others use memory that was taken from them");
+    check_operation(me, op, first, KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes > direct, "others use memory that was taken from them");
     struct nb_segment all = {.base = second, .bytes = 1 << 20};
     memset(second, 0, all.bytes);
     test_barrier(me, "filled");
@@ -301,22 +302,22 @@ static void taken_back(struct test_rank *me) {
 }
 
 int main(void) {
-    struct test_rank like = two;
+    struct test_rank template = two;
     without_memfd(NB_SHM_AUTO, works_loudly); // first: a process with threads should not fork
     without_memfd(NB_SHM_REQUIRED, must_not_run);
     with_a_limit();
-    for (like.size = 2; like.size <= 5; like.size += like.size - 1) { // 2, 3, 5
-        like.run = all_of_it;
-        CHECK(test_job(&like) == 0, "%d ranks", like.size);
-        printf("%d ranks\n", like.size);
+    for (template.size = 2; template.size <= 5; template.size += template.size - 1) { // 2, 3, 5
+        template.run = all_of_it;
+        CHECK(test_job(&template) == 0, "%d ranks", template.size);
+        printf("%d ranks\n", template.size);
     }
-    like = two;
-    like.run = not_described;
-    CHECK(test_job(&like) == 0, "what is not described");
-    like.run = taken_back;
-    CHECK(test_job(&like) == 0, "an arena that is taken back");
-    like.run = leaves;
-    CHECK(test_job(&like) == 0, "a rank that leaves");
+    template = two;
+    template.run = not_described;
+    CHECK(test_job(&template) == 0, "what is not described");
+    template.run = taken_back;
+    CHECK(test_job(&template) == 0, "an arena that is taken back");
+    template.run = leaves;
+    CHECK(test_job(&template) == 0, "a rank that leaves");
     where_it_is_off();
     without_meeting();
     pipe_wakes_writer();

@@ -81,14 +81,14 @@ static void limited(struct test_rank *me) {
 
 static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_ms) {
     pthread_barrier_t meet;
-    struct test_rank like = test_on("tcp");
-    like.size = SIZE;
-    like.stall_ms = stall_ms;
-    like.stall_end_ms = stall_end_ms;
-    like.arg = &meet;
-    like.run = what;
+    struct test_rank template = test_on("tcp");
+    template.size = SIZE;
+    template.stall_ms = stall_ms;
+    template.stall_end_ms = stall_end_ms;
+    template.arg = &meet;
+    template.run = what;
     CHECK(pthread_barrier_init(&meet, NULL, SIZE) == 0, "barrier");
-    CHECK(test_job(&like) == 0, "tcp is not there");
+    CHECK(test_job(&template) == 0, "tcp is not there");
     (void)pthread_barrier_destroy(&meet);
 }
 

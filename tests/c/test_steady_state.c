@@ -185,11 +185,11 @@ static void exchange(struct test_rank *me, float *line, size_t each) {
     size_t whole_line = each * (size_t)me->size;
     struct nb_segment all = {.base = line, .bytes = 2 * whole_line * sizeof *line};
     for (size_t i = 0; i < whole_line; i++) {
-        line[i] = given(me->rank, i);
+        line[i] = input_value(me->rank, i);
     }
     test_do(me, test_op("exchange", NB_OP_ALLTOALL, &all));
     for (size_t i = 0; i < whole_line; i++) {
-        float want = given((int)(i / each), (size_t)me->rank * each + i % each);
+        float want = input_value((int)(i / each), (size_t)me->rank * each + i % each);
         CHECK(line[whole_line + i] == want, "rank %d: [%zu] is %g", me->rank, i, (double)line[whole_line + i]);
     }
 }
@@ -222,7 +222,7 @@ static int one_round(struct test_rank *me, char *base) {
         for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
             struct nb_op op = {.name = "again", .kind = (enum nb_op_kind)kind, .dtype = NB_F32, .root = 1};
             op.awaited = i % 2 == 0;
-            one(me, op, base, counts[i], whole);
+            check_operation(me, op, base, counts[i], contiguous);
             done++;
         }
     }
@@ -268,19 +268,19 @@ static void rank_main(struct test_rank *me) {
 
 // False: the network is not there.
 static bool run_plan(struct plan plan) {
-    struct test_rank like = test_on(plan.network);
-    like.size = plan.size;
-    like.streams = plan.streams;
-    like.algorithm = plan.algorithm;
-    like.shm = plan.hosts != NULL ? NB_SHM_REQUIRED : like.shm;
-    like.hosts = plan.hosts;
-    like.run = rank_main;
-    like.arg = &plan;
+    struct test_rank template = test_on(plan.network);
+    template.size = plan.size;
+    template.streams = plan.streams;
+    template.algorithm = plan.algorithm;
+    template.shm = plan.hosts != NULL ? NB_SHM_REQUIRED : template.shm;
+    template.hosts = plan.hosts;
+    template.run = rank_main;
+    template.arg = &plan;
     atomic_store(&seen.memory.count, 0);
     atomic_store(&seen.locks.count, 0);
     atomic_store(&seen.over, 0);
     pthread_barrier_init(&plan.meet, NULL, (unsigned)plan.size);
-    bool there = test_job(&like) == 0;
+    bool there = test_job(&template) == 0;
     pthread_barrier_destroy(&plan.meet);
     return there;
 }

@@ -151,7 +151,7 @@ static void test_random_flows(struct suite *suite, uint64_t seed) {
 static void turn_all(struct flow_world *world) {
     for (int rank = 0; rank < world->plan.size; rank++) {
         if (world->nodes[rank].lanes != NULL) {
-            flows_turn(&world->nodes[rank]);
+            flows_progress(&world->nodes[rank]);
         }
     }
 }
@@ -486,7 +486,7 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
             probe_segments(&probe);
         }
         if (strcmp(suite->ops->name, "tcp") == 0) {
-            probe_ahead(&probe);
+            probe_immediate_sends(&probe);
         }
         probe_close(&probe);
         test_priorities(suite, (uint64_t)i);

@@ -129,13 +129,13 @@ int main(int argc, char **argv) {
     static const enum nb_algorithm_id algorithms[] = {NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
     CHECK(argc == 2, "name one network");
     for (int size = 1; size <= 9; size++) {
-        struct test_rank like = test_on(argv[1]);
-        like.size = size;
-        like.streams = strcmp(argv[1], "shm") == 0 ? 1 : 2;
-        like.run = every_type;
+        struct test_rank template = test_on(argv[1]);
+        template.size = size;
+        template.streams = strcmp(argv[1], "shm") == 0 ? 1 : 2;
+        template.run = every_type;
         for (size_t i = 0; i < sizeof algorithms / sizeof algorithms[0]; i++) {
-            like.algorithm = algorithms[i];
-            int rc = i > 0 && like.shm == NB_SHM_REQUIRED ? 0 : test_job(&like); // shared memory has one
+            template.algorithm = algorithms[i];
+            int rc = i > 0 && template.shm == NB_SHM_REQUIRED ? 0 : test_job(&template); // shared memory has one
             if (rc != 0) {
                 return rc;
             }

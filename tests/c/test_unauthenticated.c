@@ -75,7 +75,7 @@ static void outsider_connect(struct outsiders *all, const struct nb_sockaddr *to
     CHECK(fd >= 0, "connect: %m");
     struct pollfd poller = {.fd = fd, .events = POLLOUT};
     CHECK(poll(&poller, 1, LIMIT_MS) == 1 && nb_sock_connected(fd) == 0, "connect: %m");
-    CHECK(nb_sock_write_all(fd, first, bytes, in_limit()) == 0, "write: %m");
+    CHECK(nb_sock_write_all(fd, first, bytes, test_deadline_ns()) == 0, "write: %m");
     all->fds[all->count++] = fd;
 }
 
@@ -159,7 +159,7 @@ static void test_bootstrap_port(void) {
 
 static void lanes_turn(struct flow_world *world, int64_t now_ns) {
     for (int rank = 0; rank < world->plan.size; rank++) {
-        flows_turn(&world->nodes[rank]);
+        flows_progress(&world->nodes[rank]);
         nb_lanes_tick(world->nodes[rank].lanes, now_ns);
     }
 }
@@ -221,7 +221,7 @@ static void test_lanes_ports(void) {
     now += 60000 * MS;
     lanes_wave(all, ports, &now);
     for (int i = 0; i < 10; i++) { // where all places are taken, nothing more wakes the thread
-        flows_turn(&world->nodes[1]);
+        flows_progress(&world->nodes[1]);
     }
     CHECK(nb_loop_wait(&world->nodes[1].loop, 0) == 0, "a connection in the backlog makes the loop turn");
     meet(world, 0, 1);
@@ -267,7 +267,7 @@ static void job_run(struct test_rank *me) {
         for (int i = 0; i < count * AT_A_PORT; i++) {
             outsider_connect(&all, &ports[i % count], NULL, 0);
         }
-        int64_t until = in_limit();
+        int64_t until = test_deadline_ns();
         while (outsiders_left(&all) > AT_A_PORT) {
             int held = outsiders_held(&all);
             CHECK(held <= 2 * HELD_MAX, "%d descriptors are held for outsiders", held);
@@ -284,11 +284,11 @@ static void job_run(struct test_rank *me) {
 }
 
 int main(void) {
-    struct test_rank like = test_on("tcp");
-    like.size = 2;
-    like.streams = 2;
-    like.run = job_run;
+    struct test_rank template = test_on("tcp");
+    template.size = 2;
+    template.streams = 2;
+    template.run = job_run;
     test_bootstrap_port();
     test_lanes_ports();
-    return test_job(&like);
+    return test_job(&template);
 }

@@ -96,7 +96,7 @@ static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_b
     ends_close(&ends[0]);
     nb_loop_wait(loop, 0);
     for (int i = 0; i < FLOWS; i++) {
-        if (sides[i].memory != NULL && !sides[i].over) {
+        if (sides[i].memory != NULL && !sides[i].finished) {
             nb_lanes_cancel(lanes, &sides[i].flow);
         }
         free(sides[i].memory);

@@ -207,12 +207,12 @@ static void sum_on(struct test_rank *me) {
 }
 
 static struct test_rank rank_like(const struct point *at) {
-    struct test_rank like = test_on("shm");
-    like.size = at->hosts == NULL ? 2 : (int)strlen(at->hosts);
-    like.hosts = at->hosts;
-    like.algorithm = at->hosts == NULL ? NB_ALGORITHM_NONE : NB_ALGORITHM_TWO_LEVEL;
-    like.run = sum_on;
-    return like;
+    struct test_rank template = test_on("shm");
+    template.size = at->hosts == NULL ? 2 : (int)strlen(at->hosts);
+    template.hosts = at->hosts;
+    template.algorithm = at->hosts == NULL ? NB_ALGORITHM_NONE : NB_ALGORITHM_TWO_LEVEL;
+    template.run = sum_on;
+    return template;
 }
 
 // Runs a rank until its job has failed and is closed; then it fills its memory, and after a word from rank 0 looks at it.
@@ -238,30 +238,30 @@ static void point_run(const struct point *at) {
     struct nb_listener listener = {.fd = -1};
     struct nb_error err = {0};
     struct nb_boot_config config = {.ifname = "lo", .secret = test_secret, .secret_bytes = sizeof test_secret};
-    struct test_rank like = rank_like(at);
+    struct test_rank template = rank_like(at);
     pid_t ranks[SIZE_MAX_HERE] = {0};
     int ends[2];
     int status;
     point = at;
-    config.size = like.size;
+    config.size = template.size;
     CHECK(pipe(ends) == 0 && nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
-    nb_sock_format(&listener.addr, like.address);
-    for (int r = 1; r < like.size; r++) {
+    nb_sock_format(&listener.addr, template.address);
+    for (int r = 1; r < template.size; r++) {
         ranks[r] = fork();
         CHECK(ranks[r] >= 0, "fork: %m");
         if (ranks[r] == 0) {
             (void)prctl(PR_SET_PDEATHSIG, SIGKILL); // stopped, it would stay after a failure
-            like.rank = r;
+            template.rank = r;
             stop_at = r == STOPPED ? at->step : NULL;
             close(ends[1]);
-            rank_run(&like, ends[0]);
+            rank_run(&template, ends[0]);
             _exit(0);
         }
     }
-    like.listener = &listener;
+    template.listener = &listener;
     stopped = ranks[STOPPED];
-    test_rank_main(&like);
-    CHECK(line != NULL && like.rc == 0, "rank 0: %s", like.err.text);
+    test_rank_main(&template);
+    CHECK(line != NULL && template.rc == 0, "rank 0: %s", template.err.text);
     for (size_t i = 0; i < COUNT; i++) {
         line[i] = FILL;
     }
@@ -272,7 +272,7 @@ static void point_run(const struct point *at) {
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(line[i] == FILL, "rank 0, stopped at '%s': [%zu] is %g, not %d", at->step, i, line[i], FILL);
     }
-    for (int r = 1; r < like.size; r++) {
+    for (int r = 1; r < template.size; r++) {
         CHECK(r == STOPPED || (waitpid(ranks[r], &status, 0) == ranks[r] && status == 0), "rank %d", r);
     }
 }

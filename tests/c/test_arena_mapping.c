@@ -47,7 +47,7 @@ static void wait_gone(struct given_back *at) {
 
 static void sum_in(struct test_rank *me, struct given_back *at) {
     const struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
-    one(me, op, at->arena.base, KINDS_COUNT, whole);
+    check_operation(me, op, at->arena.base, KINDS_COUNT, contiguous);
 }
 
 static void no_notice(struct test_rank *me) {
@@ -58,14 +58,15 @@ static void no_notice(struct test_rank *me) {
 // One after another, many more than can be there at a time.
 static void one_by_one(struct test_rank *me) {
     struct given_back at;
-    bool shared = strcmp(info_of(me).shm, "on") == 0;
+    bool shared = strcmp(job_info(me).shm, "on") == 0;
     for (int i = 0; i < ROUNDS; i++) {
         arena_map(me, &at);
         test_barrier(me, "mapped");
         test_barrier(me, "known");
-        uint64_t staged = info_of(me).shm_staged_bytes;
+        uint64_t staged = job_info(me).shm_staged_bytes;
         sum_in(me, &at);
-        CHECK(!shared || info_of(me).shm_staged_bytes == staged, "rank %d: arena %d is not mapped by all", me->rank, i);
+        CHECK(!shared || job_info(me).shm_staged_bytes == staged, "rank %d: arena %d is not mapped by all", me->rank,
+              i);
         arena_give_back(me, &at);
         wait_gone(&at);
     }
@@ -78,7 +79,7 @@ static void too_many(struct test_rank *me) {
     static struct given_back all[TEST_RANKS_MAX][MANY];
     struct given_back *mine = all[me->rank];
     char text[NB_ERROR_TEXT] = "";
-    bool streams = strcmp(info_of(me).shm, "on") != 0 && strcmp(me->transport, "tcp") == 0; // nothing to be mapped
+    bool streams = strcmp(job_info(me).shm, "on") != 0 && strcmp(me->transport, "tcp") == 0; // nothing to be mapped
     for (int i = 0; i < MANY; i++) {
         arena_map(me, &mine[i]);
     }
@@ -116,12 +117,12 @@ int main(void) {
     int rc = 0;
     for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
         for (int size = 2; size <= 3 && rc == 0; size++) {
-            struct test_rank like = test_on(networks[i]);
-            like.size = size;
-            like.run = size == 2 ? too_many : one_by_one;
-            rc = test_job(&like);
-            like.run = closed_at_once;
-            rc = rc == 0 ? test_job(&like) : rc;
+            struct test_rank template = test_on(networks[i]);
+            template.size = size;
+            template.run = size == 2 ? too_many : one_by_one;
+            rc = test_job(&template);
+            template.run = closed_at_once;
+            rc = rc == 0 ? test_job(&template) : rc;
         }
     }
     return rc;

@@ -29,7 +29,7 @@ struct gpu {
     struct CUstream_st *stream;
 };
 
-static inline void succeed(unsigned result, const char *what) {
+static inline void check_success(unsigned result, const char *what) {
     CHECK(result == NB_CUDA_SUCCESS, "%s: %u", what, result);
 }
 
@@ -38,11 +38,11 @@ static inline void gpu_open(struct gpu *gpu, const struct test_rank *me) {
     CHECK(nb_cuda_driver_open(&gpu->driver, fake_path(), &err) == 0, "%s", err.text);
     CHECK(nb_cuda_device_open(&gpu->device, &gpu->driver, me->rank % FAKE_DEVICES, &err) == 0, "%s", err.text);
     CHECK(nb_cuda_enter(&gpu->device, &err) == 0, "%s", err.text);
-    succeed(gpu->driver.stream_create(&gpu->stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(gpu->driver.stream_create(&gpu->stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
 }
 
 static inline void gpu_close(struct gpu *gpu) {
-    succeed(gpu->driver.stream_destroy(gpu->stream), "cuStreamDestroy");
+    check_success(gpu->driver.stream_destroy(gpu->stream), "cuStreamDestroy");
     nb_cuda_leave(&gpu->device);
     nb_cuda_device_close(&gpu->device);
 }
@@ -59,22 +59,22 @@ static inline void buffer_open(struct gpu *gpu, struct buffer *buffer, size_t by
     size_t each = bytes / element / (size_t)pieces * element;
     *buffer = (struct buffer){.bytes = bytes, .host = malloc(bytes)};
     CHECK(buffer->host != NULL, "memory");
-    succeed(gpu->driver.host_register(buffer->host, bytes, 0), "cuMemHostRegister");
+    check_success(gpu->driver.host_register(buffer->host, bytes, 0), "cuMemHostRegister");
     for (int i = 0; i < pieces; i++) {
         size_t take = i == pieces - 1 ? bytes - (size_t)i * each : each;
         nb_cuda_address address = 0;
         if (take > 0) {
-            succeed(gpu->driver.mem_alloc(&address, take), "cuMemAlloc");
+            check_success(gpu->driver.mem_alloc(&address, take), "cuMemAlloc");
             buffer->pieces[buffer->count++] = (struct nb_segment){(void *)(uintptr_t)address, take};
         }
     }
 }
 
 static inline void buffer_close(struct gpu *gpu, struct buffer *buffer) {
-    succeed(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
-    succeed(gpu->driver.host_unregister(buffer->host), "cuMemHostUnregister");
+    check_success(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
+    check_success(gpu->driver.host_unregister(buffer->host), "cuMemHostUnregister");
     for (int i = 0; i < buffer->count; i++) {
-        succeed(gpu->driver.mem_free((uintptr_t)buffer->pieces[i].base), "cuMemFree");
+        check_success(gpu->driver.mem_free((uintptr_t)buffer->pieces[i].base), "cuMemFree");
     }
     free(buffer->host);
 }
@@ -87,7 +87,7 @@ static inline void buffer_copy(struct gpu *gpu, const struct buffer *buffer, boo
         const nb_cuda_address address = (uintptr_t)piece->base;
         unsigned result = out ? gpu->driver.copy_to_host(buffer->host + at, address, piece->bytes, gpu->stream)
                               : gpu->driver.copy_to_device(address, buffer->host + at, piece->bytes, gpu->stream);
-        succeed(result, "copy");
+        check_success(result, "copy");
         at += piece->bytes;
     }
 }
@@ -158,7 +158,7 @@ static inline void flight_prepare(struct test_rank *me, struct gpu *gpu, struct 
 static inline void flight_end(struct test_rank *me, struct gpu *gpu, struct flight *flight) {
     test_done(me, flight->work);
     buffer_copy(gpu, &flight->buffer, true);
-    succeed(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
+    check_success(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
     check_result(me, &flight->op, flight->buffer.host, flight->count);
     buffer_close(gpu, &flight->buffer);
 }
@@ -184,21 +184,21 @@ static inline struct test_rank ranks_on(const char *network, int size) {
     return template;
 }
 
-static inline void check_nothing_left(void) {
-    struct fake_alive alive = fake->alive();
-    CHECK(alive.contexts == 0 && alive.streams == 0 && alive.events == 0 && alive.registrations == 0,
-          "%d contexts, %d streams, %d events, %d registrations", alive.contexts, alive.streams, alive.events,
-          alive.registrations);
+static inline void check_no_live_objects(void) {
+    struct fake_live_objects left = fake->live_objects();
+    CHECK(left.contexts == 0 && left.streams == 0 && left.events == 0 && left.registrations == 0,
+          "%d contexts, %d streams, %d events, %d registrations", left.contexts, left.streams, left.events,
+          left.registrations);
 }
 
 // Returns 0, or 77 if the network is not available.
-static inline int job_over(const struct test_rank *template, uint64_t seed, int64_t delay_max_ns,
-                           void (*run)(struct test_rank *me)) {
+static inline int run_job(const struct test_rank *template, uint64_t seed, int64_t delay_max_ns,
+                          void (*run)(struct test_rank *me)) {
     struct test_rank ranks = *template;
     fake->reset(seed, delay_max_ns);
     ranks.run = run;
     int rc = test_job(&ranks);
-    check_nothing_left();
+    check_no_live_objects();
     return rc;
 }
 

@@ -1,5 +1,5 @@
-// Arenas that are mapped and unmapped within one job: every rank forgets an unmapped arena, and its number is
-// reused. If more are in use than can be shared, the job reports it once.
+// Arenas that are mapped and unmapped within one job: every rank unmaps them, and their numbers are reused. If more
+// arenas are in use than can be shared, one notice reports it.
 #include <time.h>
 
 #include "base/clock.h"
@@ -9,55 +9,55 @@
 enum {
     ROUNDS = 3 * NB_SHM_ARENAS,
     BYTES = 1 << 16,
-    MANY = NB_SHM_ARENAS + 3 // more than any network takes
+    MANY = NB_SHM_ARENAS + 3 // more than any network can map
 };
 
-struct given_back {
+struct test_arena {
     struct nb_arena arena;
     _Atomic int gone;
 };
 
 static void gone(void *ctx) {
-    struct given_back *at = ctx;
+    struct test_arena *at = ctx;
     nb_arena_close(&at->arena);
     atomic_fetch_add(&at->gone, 1);
 }
 
-static void arena_map(struct test_rank *me, struct given_back *at) {
+static void arena_map(struct test_rank *me, struct test_arena *at) {
     struct nb_error err = {0};
     at->gone = 0;
-    CHECK(nb_arena_open(&at->arena, BYTES, &err) == 0, "an arena: %s", err.text);
+    CHECK(nb_arena_open(&at->arena, BYTES, &err) == 0, "open arena: %s", err.text);
     CHECK(nb_job_map_arena(me->job, &at->arena, &err) == 0, "map: %s", err.text);
 }
 
-static void arena_give_back(struct test_rank *me, struct given_back *at) {
+static void arena_unmap(struct test_rank *me, struct test_arena *at) {
     struct nb_error err = {0};
     CHECK(nb_job_unmap(me->job, at->arena.base, gone, at, &err) == 0, "unmap: %s", err.text);
 }
 
-static void wait_gone(struct given_back *at) {
+static void await_gone(struct test_arena *at) {
     struct timespec pause = {.tv_nsec = 1000 * 1000};
     int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
     while (at->gone == 0) {
-        CHECK(nb_now_ns() < until, "memory is not given back");
+        CHECK(nb_now_ns() < until, "gone() was not called");
         nanosleep(&pause, NULL);
     }
-    CHECK(at->gone == 1, "memory is given back %d times", at->gone);
+    CHECK(at->gone == 1, "gone() was called %d times", at->gone);
 }
 
-static void sum_in(struct test_rank *me, struct given_back *at) {
+static void sum_in(struct test_rank *me, struct test_arena *at) {
     const struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
     check_operation(me, op, at->arena.base, KINDS_COUNT, contiguous);
 }
 
-static void no_notice(struct test_rank *me) {
+static void check_no_notice(struct test_rank *me) {
     char text[NB_ERROR_TEXT] = "";
-    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d reports: %s", me->rank, text);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d: unexpected notice: %s", me->rank, text);
 }
 
-// One after another, many more than can be there at a time.
-static void one_by_one(struct test_rank *me) {
-    struct given_back at;
+// Arenas in sequence, many more than can be mapped at a time.
+static void arenas_in_sequence(struct test_rank *me) {
+    struct test_arena at;
     bool shared = strcmp(job_info(me).shm, "on") == 0;
     for (int i = 0; i < ROUNDS; i++) {
         arena_map(me, &at);
@@ -65,21 +65,22 @@ static void one_by_one(struct test_rank *me) {
         test_barrier(me, "known");
         uint64_t staged = job_info(me).shm_staged_bytes;
         sum_in(me, &at);
-        CHECK(!shared || job_info(me).shm_staged_bytes == staged, "rank %d: arena %d is not mapped by all", me->rank,
-              i);
-        arena_give_back(me, &at);
-        wait_gone(&at);
+        CHECK(!shared || job_info(me).shm_staged_bytes == staged, "rank %d: arena %d is not mapped by all ranks",
+              me->rank, i);
+        arena_unmap(me, &at);
+        await_gone(&at);
     }
-    no_notice(me);
-    test_barrier(me, "over");
+    check_no_notice(me);
+    test_barrier(me, "finished");
 }
 
-// Too many at a time: all sums are right, and one notice says that some are copied. Some go, others come in their place.
-static void too_many(struct test_rank *me) {
-    static struct given_back all[TEST_RANKS_MAX][MANY];
-    struct given_back *mine = all[me->rank];
+// Too many arenas at a time: all results are right, and one notice reports that some are copied. After they are
+// unmapped, others can be mapped.
+static void too_many_arenas(struct test_rank *me) {
+    static struct test_arena all[TEST_RANKS_MAX][MANY];
+    struct test_arena *mine = all[me->rank];
     char text[NB_ERROR_TEXT] = "";
-    bool streams = strcmp(job_info(me).shm, "on") != 0 && strcmp(me->transport, "tcp") == 0; // nothing to be mapped
+    bool streams = strcmp(job_info(me).shm, "on") != 0 && strcmp(me->transport, "tcp") == 0; // TCP maps nothing
     for (int i = 0; i < MANY; i++) {
         arena_map(me, &mine[i]);
     }
@@ -89,27 +90,27 @@ static void too_many(struct test_rank *me) {
         sum_in(me, &mine[i]);
     }
     bool noticed = nb_job_notice(me->job, text, sizeof text);
-    CHECK(noticed != streams && (streams || strstr(text, "further models are copied") != NULL), "rank %d reports: %s",
+    CHECK(noticed != streams && (streams || strstr(text, "further models are copied") != NULL), "rank %d: notice: %s",
           me->rank, text);
-    no_notice(me);
+    check_no_notice(me);
     for (int i = 0; i < MANY; i++) {
-        arena_give_back(me, &mine[i]);
+        arena_unmap(me, &mine[i]);
     }
     for (int i = 0; i < MANY; i++) {
-        wait_gone(&mine[i]);
+        await_gone(&mine[i]);
     }
-    one_by_one(me);
+    arenas_in_sequence(me);
 }
 
-// What was given back and not looked at is closed with the job.
-static void closed_at_once(struct test_rank *me) {
-    static struct given_back at[TEST_RANKS_MAX];
+// Closing the job completes an unmapping.
+static void close_after_unmap(struct test_rank *me) {
+    static struct test_arena at[TEST_RANKS_MAX];
     arena_map(me, &at[me->rank]);
     test_barrier(me, "mapped");
-    arena_give_back(me, &at[me->rank]);
+    arena_unmap(me, &at[me->rank]);
     nb_job_close(me->job);
     me->job = NULL;
-    CHECK(at[me->rank].gone == 1, "memory is given back %d times", at[me->rank].gone);
+    CHECK(at[me->rank].gone == 1, "gone() was called %d times", at[me->rank].gone);
 }
 
 int main(void) {
@@ -119,9 +120,9 @@ int main(void) {
         for (int size = 2; size <= 3 && rc == 0; size++) {
             struct test_rank template = test_on(networks[i]);
             template.size = size;
-            template.run = size == 2 ? too_many : one_by_one;
+            template.run = size == 2 ? too_many_arenas : arenas_in_sequence;
             rc = test_job(&template);
-            template.run = closed_at_once;
+            template.run = close_after_unmap;
             rc = rc == 0 ? test_job(&template) : rc;
         }
     }

@@ -120,7 +120,7 @@ static inline struct test_rank test_on(const char *network) {
                               .streams = 1,
                               .timeout_ms = 20000,
                               .shm = shared ? NB_SHM_REQUIRED : NB_SHM_OFF,
-                              .host = "here"};
+                              .host = "host a"};
 }
 
 static inline void test_run(const struct test_rank *template, struct test_rank *ranks) {

@@ -215,13 +215,14 @@ static inline void probe_messages(struct probe_world *world) {
             side->messages_out += rc == 0;
         }
         probe_progress(world);
-        CHECK(nb_now_ns() < deadline, "%s: %d and %d messages came", world->ops->name, world->sides[0].messages_in,
+        CHECK(nb_now_ns() < deadline, "%s: %d and %d messages arrived", world->ops->name, world->sides[0].messages_in,
               world->sides[1].messages_in);
     }
     probe_fini(world);
 }
 
-// Posts requests from `next` on while they are taken, PROBE_REQUESTS at a time; returns how many that makes.
+// Posts requests from `next` on until one is refused, at most PROBE_REQUESTS in flight. Returns the number posted so
+// far.
 static inline uint32_t probe_post(struct probe_world *world, uint32_t next, uint32_t end) {
     while (next < end) {
         struct probe_request *at = &world->requests[next % PROBE_REQUESTS];

@@ -17,8 +17,8 @@ static inline struct nb_job_info job_info(struct test_rank *me) {
     return info;
 }
 
-// Opens an arena that all ranks have mapped on return: a rank that takes part in the second barrier has handled all
-// messages sent before the first. The arena stays open until the process ends.
+// Opens an arena that all ranks have mapped on return. A rank in the second barrier has handled all messages that were
+// sent before the first. The arena stays open until the process ends.
 static inline char *arena_share(struct test_rank *me) {
     struct nb_error err = {0};
     struct nb_arena arena;

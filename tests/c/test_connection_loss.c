@@ -114,7 +114,7 @@ static void check_sum(const struct test_rank *me, const float *data, size_t coun
     }
 }
 
-// The only libfabric lane between two ranks breaks during an all-reduce. libfabric may reconnect silently: then the job
+// The only libfabric lane between two ranks breaks during an all-reduce. If libfabric reconnects silently, the job
 // continues, or data in flight are lost and the deadline ends the job. Otherwise both ranks report the lost lane at
 // once.
 static void only_ofi_lane_breaks(struct test_rank *me) {

@@ -1,5 +1,5 @@
-// Device operations over the fake CUDA driver: every collective on device buffers is right for any stream delays, each
-// wait is necessary, and mismatches and invalid arguments are refused.
+// Device operations over the fake CUDA driver. Every collective on device buffers is right for any stream delays, and
+// each wait is necessary. Mismatches and invalid arguments are refused.
 #include <errno.h>
 #include <sched.h>
 #include <stdbool.h>

@@ -1,5 +1,5 @@
-// Fake CUDA driver and the core's wrappers: errors for an old driver and for failed calls, CUDA's errors for invalid
-// calls, and the behaviour of streams, events, memory and kernels.
+// Fake CUDA driver and the core's wrappers: errors for an old driver, failed calls and invalid calls. Also the
+// behaviour of streams, events, memory and kernels.
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>

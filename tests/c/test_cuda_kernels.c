@@ -61,7 +61,7 @@ static void test_every_value_widens(const struct format *format) {
     for (int i = 0; i < HALVES; i++) {
         double value = decode((uint64_t)i, format->fraction, format->exponent);
         CHECK(same(floats[i], value), "%s %#x widens to %g, not %g", format->name, i, (double)floats[i], value);
-        CHECK(isnan(value) || back[i] == i, "%s %#x comes back as %#x", format->name, i, back[i]);
+        CHECK(isnan(value) || back[i] == i, "%s %#x converts back to %#x", format->name, i, back[i]);
     }
     free(halves);
     free(floats);

@@ -492,7 +492,7 @@ static void test_cancel_waits_for_copies_out(void) {
     const size_t count = fake->log(0, entries, 16);
     CHECK(count >= 2 && count <= 16, "%zu operations", count);
     CHECK(entries[count - 2].kind == FAKE_WAIT && entries[count - 2].stream == job->caller,
-          "the caller's stream was not told to wait");
+          "the cancel adds no wait to the caller's stream");
     CHECK(entries[count - 1].kind == FAKE_TO_DEVICE && entries[count - 1].stream == job->caller,
           "the caller's stream did not wait");
     world_close(&w);

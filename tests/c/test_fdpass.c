@@ -1,4 +1,4 @@
-// Descriptor passing between processes of one user, and the rendezvous of shared memory: connections of other processes
+// Descriptor passing between processes of one user, and the rendezvous of shared memory. Connections of other processes
 // are dropped, and no rank writes to revoked memory.
 #include <errno.h>
 #include <fcntl.h>

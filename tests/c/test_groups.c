@@ -183,8 +183,8 @@ static void invalid_communicators(struct test_rank *me) {
         float data[4] = {0};
         struct nb_segment all = {.base = data, .bytes = me->rank == 3 ? 8 : 16};
         err = (struct nb_error){0};
-        int rc = test_try(&member, test_op("unlike", NB_OP_ALLREDUCE, &all), &err);
-        CHECK(rc == NB_EMISMATCH && strstr(err.text, "mismatched sizes of 'unlike'") != NULL, "%d %s", rc, err.text);
+        int rc = test_try(&member, test_op("mismatch", NB_OP_ALLREDUCE, &all), &err);
+        CHECK(rc == NB_EMISMATCH && strstr(err.text, "mismatched sizes of 'mismatch'") != NULL, "%d %s", rc, err.text);
         all.bytes = sizeof data;
         struct nb_op op = test_op("shaped", NB_OP_ALLREDUCE, &all);
         op.shape = me->rank == 3 ? 31 : 13;
@@ -206,7 +206,7 @@ static void different_definitions(struct test_rank *me) {
     CHECK(nb_comm_make(me->job, 6, mine[which], 3, &err) == 0, "%s", err.text);
     struct test_rank member = *me;
     member.comm = nb_comm_find(me->job, 6);
-    int rc = test_try(&member, test_op("unlike", NB_OP_BARRIER, NULL), &err);
+    int rc = test_try(&member, test_op("mismatch", NB_OP_BARRIER, NULL), &err);
     CHECK(rc == NB_EMISMATCH && strstr(err.text, "communicator 6 has different ranks on rank") != NULL, "%d %s", rc,
           err.text);
 }

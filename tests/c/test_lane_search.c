@@ -6,25 +6,25 @@
 #include "check.h"
 #include "engine/lane_search.h"
 
-enum { WINDOW_NS = 50000000, TURN_NS = 100000000 }; // a turn: one window that is discarded and one that is measured
+enum { WINDOW_NS = 50000000, ROUND_NS = 100000000 }; // a round: one window that is discarded and one that is measured
 
-// Runs the search with given rates by index, in bytes per ns. Every second window of a count is `shake` percent slower.
-// Returns the chosen lane count; turns[index]: number of windows of each count.
-static int run_search(const double *rates, int count, int shake, int turns[NB_PROBE_MAX]) {
+// Runs the search with given rates by index, in bytes per ns. Every second window of a count is slower by
+// `slower_percent`. Returns the chosen lane count; rounds[index]: number of windows of each count.
+static int run_search(const double *rates, int count, int slower_percent, int rounds[NB_PROBE_MAX]) {
     struct nb_lane_search search;
     bool more = true;
     nb_lane_search_begin(&search, 1 << (count - 1));
     CHECK(search.count == count && nb_lane_search_lanes(&search) == 1, "%d counts", search.count);
     for (int i = 0; i < NB_PROBE_MAX; i++) {
-        turns[i] = 0;
+        rounds[i] = 0;
     }
-    for (int turn = 0; more; turn++) {
-        CHECK(turn < 6 * NB_PROBE_MAX, "the search does not end");
+    for (int round = 0; more; round++) {
+        CHECK(round < 6 * NB_PROBE_MAX, "the search does not end");
         int index = search.at;
         CHECK(nb_lane_search_lanes(&search) == 1 << index, "%d lanes at %d", nb_lane_search_lanes(&search), index);
-        double off = turns[index]++ % 2 == 0 ? 1 : 1 - shake / 100.0;
+        double off = rounds[index]++ % 2 == 0 ? 1 : 1 - slower_percent / 100.0;
         nb_lane_search_window(&search, (uint64_t)(rates[index] * off * WINDOW_NS), WINDOW_NS);
-        more = nb_lane_search_next(&search, TURN_NS);
+        more = nb_lane_search_next(&search, ROUND_NS);
     }
     return nb_lane_search_choose(&search);
 }
@@ -41,27 +41,27 @@ static void test_smallest_count_within_2_percent(void) {
                  {{1, 0.9, 0.8, 0.7, 1.01}, 1},
                  {{0.06, 0.12, 0.24, 0.48, 0.96}, 16},
                  {{0, 0, 0, 0, 0}, 1}}; // nothing moved
-    int turns[NB_PROBE_MAX];
+    int rounds[NB_PROBE_MAX];
     for (unsigned i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        int lanes = run_search(cases[i].rates, 5, 0, turns);
+        int lanes = run_search(cases[i].rates, 5, 0, rounds);
         CHECK(lanes == cases[i].lanes, "case %u: %d lanes", i, lanes);
     }
 }
 
 static void test_windows_per_count(void) {
     static const double rates[] = {1, 2, 4, 4, 4};
-    int turns[NB_PROBE_MAX];
-    (void)run_search(rates, 5, 4, turns);
+    int rounds[NB_PROBE_MAX];
+    (void)run_search(rates, 5, 4, rounds);
     for (int i = 0; i < 5; i++) {
-        CHECK(turns[i] == 2, "windows 4 %% apart: count %d had %d turns", i, turns[i]);
+        CHECK(rounds[i] == 2, "windows 4 %% apart: count %d had %d rounds", i, rounds[i]);
     }
-    (void)run_search(rates, 5, 6, turns); // a third window is as fast as the first
+    (void)run_search(rates, 5, 6, rounds); // a third window is as fast as the first
     for (int i = 0; i < 5; i++) {
-        CHECK(turns[i] == 3, "windows 6 %% apart: count %d had %d turns", i, turns[i]);
+        CHECK(rounds[i] == 3, "windows 6 %% apart: count %d had %d rounds", i, rounds[i]);
     }
     static const double nothing[] = {0, 0};
-    (void)run_search(nothing, 2, 0, turns);
-    CHECK(turns[0] == 5 && turns[1] == 5, "windows without data: %d and %d turns", turns[0], turns[1]);
+    (void)run_search(nothing, 2, 0, rounds);
+    CHECK(rounds[0] == 5 && rounds[1] == 5, "windows without data: %d and %d rounds", rounds[0], rounds[1]);
 }
 
 // A temporary slowdown does not count: the result of a count is its two fastest windows.
@@ -71,7 +71,7 @@ static void test_temporary_slowdown(void) {
     nb_lane_search_begin(&search, 1);
     for (unsigned i = 0; i < 4; i++) {
         nb_lane_search_window(&search, windows[i], 10);
-        CHECK(nb_lane_search_next(&search, TURN_NS) == (i < 3), "after %u windows", i + 1);
+        CHECK(nb_lane_search_next(&search, ROUND_NS) == (i < 3), "after %u windows", i + 1);
     }
     struct nb_probe_point point = nb_lane_search_point(&search, 0);
     CHECK(point.lanes == 1 && point.bytes == 199 && point.ns == 20, "%llu bytes in %lld ns",

@@ -1,4 +1,4 @@
-// Failures of libfabric, over a test double: each call fails in turn while a lane opens and while memory is mapped, and
+// Failures of libfabric, over a test double. Each call fails in turn while a lane opens and while memory is mapped;
 // writes fail at completion. No object is closed twice or left open, and all data are right. The double detects misuse.
 #include "flows.h"
 #ifdef NB_HAVE_OFI
@@ -173,7 +173,7 @@ static void test_message_before_opening(bool closes) {
         sent = sent || nb_ofi_ops.message(sender.lane, 1, word, sizeof word) == 0;
         (void)nb_ofi_ops.progress(sender.lane);
         (void)nb_ofi_ops.progress(receiver.lane);
-        CHECK(nb_now_ns() < deadline, "the message did not come");
+        CHECK(nb_now_ns() < deadline, "the message did not arrive");
     }
     CHECK(receiver.messages == 0, "a message is delivered before the peer is open");
     connect_to(&receiver, &sender, 0);

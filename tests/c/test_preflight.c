@@ -48,7 +48,7 @@ static void test_pinned_threads(void) {
         cpus[1] = CPU_ISSET((size_t)cpu, &own) ? cpu : cpus[1];
     }
     // Ranks 0 and 2 are on one host, 1 and 3 on another: each has local rank 0 or 1.
-    static const struct test_override overrides[] = {{.rank = 1, .host = "there"}, {.rank = 3, .host = "there"}};
+    static const struct test_override overrides[] = {{.rank = 1, .host = "host b"}, {.rank = 3, .host = "host b"}};
     struct test_rank template = test_on("tcp");
     template.size = 4;
     template.overrides = overrides;

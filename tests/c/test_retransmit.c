@@ -1,5 +1,5 @@
-// Retransmission after a lost lane, message by message: the report of missing segments, what is sent again from a copy,
-// and how long copies are kept. There is one rank. The test plays its peer and implements its lanes.
+// Retransmission after a lost lane, message by message: the report of missing segments, retransmission from a copy, and
+// the lifetime of copies. There is one rank. The test plays its peer and implements its lanes.
 #include "base/bits.h"
 #include "base/clock.h"
 #include "check.h"

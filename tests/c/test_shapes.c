@@ -1,5 +1,5 @@
 // Buffers of unusual shape: memory split differently on each rank, empty pieces, one-byte elements at odd addresses,
-// parts that are not whole blocks, the smallest and largest segments, nine ranks.
+// parts that are not whole blocks. Also the smallest and largest segments, and nine ranks.
 #include <errno.h>
 #include <stdint.h>
 #include <unistd.h>

@@ -147,7 +147,7 @@ static void fail_if_run(struct test_rank *me) {
 }
 
 static const struct test_rank two_ranks = {
-    .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "here"};
+    .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "host a"};
 
 // While this is set, the rendezvous fails on rank 1.
 static _Atomic bool rendezvous_fails;
@@ -181,7 +181,7 @@ static void pipe_wakes_writer_once(void) {
     bool writer_waits = true;
     CHECK(nb_shm_pipe_write(&pipe, data, sizeof data) == sizeof data, "an empty pipe does not take NB_SHM_PIPE_BYTES");
     CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "a writer is reported as waiting");
-    CHECK(nb_shm_pipe_write(&pipe, data, 2) == 1, "a pipe with room for one byte took another number");
+    CHECK(nb_shm_pipe_write(&pipe, data, 2) == 1, "a pipe with room for one byte did not take one byte");
     CHECK(nb_shm_pipe_read(&pipe, data, 0, &writer_waits) == 0 && !writer_waits, "a writer is woken without new room");
     CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && writer_waits, "the waiting writer is not woken");
     CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "the writer is woken twice");
@@ -240,10 +240,10 @@ static void sharing_is_off(void) {
     struct test_rank template = two_ranks;
     template.shm = NB_SHM_AUTO;
     template.run = works_without_notice;
-    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_OFF, .host = "here"};
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_OFF, .host = "host a"};
     template.arg = disabled;
     CHECK(test_job(&template) == 0, "one rank disables sharing");
-    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "host b"};
     template.arg = hosts;
     CHECK(test_job(&template) == 0, "two hosts");
     template.overrides = NULL;
@@ -253,7 +253,7 @@ static void sharing_is_off(void) {
     CHECK(test_job(&template) == 0, "no host identifier");
     template = two_ranks;
     template.run = fail_if_run;
-    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "host b"};
     test_job_fails(&template, -EOPNOTSUPP, hosts);
 }
 

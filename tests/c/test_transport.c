@@ -1,5 +1,5 @@
-// Transport suite for all networks: mem (both kinds), tcp and ofi over IPv4 and IPv6, and ofi over a test double of
-// libfabric with 4 and with 8 bytes of completion data. test_transport NETWORK [SEED] runs one of them.
+// Transport suite for all networks: mem (both kinds), tcp and ofi over IPv4 and IPv6. It also runs ofi over a test
+// double of libfabric, with 4 and with 8 bytes of completion data. Usage: test_transport [NETWORK [SEED]].
 // NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose the library and the provider.
 #include <errno.h>
 #include <pthread.h>

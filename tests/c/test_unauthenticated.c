@@ -262,8 +262,8 @@ static int listening_ports(struct nb_sockaddr *ports) {
     return count;
 }
 
-// All ports of a job of two ranks in one process: one for each lane of each rank, and rank 0's bootstrap port, which no
-// rank accepts from after the join.
+// All ports of a job of two ranks in one process. Each lane of each rank has one. No rank accepts from rank 0's
+// bootstrap port after the join.
 static void job_run(struct test_rank *me) {
     float data[1000];
     struct nb_segment all_data = {.base = data, .bytes = sizeof data};

@@ -1,6 +1,6 @@
-// Fuzzes two libfabric lanes with the input of a broken peer of the job and of an unauthenticated sender, over a double
-// of libfabric, while flows run. The first byte chooses the length of completion data, the second the seed of random
-// delays. Commands follow: type, length, bytes.
+// Fuzzes two libfabric lanes, over a double of libfabric, while flows run. The input is that of a broken peer of the
+// job and of an unauthenticated sender. The first byte chooses the length of completion data, the second the seed of
+// random delays. Commands follow: type, length, bytes.
 #include <stdint.h>
 #include <stdlib.h>
 

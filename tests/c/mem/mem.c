@@ -170,7 +170,7 @@ static struct packet *in_take(struct mem_lane *lane, int peer, bool message) {
     pthread_mutex_lock(&lane->net->lock);
     if (queue->head != NULL && !link->stalled && queue->head->delay-- <= 0) {
         packet = nb_mem_pop(queue);
-        nb_mem_wake(lane->net, peer, lane->base.index); // there is room again
+        nb_mem_wake(lane->net, peer, lane->base.index); // the queue has room again
     }
     pthread_mutex_unlock(&lane->net->lock);
     return packet;

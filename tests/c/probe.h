@@ -314,7 +314,7 @@ static inline void probe_close(struct probe_world *world) {
     struct probe_side *closes = &world->sides[world->seed % 2];
     uint32_t posted = 0;
     unsigned char data[NB_LANE_MESSAGE_MAX];
-    for (int turn = 0; turn < (int)(world->seed % 7); turn++) {
+    for (int pass = 0; pass < (int)(world->seed % 7); pass++) {
         posted = stream ? probe_post(world, posted, PROBE_REQUESTS) : 0;
         probe_progress(world);
     }
@@ -326,7 +326,7 @@ static inline void probe_close(struct probe_world *world) {
     CHECK(closes->rank == 1 || closes->sent == (int)posted, "%d of %u requests completed", closes->sent, posted);
     CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is not ready");
     world->sides[1 - closes->rank].closed = false;
-    for (int turn = 0; turn < PROBE_PASSES; turn++) {
+    for (int pass = 0; pass < PROBE_PASSES; pass++) {
         probe_progress(world);
         if (stream) {
             world->ops->resume(world->sides[1].lane, 0);

@@ -324,7 +324,7 @@ static inline void probe_close(struct probe_world *world) {
     closes->closed = true;
     world->ops->peer_close(closes->lane, 1 - closes->rank);
     CHECK(closes->rank == 1 || closes->sent == (int)posted, "%d of %u requests completed", closes->sent, posted);
-    CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is not ready");
+    CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is ready");
     world->sides[1 - closes->rank].closed = false;
     for (int pass = 0; pass < PROBE_PASSES; pass++) {
         probe_progress(world);
@@ -332,7 +332,7 @@ static inline void probe_close(struct probe_world *world) {
             world->ops->resume(world->sides[1].lane, 0);
         }
     }
-    CHECK(closes->lost == 0, "the closing side gets no `lost`");
+    CHECK(closes->lost == 0, "the closing side gets lost()");
     probe_fini(world);
 }
 

@@ -22,7 +22,7 @@ static void test_bits(void) {
     static const size_t set[] = {0, 63, 64, 127, 130, 199};
     uint64_t map[4] = {0};
     CHECK(nb_bits_words(0) == 0 && nb_bits_words(64) == 1 && nb_bits_words(65) == 2, "words");
-    CHECK(nb_bits_next(map, 0, BITS) == BITS, "an empty map has no next bit");
+    CHECK(nb_bits_next(map, 0, BITS) == BITS, "a bit is found in an empty map");
     for (size_t i = 0; i < sizeof set / sizeof set[0]; i++) {
         nb_bits_set(map, set[i]);
     }
@@ -32,10 +32,10 @@ static void test_bits(void) {
         CHECK(at == set[i] && nb_bits_get(map, at), "bit %zu was found at %zu", set[i], at);
         at++;
     }
-    CHECK(nb_bits_next(map, at, BITS) == BITS, "no bit after the last one is found");
-    CHECK(nb_bits_next(map, 131, 199) == 199, "a bit beyond the end is not found");
+    CHECK(nb_bits_next(map, at, BITS) == BITS, "a bit after the last one is found");
+    CHECK(nb_bits_next(map, 131, 199) == 199, "a bit beyond the end is found");
     nb_bits_clear(map, 64);
-    CHECK(!nb_bits_get(map, 64) && nb_bits_get(map, 63) && nb_bits_next(map, 64, BITS) == 127, "bit 64 is cleared");
+    CHECK(!nb_bits_get(map, 64) && nb_bits_get(map, 63) && nb_bits_next(map, 64, BITS) == 127, "bit 64 is not cleared");
 }
 
 struct item {
@@ -55,23 +55,24 @@ static void test_list(void) {
     struct nb_list head;
     struct item items[5];
     nb_list_init(&head);
-    CHECK(nb_list_empty(&head), "a new list is empty");
+    CHECK(nb_list_empty(&head), "a new list is not empty");
     for (int i = 0; i < 5; i++) {
         items[i].value = i + 1;
         nb_list_insert(&head, &items[i].link);
     }
-    CHECK(list_as_number(&head) == 12345, "an insertion before the head appends; %d", list_as_number(&head));
+    CHECK(list_as_number(&head) == 12345, "wrong list after an insertion before the head: %d", list_as_number(&head));
     nb_list_remove(&items[2].link);
     nb_list_remove(&items[2].link);
-    CHECK(list_as_number(&head) == 1245, "a node may be removed twice; %d", list_as_number(&head));
+    CHECK(list_as_number(&head) == 1245, "wrong list after a node was removed twice: %d", list_as_number(&head));
     nb_list_insert(&items[0].link, &items[2].link);
-    CHECK(list_as_number(&head) == 31245, "an insertion before a node; %d", list_as_number(&head));
+    CHECK(list_as_number(&head) == 31245, "wrong list after an insertion before a node: %d", list_as_number(&head));
     NB_LIST_EACH_SAFE(it, next, &head) {
         if (NB_CONTAINER(it, struct item, link)->value % 2 == 1) {
             nb_list_remove(it);
         }
     }
-    CHECK(list_as_number(&head) == 24, "the loop may remove its current node; %d", list_as_number(&head));
+    CHECK(list_as_number(&head) == 24, "wrong list after a loop that removes its current node: %d",
+          list_as_number(&head));
 }
 
 static void test_list_move(void) {
@@ -81,15 +82,15 @@ static void test_list_move(void) {
     nb_list_init(&from);
     nb_list_init(&to);
     nb_list_move(&from, &to);
-    CHECK(nb_list_empty(&from) && nb_list_empty(&to), "nothing moves out of an empty list");
+    CHECK(nb_list_empty(&from) && nb_list_empty(&to), "moving an empty list adds nodes");
     for (int i = 0; i < 4; i++) {
         items[i].value = i + 1;
         nb_list_insert(i < 2 ? &to : &from, &items[i].link);
     }
     nb_list_move(&from, &to);
-    CHECK(nb_list_empty(&from) && list_as_number(&to) == 1234, "moved nodes are appended; %d", list_as_number(&to));
+    CHECK(nb_list_empty(&from) && list_as_number(&to) == 1234, "moved nodes are not appended: %d", list_as_number(&to));
     nb_list_move(&to, &from);
-    CHECK(nb_list_empty(&to) && list_as_number(&from) == 1234, "nodes move to an empty list; %d",
+    CHECK(nb_list_empty(&to) && list_as_number(&from) == 1234, "wrong list after a move to an empty one: %d",
           list_as_number(&from));
 }
 
@@ -117,24 +118,25 @@ static void test_pool(void) {
           pool.count);
     CHECK(nb_pool_reserve(&pool, count + 500) && pool.count >= count + 500, "%zu of %zu", pool.count, count + 500);
     nb_pool_fini(&pool);
-    CHECK(pool.count == 0 && nb_pool_get(&pool) != NULL, "a closed pool can be used again");
+    CHECK(pool.count == 0 && nb_pool_get(&pool) != NULL, "a closed pool cannot be used again");
     nb_pool_fini(&pool);
 }
 
 static void test_error(void) {
     struct nb_error err = {0};
     errno = ECONNREFUSED;
-    CHECK(nb_fail_peer(&err, -errno, 3, "rank %d: %m", 3) == -ECONNREFUSED, "the code is returned");
-    CHECK(errno == ECONNREFUSED, "errno is kept");
+    CHECK(nb_fail_peer(&err, -errno, 3, "rank %d: %m", 3) == -ECONNREFUSED, "the code is not returned");
+    CHECK(errno == ECONNREFUSED, "errno has changed");
     CHECK(err.code == -ECONNREFUSED && err.peer == 3, "%d, peer %d", err.code, err.peer);
     CHECK(strcmp(err.text, "rank 3: Connection refused") == 0, "%s", err.text);
-    CHECK(nb_fail(&err, NB_EWIRE, "later") == NB_EWIRE, "the later code is still returned");
-    CHECK(err.code == -ECONNREFUSED && err.peer == 3 && strstr(err.text, "later") == NULL, "the first failure sticks");
+    CHECK(nb_fail(&err, NB_EWIRE, "later") == NB_EWIRE, "the later code is not returned");
+    CHECK(err.code == -ECONNREFUSED && err.peer == 3 && strstr(err.text, "later") == NULL,
+          "a later failure replaces the first");
 
     struct nb_error other = {0};
-    CHECK(nb_fail(&other, NB_EWIRE, "%0600d", 7) == NB_EWIRE, "a long text is truncated");
+    CHECK(nb_fail(&other, NB_EWIRE, "%0600d", 7) == NB_EWIRE, "wrong code with a long text");
     CHECK(other.peer == NB_NO_PEER && strlen(other.text) == NB_ERROR_TEXT - 1, "%zu", strlen(other.text));
-    CHECK(nb_fail(NULL, -EINVAL, "no record") == -EINVAL, "the record may be missing");
+    CHECK(nb_fail(NULL, -EINVAL, "no record") == -EINVAL, "wrong code without a record");
 
     CHECK(strcmp(nb_code_name(NB_EPEER), "peer lost") == 0, "%s", nb_code_name(NB_EPEER));
     CHECK(strcmp(nb_code_name(NB_ETIMEOUT), "timed out") == 0, "%s", nb_code_name(NB_ETIMEOUT));
@@ -162,7 +164,7 @@ static void test_ranks_missing(void) {
 
 static void test_dtype(void) {
     CHECK(nb_dtype_size(NB_F32) == 4 && nb_dtype_size(NB_BF16) == 2 && nb_dtype_size(NB_F64) == 8, "sizes");
-    CHECK(nb_dtype_size(-1) == 0 && nb_dtype_size(NB_DTYPES) == 0, "an unknown dtype has size 0");
+    CHECK(nb_dtype_size(-1) == 0 && nb_dtype_size(NB_DTYPES) == 0, "an unknown dtype has a size");
     CHECK(strcmp(nb_dtype_name(NB_BF16), "bfloat16") == 0 && strcmp(nb_dtype_name(NB_DTYPES), "?") == 0, "names");
     for (int i = 0; i < NB_DTYPES; i++) {
         CHECK(nb_dtype_size(i) > 0 && nb_dtype_name(i)[0] != '?', "dtype %d", i);
@@ -192,7 +194,7 @@ static void test_hash(void) {
     static struct nb_hash table;
     struct nb_hash_node nodes[3] = {0};
     nb_hash_remove(&nodes[0]);
-    CHECK(nb_hash_get(&table, 7) == NULL, "zeroed memory is an empty table");
+    CHECK(nb_hash_get(&table, 7) == NULL, "a zeroed table is not empty");
     for (uint64_t i = 0; i < 3; i++) {
         nb_hash_put(&table, &nodes[i], 7 + i * NB_HASH_CHAINS);
     }
@@ -207,7 +209,7 @@ static void test_hash(void) {
     }
     nb_hash_put(&table, &nodes[1], 9);
     CHECK(nb_hash_get(&table, 9) == &nodes[1] && nb_hash_get(&table, 8) == NULL,
-          "a removed node can be inserted again");
+          "a removed node cannot be inserted again");
 }
 
 static void test_fork_detector(void) {
@@ -215,9 +217,9 @@ static void test_fork_detector(void) {
     nb_fork_detector_open(&detector);
     struct nb_fork_detector by_number = {.pid = detector.pid};
     CHECK(nb_fork_detector_is_opener(&detector) && nb_fork_detector_is_opener(&by_number),
-          "this process is the opener");
-    CHECK(!child_is_opener(&detector) && !child_is_opener(&by_number), "a child is not the opener");
-    CHECK(nb_fork_detector_is_opener(&detector), "this process is still the opener");
+          "the opener is not detected");
+    CHECK(!child_is_opener(&detector) && !child_is_opener(&by_number), "a child counts as the opener");
+    CHECK(nb_fork_detector_is_opener(&detector), "after forks, the opener is not detected");
     nb_fork_detector_close(&detector);
     nb_fork_detector_close(&detector);
 }

@@ -116,7 +116,7 @@ static void result_with_rule(struct test_rank *me) {
     struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "rule"};
     gpu_open(&gpu, me);
     collective(me, &gpu, op, COUNT, 1);
-    if (experiment->held == CALLER_WAITS) { // the root of a broadcast makes no wait, so drop_wait drops one of rank 0
+    if (experiment->held == CALLER_WAITS) { // rank 1, as root, makes no wait: drop_wait drops rank 0's
         op.kind = NB_OP_BROADCAST;
         op.root = 1;
     }

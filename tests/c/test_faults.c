@@ -1,5 +1,5 @@
 // Faults of ranks: a rank leaves, aborts, hangs or fails to open at various moments of a job. The other ranks fail with
-// an error that names it, or continue. No rank waits forever, and a work remains valid after its job is closed.
+// an error that names it, or continue. No rank waits forever, and a work stays valid until it is released.
 #include <errno.h>
 #include <stdint.h>
 #include <time.h>

@@ -88,7 +88,7 @@ static void test_reused_descriptor(void) {
     nb_fork_close(kept);
 }
 
-// Closes sockets that a library opened in a child; they are identified by address. Other sockets stay open.
+// In a child, sockets that a library opened are closed; they are identified by address. Other sockets stay open.
 static void test_sockets_of_a_library(void) {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
     socklen_t bytes = sizeof at;

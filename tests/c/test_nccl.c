@@ -557,7 +557,7 @@ static void unauthenticated_hello(const struct nb_net_handle *handle, unsigned c
     memcpy(hello + 48, &handle->listener, sizeof handle->listener);
 }
 
-// Unauthenticated clients at the listener delay the ranks at most.
+// Unauthenticated clients at the listener can only delay the ranks.
 static void case_unauthenticated_clients(struct side *side) {
     enum { CLIENTS = 16 };
     static const struct exchange plan = {.count = 8, .size = equal_sizes, .most = 256 * 1024, .depth = 4};

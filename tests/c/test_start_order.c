@@ -1,5 +1,5 @@
-// Start order of operations that all ranks have submitted by the same moment: by priority, then by the order of
-// completion. All submissions of a rank reach rank 0 in one batch.
+// Start order of operations that become ready at the same moment, when all ranks have submitted them: by priority, then
+// by the order in which they became ready. All submissions of a rank reach rank 0 in one batch.
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -36,7 +36,7 @@ void __wrap_nb_coordinator_collect(struct nb_job *job) {
     }
 }
 
-// The operation that starts at position `place`.
+// The operation that starts at position `position`.
 static int expected_at(const int *priorities, int position) {
     for (int level = 3; level >= -1; level--) {
         for (int k = 0; k < OPERATIONS; k++) {

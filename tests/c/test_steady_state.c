@@ -202,7 +202,7 @@ static void run_concurrent(struct test_rank *me, char *base) {
         int which = (k + me->rank) % MANY;
         struct nb_segment all = {.base = base + (size_t)which * LONG, .bytes = which % 2 == 0 ? SMALL : LONG};
         char name[32];
-        snprintf(name, sizeof name, "together.%d", which);
+        snprintf(name, sizeof name, "concurrent.%d", which);
         memset(all.base, me->rank + 1, all.bytes);
         struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
         op.dtype = NB_U8;
@@ -211,7 +211,7 @@ static void run_concurrent(struct test_rank *me, char *base) {
     for (int which = 0; which < MANY; which++) {
         test_done(me, works[which]);
         const char *data = base + (size_t)which * LONG;
-        CHECK(data[SMALL - 1] == me->size * (me->size + 1) / 2, "rank %d, together %d: %d", me->rank, which, data[0]);
+        CHECK(data[SMALL - 1] == me->size * (me->size + 1) / 2, "rank %d, concurrent %d: %d", me->rank, which, data[0]);
     }
 }
 

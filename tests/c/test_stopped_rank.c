@@ -1,5 +1,6 @@
-// Rank stopped at each step of the shared-memory path in turn, like a frozen container or a migrated machine. The other
-// ranks fail, get their memory back and fill it. Then the rank resumes, and must not change what they wrote.
+// Stopped rank: a rank is stopped at each step of the shared-memory path in turn, like a frozen container or a migrated
+// machine. The other ranks fail, get their memory back and fill it. Then the rank resumes, and must not change what
+// they wrote.
 #include <stdint.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>

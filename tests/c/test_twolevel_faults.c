@@ -135,7 +135,7 @@ static void sum_with_fault(struct test_rank *me) {
     int rc = test_try(me, test_op("sum", NB_OP_ALLREDUCE, &all), &err);
     if (rc == 0) {
         check_sum(me, data);
-        // A lane may be reset after all data have arrived. Without a killed or stopped rank its host cannot finish.
+        // A lane may be reset after all data have arrived. A host cannot finish without its killed or stopped rank.
         CHECK(plan->fault == FAULT_RESET || !same_host, "rank %d has a sum without rank %d", me->rank, plan->target);
         fill(me, data);
         rc = test_try(me, test_op("after", NB_OP_ALLREDUCE, &all), &err);

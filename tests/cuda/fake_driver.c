@@ -1,4 +1,4 @@
-// Fake CUDA driver: implements the functions that the core calls with host threads and host memory.
+// Fake CUDA driver: implements, with host threads and host memory, the functions that the core calls.
 //
 // Device memory is a file that is mapped twice. The mapping at the address that the caller gets has no access rights,
 // so the host cannot access it. The other mapping is accessible only while an operation of a stream uses it. Destroyed

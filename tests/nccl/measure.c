@@ -1,6 +1,6 @@
 // Benchmark of a net plugin, or of NCCL's own network: two processes, host memory, called as NCCL's proxy calls it.
 //
-// measure --plugin FILE [--version N] [--through LIBNCCL]   a plugin's table; --through: by NCCL's own adapter
+//   measure --plugin FILE [--version N] [--through LIBNCCL]   a plugin's table; --through: by NCCL's own adapter
 //   measure --stock LIBNCCL                                   NCCL's Socket network
 //   options: --bytes N --count N --depth N --channels N --rounds N --fault kill|stop
 //

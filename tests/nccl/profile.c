@@ -1,6 +1,6 @@
 // Calls a profiler plugin as NCCL does during one collective, with waits of known length.
 //
-// profile --plugin FILE --version N [--through LIBNCCL]   the plugin's table; --through: by NCCL's own adapter
+//   profile --plugin FILE --version N [--through LIBNCCL]   the plugin's table; --through: by NCCL's own adapter
 //
 // Prints one line of JSON: the waits in ns by this program's clock, and the requested event mask. If something is
 // missing: {"not_run": reason}.

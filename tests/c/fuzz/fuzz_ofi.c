@@ -56,7 +56,7 @@ static void progress(struct world *world) {
     }
 }
 
-// Flows 0 and 3 go out, 1 and 2 come in.
+// Flows 0 and 3 are outgoing, 1 and 2 incoming.
 static void flow_begin(struct world *world) {
     int i = world->begun;
     if (i < FLOWS) {

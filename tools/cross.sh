@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 system=aarch64-linux-gnu
 folder=build/cross
-tests=(test_reduce test_ring_schedule test_lanes test_ring)
+tests=(test_reduce test_ring_schedule test_lanes test_trace_ring)
 
 # Prints Debian's names of missing packages. A compiler without headers or an emulator that does not run counts as missing.
 missing() {

@@ -37,7 +37,7 @@ APART = {
     "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_nccl": ("tcp", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
-    "test_twofaults": ("kill", "stop", "cut", "ofi"),
+    "test_twolevel_faults": ("kill", "stop", "reset", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
 }
 # Functions of the core that a program replaces: its __wrap_<name> is called instead.
@@ -46,7 +46,7 @@ WRAPPED = {
     "test_clock": ("clock_gettime",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make",),
-    "test_order": (
+    "test_start_order": (
         "nb_negotiation_flush",
         "nb_coordinator_collect",
     ),
@@ -57,11 +57,11 @@ WRAPPED = {
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
     "test_leave": ("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),
     "test_cancel": ("nb_work_start", "nb_lanes_add"),
-    "test_down": ("clock_gettime", "nb_sock_interface_down"),
+    "test_interface_down": ("clock_gettime", "nb_sock_interface_down"),
     "test_handshake": ("send",),
-    "test_stop": ("nb_lanes_settle", "nb_lanes_announce_leave"),
+    "test_clean_shutdown": ("nb_lanes_settle", "nb_lanes_announce_leave"),
     "test_unauthenticated": ("clock_gettime", "poll"),
-    "test_paused": (
+    "test_stopped_rank": (
         *(
             "nb_shm_offer",
             "nb_fdpass_receive",
@@ -74,11 +74,11 @@ WRAPPED = {
         *("nb_fold_fill", "nb_fold_reduce", "nb_fold_empty", "nb_fold_sum", "nb_fold_spread"),
     ),
     "test_shm": ("nb_fold_direct", "nb_shm_rendezvous"),
-    "test_twofaults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
+    "test_twolevel_faults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }
 SKIPPED = 77
 # Programs that also run over another libfabric, and over another provider.
-OVER_LIBFABRIC = ("test_fork", "test_ofi", "test_outsider", "test_transport")
+OVER_LIBFABRIC = ("test_fork", "test_ofi", "test_ofi_attacker", "test_transport")
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 # A provider that is never selected if libfabric has another one for IP networks.
 LAYERED = {"NETBOTTLENECK_PROVIDER": "tcp;ofi_rxm"}

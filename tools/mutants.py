@@ -72,8 +72,8 @@ ROOMS: dict[str, Room] = {
             "test_ring_schedule",
             "test_step_schedule",
             "test_reduce",
-            "test_pair",
-            "test_choose",
+            "test_pair_kernels",
+            "test_algorithm_choice",
             "test_twolevel",
             "test_shapes",
         ),
@@ -87,8 +87,8 @@ ROOMS: dict[str, Room] = {
     "transport": Room(
         ("csrc/transport/*.c",),
         c=(
-            *("test_arenas", "test_ofi_double", "test_lanes", "test_lane_rate", "test_transport", "test_shm"),
-            *("test_exchange", "test_faults", "test_cuts"),
+            *("test_arena_mapping", "test_ofi_double", "test_lanes", "test_lane_rate", "test_transport", "test_shm"),
+            *("test_exchange", "test_faults", "test_connection_loss"),
         ),
         asan=("test_lanes",),
         py=("core", "doctor"),

@@ -28,7 +28,7 @@ def listed() -> list[tuple[str, str, str]]:
 
 
 def may_skip(name: str, message: str, places: Collection[str]) -> bool:
-    """Return True if a test (such as c/test_pair or py/test_lab.py::test_x) may be skipped for this reason there."""
+    """Return True if a test (such as c/test_lanes or py/test_lab.py::test_x) may be skipped for this reason there."""
     return any(
         fnmatch.fnmatchcase(name, glob) and reason in message and place not in places
         for glob, reason, place in listed()

@@ -80,6 +80,7 @@ static const struct constant events[] = {
     EVENT(GRADS_READY),
     EVENT(CHECKPOINT_BEGIN),
     EVENT(CHECKPOINT_END),
+    EVENT(DEVICE_CLOCK),
 };
 
 enum { CONSTANTS = sizeof(constants) / sizeof(constants[0]), EVENT_KINDS = sizeof(events) / sizeof(events[0]) };

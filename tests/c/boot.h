@@ -1,4 +1,5 @@
-// A job whose ranks are the threads of one program: to join, to run something on all of them, and to compare how it ended.
+// Bootstrap of a job whose ranks are threads of one program: joins it, runs a function on each rank, compares the
+// results.
 #ifndef NB_TEST_BOOT_H
 #define NB_TEST_BOOT_H
 
@@ -11,7 +12,7 @@
 #include "bootstrap/bootstrap.h"
 #include "check.h"
 
-enum { RANKS_MAX = 8, LIMIT_MS = 60000 }; // no test waits that long, on a loaded machine either: it fails then
+enum { RANKS_MAX = 8, LIMIT_MS = 60000 }; // only a hang takes this long, even on a loaded machine
 
 static const unsigned char secret[] = "sixteen bytes or more";
 
@@ -23,7 +24,7 @@ struct rank {
     struct nb_error err;
     int rc;
     pthread_t thread;
-    // what a body needs and finds
+    // Input and output of the thread's function.
     const void *in;
     size_t bytes;
     void *out;
@@ -38,7 +39,7 @@ struct job {
     struct rank ranks[RANKS_MAX];
 };
 
-static inline int64_t in_limit(void) {
+static inline int64_t test_deadline_ns(void) {
     return nb_now_ns() + LIMIT_MS * (int64_t)1000000;
 }
 
@@ -56,7 +57,7 @@ static inline void job_open(struct job *job, int size) {
     }
     if (size > 1) {
         CHECK(nb_listener_open(&job->listener, &job->ranks[0].config, NULL, NULL) == 0, "listener");
-        CHECK(nb_sock_is_loopback(&job->listener.addr), "by the name of the interface");
+        CHECK(nb_sock_is_loopback(&job->listener.addr), "the listener is not on the named interface");
         nb_sock_format(&job->listener.addr, job->address);
     }
 }
@@ -83,8 +84,8 @@ static inline void finish(struct rank *rank) {
     CHECK(pthread_join(rank->thread, NULL) == 0, "join");
 }
 
-// All ranks but `absent` (-1: none) at once.
-static inline void run_but(struct job *job, void *(*body)(void *), int absent) {
+// Runs body on all ranks concurrently, except on `absent` (-1: none).
+static inline void run_all_but(struct job *job, void *(*body)(void *), int absent) {
     for (int i = 0; i < job->size; i++) {
         if (i != absent) {
             start(&job->ranks[i], body);
@@ -103,11 +104,11 @@ static inline void check_joined(const struct job *job) {
         CHECK(rank->rc == 0, "rank %d: %d %s", i, rank->rc, rank->err.text);
         CHECK(rank->boot.rank == i && rank->boot.size == job->size && rank->boot.control[0] >= -1, "rank %d", i);
         CHECK(nb_bytes_equal(rank->boot.session, job->ranks[0].boot.session, 32), "rank %d has another session", i);
-        CHECK(nb_sock_is_loopback(&rank->boot.self), "rank %d came from another interface", i);
+        CHECK(nb_sock_is_loopback(&rank->boot.self), "rank %d uses another interface", i);
     }
 }
 
-// The ranks that were there say the same, and it contains `part`.
+// All ranks but `absent` report the same error, and its text contains `part`.
 static inline void check_failed(const struct job *job, int absent, int code, int peer, const char *part) {
     for (int i = 0; i < job->size; i++) {
         const struct rank *rank = &job->ranks[i];

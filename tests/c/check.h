@@ -1,4 +1,4 @@
-// What a C test says: CHECK(what must hold, "what was seen: %d", x), and SKIP("what is missing"). Usable in any thread.
+// Assertions of C tests: CHECK(condition, "observed: %d", x) and SKIP("what is missing"). Usable in any thread.
 #ifndef NB_TEST_CHECK_H
 #define NB_TEST_CHECK_H
 

@@ -1,6 +1,5 @@
-// A seeded set of flows between a few ranks, and what must hold for them on any network: every block lands exactly
-// once and byte-exact, nothing beside the line is written, and a line whose flow is finished is its owner's again.
-// Shared by test_transport.c and test_lanes.c.
+// Seeded random flows between a few ranks, with the invariants of any network. Every block lands exactly once and
+// byte-exact. Nothing outside the buffer is written. After a flow finishes, the scheduler does not touch its buffer.
 #ifndef NB_TEST_FLOWS_H
 #define NB_TEST_FLOWS_H
 
@@ -24,8 +23,8 @@ enum {
     FLOWS_RANKS_MAX = 4,
     FLOWS_MAX = 8,
     FLOWS_PIECES_MAX = 4,
-    FLOWS_GAP = 24,       // guarded bytes between two pieces of a line
-    FLOWS_DEADLINE_S = 90 // of one scenario: only a scenario that hangs meets it
+    FLOWS_GAP = 24,       // guard bytes between two pieces of a buffer
+    FLOWS_DEADLINE_S = 90 // of one scenario: only a hang takes this long
 };
 
 #define FLOWS_GUARD 0xee
@@ -41,18 +40,18 @@ static inline uint32_t flows_below(uint64_t *state, uint32_t n) {
     return (uint32_t)(flows_draw(state) % n);
 }
 
-// What both ends of a flow know.
+// Properties of a flow that both its ends know.
 struct flow_spec {
     int from;
     int to;
     uint64_t op;
     int priority;
     uint32_t blocks;
-    uint32_t full; // blocks that have bytes; those behind them have none and never travel
+    uint32_t full; // blocks that have bytes; the blocks after them are empty and are never sent
     size_t block_bytes;
     size_t bytes;
     uint32_t step;    // no run crosses a multiple of this many blocks
-    bool staged;      // the receiver has no memory for it: consume() gets the bytes
+    bool staged;      // the receiver gives no destination memory: consume() gets the bytes
     bool ready_first; // every block is available before the flow is added
 };
 
@@ -61,8 +60,8 @@ struct flow_plan {
     int size;
     int lanes;
     size_t segment_bytes;
-    bool mapped;       // RMA: final memory is written to without staging
-    size_t copy_bytes; // of flows that are over when they were sent
+    bool mapped;       // RMA: peers write to the final memory, without staging
+    size_t copy_bytes; // flows up to this size finish when they are sent
     int count;
     struct flow_spec specs[FLOWS_MAX];
 };
@@ -74,12 +73,12 @@ struct flow_side {
     struct nb_flow flow;
     const struct flow_spec *spec;
     struct flow_node *node;
-    unsigned char *memory; // the pieces, with guarded gaps before, between and after
+    unsigned char *memory; // the pieces, with guard bytes before, between and after them
     size_t memory_bytes;
-    size_t cut[FLOWS_PIECES_MAX + 1]; // where pieces begin in the line
+    size_t cut[FLOWS_PIECES_MAX + 1]; // offset of each piece in the buffer
     int pieces;
-    unsigned char *seen; // per block: how often it landed
-    uint32_t *order;     // out: in which the blocks become ready
+    unsigned char *seen; // by block: how often it has landed
+    uint32_t *order;     // out: the order in which blocks become ready
     uint32_t ready;
     uint32_t landed;
     bool added;
@@ -100,10 +99,10 @@ struct flow_node {
     int lost; // calls of lane_lost
     bool may_fail;
     int failed;              // flows that could not be sent
-    struct nb_error failure; // of the last
-    int left_last;           // argument of the last call
+    struct nb_error failure; // the last failure
+    int left_last;           // lanes_left of the last call of lane_lost
     bool may_lose;
-    uint64_t landing[FLOWS_MAX * 2]; // the ops in the order in which they finished
+    uint64_t landing[FLOWS_MAX * 2]; // operations in the order in which they finished
     void (*on_consume)(struct flow_side *side, uint32_t first, uint32_t count);
     void *on_consume_ctx;
 };
@@ -113,15 +112,15 @@ struct flow_world {
     struct flow_plan plan;
     struct nb_mem_net *net;
     char net_name[NB_MEM_NAME];
-    struct nb_boot *boots; // by rank; NULL where the network needs none
+    struct nb_boot *boots; // by rank; NULL if the network needs none
     struct nb_sockaddr bind;
     const char *provider;
-    const char *library; // of libfabric; NULL: the usual places
-    int timeout_ms;      // 0: that of a whole scenario
+    const char *library; // path of libfabric; NULL: the default paths
+    int timeout_ms;      // 0: the deadline of a scenario
     struct flow_node nodes[FLOWS_RANKS_MAX];
 };
 
-// Has two ranks owe each other a flow of equal blocks: op 1 from rank 0, op 2 from rank 1.
+// Plans one flow of equal blocks in each direction between two ranks: op 1 from rank 0, op 2 from rank 1.
 static inline void flows_plan_crossed(struct flow_plan *plan, uint32_t blocks, size_t block_bytes, bool staged) {
     plan->count = 2;
     for (int i = 0; i < 2; i++) {
@@ -162,7 +161,7 @@ static inline uint32_t flows_op_run_limit(const struct nb_flow *flow, uint32_t f
     return count < left ? count : left;
 }
 
-// Where byte `at` of the line, which is in piece `piece`, lies.
+// Address of byte `at` of the buffer, which lies in piece `piece`.
 static inline unsigned char *flows_memory(const struct flow_side *side, int piece, size_t at) {
     return side->memory + (size_t)(piece + 1) * FLOWS_GAP + at;
 }
@@ -214,7 +213,7 @@ static inline void flows_check_guards(const struct flow_side *side) {
     for (int p = 0; p <= side->pieces; p++) {
         const unsigned char *gap = side->memory + (size_t)p * FLOWS_GAP + side->cut[p];
         for (int i = 0; i < FLOWS_GAP; i++) {
-            CHECK(gap[i] == FLOWS_GUARD, "seed %llu: rank %d, op %llu: written beside piece %d",
+            CHECK(gap[i] == FLOWS_GUARD, "seed %llu: rank %d, op %llu: guard bytes of piece %d were overwritten",
                   (unsigned long long)side->node->plan->seed, side->node->rank, (unsigned long long)side->spec->op, p);
         }
     }
@@ -224,11 +223,11 @@ static inline void flows_op_consume(struct nb_flow *flow, uint32_t first, uint32
                                     size_t bytes) {
     struct flow_side *side = flows_side(flow);
     unsigned long long seed = (unsigned long long)side->node->plan->seed;
-    CHECK(!side->finished && side->added, "seed %llu: op %llu landed outside its life", seed,
+    CHECK(!side->finished && side->added, "seed %llu: op %llu landed before it was added or after it finished", seed,
           (unsigned long long)flow->op);
     CHECK(bytes == flows_op_bytes(flow, first, count), "seed %llu: %zu bytes", seed, bytes);
-    CHECK((data != NULL) == side->spec->staged, "seed %llu: op %llu came %s a buffer", seed,
-          (unsigned long long)flow->op, data != NULL ? "in" : "without");
+    CHECK((data != NULL) == side->spec->staged, "seed %llu: consume of op %llu %s", seed, (unsigned long long)flow->op,
+          data != NULL ? "got an unexpected buffer" : "got no buffer");
     for (uint32_t i = 0; i < count; i++) {
         CHECK(++side->seen[first + i] == 1, "seed %llu: op %llu block %u landed twice", seed,
               (unsigned long long)flow->op, first + i);
@@ -254,13 +253,14 @@ static inline void flows_op_finished(struct nb_flow *flow) {
     struct flow_side *side = flows_side(flow);
     CHECK(!side->finished, "seed %llu: op %llu finished twice", (unsigned long long)side->node->plan->seed,
           (unsigned long long)flow->op);
-    CHECK(flow->dir == NB_FLOW_OUT || side->landed == side->spec->full, "seed %llu: op %llu has %u of %u blocks",
-          (unsigned long long)side->node->plan->seed, (unsigned long long)flow->op, side->landed, side->spec->full);
+    CHECK(flow->dir == NB_FLOW_OUT || side->landed == side->spec->full,
+          "seed %llu: op %llu finished with %u of %u blocks", (unsigned long long)side->node->plan->seed,
+          (unsigned long long)flow->op, side->landed, side->spec->full);
     side->finished = true;
     side->node->landing[side->node->finished++] = flow->op;
     flows_check_guards(side);
     if (flow->dir == NB_FLOW_OUT) {
-        memset(side->memory, 0x55, side->memory_bytes); // it is free to be written again
+        memset(side->memory, 0x55, side->memory_bytes); // its owner may write to it again
     } else {
         flows_check(side, 0, side->spec->blocks);
     }
@@ -275,7 +275,7 @@ static inline const struct nb_flow_ops *flows_ops(void) {
     return &ops;
 }
 
-// A random plan; blocks of up to `block_max` bytes, up to `blocks_max` of them a flow.
+// Draws a random plan: blocks of up to `block_max` bytes, up to `blocks_max` blocks for each flow.
 static inline void flows_plan(struct flow_plan *plan, uint64_t seed, size_t block_max, uint32_t blocks_max) {
     uint64_t random = seed * 2 + 1;
     *plan = (struct flow_plan){.seed = seed};
@@ -363,7 +363,7 @@ static inline void flows_failed(void *ctx, const struct nb_error *why) {
     node->failed++;
 }
 
-// 0, or the failure of nb_lanes_open.
+// Returns 0, or the error of nb_lanes_open.
 static inline int flows_node_open(struct flow_world *world, int rank, struct nb_error *err) {
     struct flow_node *node = &world->nodes[rank];
     const struct flow_plan *plan = &world->plan;
@@ -410,7 +410,7 @@ static inline int flows_node_open(struct flow_world *world, int rank, struct nb_
 }
 
 static inline void flows_node_close(struct flow_node *node) {
-    node->may_lose = true; // closing one peer of a lane may cost the others
+    node->may_lose = true; // closing one peer of a lane may lose the other peers
     nb_lanes_close(node->lanes);
     node->lanes = NULL;
     for (int i = 0; i < node->sides_count; i++) {
@@ -422,7 +422,8 @@ static inline void flows_node_close(struct flow_node *node) {
     nb_loop_fini(&node->loop);
 }
 
-// Opens every rank's lanes and peers. `world` holds ops, plan, boots, bind, provider. 0, or the failure of opening.
+// Opens every rank's lanes and peers. The caller sets ops, plan, boots, bind and provider of `world`. Returns 0 or an
+// error.
 static inline int flows_open(struct flow_world *world, struct nb_error *err) {
     const struct flow_plan *plan = &world->plan;
     bool is_mem = world->ops == nb_mem_ops(NB_LANE_STREAM) || world->ops == nb_mem_ops(NB_LANE_RMA);
@@ -482,23 +483,23 @@ static inline void flows_ready(struct flow_side *side, uint32_t count) {
     nb_lanes_push(side->node->lanes, side->flow.peer, nb_now_ns());
 }
 
-// Lets the lanes work once, without waiting.
-static inline void flows_turn(struct flow_node *node) {
+// Runs one progress pass and one poll of the loop, without waiting.
+static inline void flows_progress(struct flow_node *node) {
     (void)nb_lanes_progress(node->lanes, nb_now_ns());
     (void)nb_loop_wait(&node->loop, 0);
 }
 
-// One turn and, now and then, the next flow or the next blocks. True while this rank has something left to start.
+// Runs one pass and, at random, adds the next flow or makes blocks ready. True while this rank has more to start.
 static inline bool flows_step(struct flow_node *node) {
     bool more = false;
-    flows_turn(node);
+    flows_progress(node);
     for (int i = 0; i < node->sides_count; i++) {
         struct flow_side *side = &node->sides[i];
         if (!side->added) {
             if (flows_below(&node->random, 3) == 0) {
                 flows_add(side);
             }
-            return true; // flows of one peer are added in the order of their ops
+            return true; // flows of one peer must be added in the order of their operations
         }
         if (side->flow.dir == NB_FLOW_OUT && side->ready < side->spec->full) {
             more = true;

@@ -1,11 +1,11 @@
-// Binary floating-point formats by their definition: what conversions and kernels are compared with.
+// Binary floating-point formats, computed from their definition: the reference for conversions and kernels.
 #ifndef NB_TEST_FORMATS_H
 #define NB_TEST_FORMATS_H
 
 #include <math.h>
 #include <stdint.h>
 
-// A binary format of `fraction` stored bits and `exponent` exponent bits, decoded and encoded by its definition.
+// Decode and encode a binary format of `fraction` stored bits and `exponent` exponent bits.
 static inline double decode(uint64_t bits, int fraction, int exponent) {
     int bias = (1 << (exponent - 1)) - 1;
     uint64_t mantissa = bits & (((uint64_t)1 << fraction) - 1);
@@ -36,7 +36,8 @@ static inline uint64_t encode(double value, int fraction, int exponent) {
         return sign | top << fraction;
     }
     uint64_t whole = (uint64_t)units;
-    uint64_t stored = (uint64_t)(power + bias - 1) << fraction; // a subnormal has no leading one to add
+    uint64_t stored = (uint64_t)(power + bias - 1)
+                      << fraction; // includes the implicit leading one, which a subnormal lacks
     return sign | (whole < (uint64_t)1 << fraction ? whole : stored + whole);
 }
 

@@ -1,4 +1,4 @@
-// GPUs of the fake driver for ranks that are threads: buffers in device memory, operations on them, what they must give.
+// GPUs of the fake driver, for ranks that are threads: device buffers, operations on them, and the expected results.
 #ifndef NB_TEST_GPU_H
 #define NB_TEST_GPU_H
 
@@ -22,14 +22,14 @@ enum { CHUNK = 4096, CHUNKS = 4, PIECES = 3 };
 
 static const struct fake_controls *fake;
 
-// A rank's GPU: half of the ranks have the first one.
+// A rank's GPU. The ranks are spread over the fake driver's devices.
 struct gpu {
     struct nb_cuda_driver driver;
     struct nb_cuda_device device;
     struct CUstream_st *stream;
 };
 
-static inline void succeed(unsigned result, const char *what) {
+static inline void check_success(unsigned result, const char *what) {
     CHECK(result == NB_CUDA_SUCCESS, "%s: %u", what, result);
 }
 
@@ -38,16 +38,16 @@ static inline void gpu_open(struct gpu *gpu, const struct test_rank *me) {
     CHECK(nb_cuda_driver_open(&gpu->driver, fake_path(), &err) == 0, "%s", err.text);
     CHECK(nb_cuda_device_open(&gpu->device, &gpu->driver, me->rank % FAKE_DEVICES, &err) == 0, "%s", err.text);
     CHECK(nb_cuda_enter(&gpu->device, &err) == 0, "%s", err.text);
-    succeed(gpu->driver.stream_create(&gpu->stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(gpu->driver.stream_create(&gpu->stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
 }
 
 static inline void gpu_close(struct gpu *gpu) {
-    succeed(gpu->driver.stream_destroy(gpu->stream), "cuStreamDestroy");
+    check_success(gpu->driver.stream_destroy(gpu->stream), "cuStreamDestroy");
     nb_cuda_leave(&gpu->device);
     nb_cuda_device_close(&gpu->device);
 }
 
-// A buffer in pieces of device memory, and what it is filled from and read into.
+// A buffer in pieces of device memory, with host memory to fill it from and read it into.
 struct buffer {
     size_t bytes;
     unsigned char *host;
@@ -59,27 +59,27 @@ static inline void buffer_open(struct gpu *gpu, struct buffer *buffer, size_t by
     size_t each = bytes / element / (size_t)pieces * element;
     *buffer = (struct buffer){.bytes = bytes, .host = malloc(bytes)};
     CHECK(buffer->host != NULL, "memory");
-    succeed(gpu->driver.host_register(buffer->host, bytes, 0), "cuMemHostRegister");
+    check_success(gpu->driver.host_register(buffer->host, bytes, 0), "cuMemHostRegister");
     for (int i = 0; i < pieces; i++) {
         size_t take = i == pieces - 1 ? bytes - (size_t)i * each : each;
         nb_cuda_address address = 0;
         if (take > 0) {
-            succeed(gpu->driver.mem_alloc(&address, take), "cuMemAlloc");
+            check_success(gpu->driver.mem_alloc(&address, take), "cuMemAlloc");
             buffer->pieces[buffer->count++] = (struct nb_segment){(void *)(uintptr_t)address, take};
         }
     }
 }
 
 static inline void buffer_close(struct gpu *gpu, struct buffer *buffer) {
-    succeed(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
-    succeed(gpu->driver.host_unregister(buffer->host), "cuMemHostUnregister");
+    check_success(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
+    check_success(gpu->driver.host_unregister(buffer->host), "cuMemHostUnregister");
     for (int i = 0; i < buffer->count; i++) {
-        succeed(gpu->driver.mem_free((uintptr_t)buffer->pieces[i].base), "cuMemFree");
+        check_success(gpu->driver.mem_free((uintptr_t)buffer->pieces[i].base), "cuMemFree");
     }
     free(buffer->host);
 }
 
-// Copies on the rank's stream, in the order of what else it has been given.
+// Copies on the rank's stream, in stream order.
 static inline void buffer_copy(struct gpu *gpu, const struct buffer *buffer, bool out) {
     size_t at = 0;
     for (int i = 0; i < buffer->count; i++) {
@@ -87,7 +87,7 @@ static inline void buffer_copy(struct gpu *gpu, const struct buffer *buffer, boo
         const nb_cuda_address address = (uintptr_t)piece->base;
         unsigned result = out ? gpu->driver.copy_to_host(buffer->host + at, address, piece->bytes, gpu->stream)
                               : gpu->driver.copy_to_device(address, buffer->host + at, piece->bytes, gpu->stream);
-        succeed(result, "a copy");
+        check_success(result, "copy");
         at += piece->bytes;
     }
 }
@@ -101,13 +101,14 @@ static inline struct nb_op on_device(const struct gpu *gpu, const struct buffer 
     return op;
 }
 
-// What element i is after the operation; -1: of no matter.
+// Expected element i after the operation; -1: not checked.
 static inline double result_of(const struct test_rank *me, const struct nb_op *op, size_t i, size_t count) {
     const size_t each = count / (2 * (size_t)me->size);
     if (op->kind != NB_OP_ALLTOALL) {
-        return wanted(me, op, i, count);
+        return expected_value(me, op, i, count);
     }
-    return i < count / 2 ? given(me->rank, i) : given((int)(i / each) - me->size, (size_t)me->rank * each + i % each);
+    return i < count / 2 ? input_value(me->rank, i)
+                         : input_value((int)(i / each) - me->size, (size_t)me->rank * each + i % each);
 }
 
 static inline void check_result(const struct test_rank *me, const struct nb_op *op, const unsigned char *host,
@@ -122,7 +123,7 @@ static inline void check_result(const struct test_rank *me, const struct nb_op *
 
 static inline void fill(const struct test_rank *me, const struct nb_op *op, struct buffer *buffer, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        element_put((char *)buffer->host + i * nb_dtype_size(op->dtype), op->dtype, given(me->rank, i));
+        element_put((char *)buffer->host + i * nb_dtype_size(op->dtype), op->dtype, input_value(me->rank, i));
     }
 }
 
@@ -132,7 +133,7 @@ static inline size_t count_for(const struct test_rank *me, enum nb_op_kind kind,
     return (count + parts - 1) / parts * parts;
 }
 
-// An operation under way on a rank's GPU.
+// An operation in progress on a rank's GPU.
 struct flight {
     struct nb_op op;
     char name[NB_NAME_MAX];
@@ -157,7 +158,7 @@ static inline void flight_prepare(struct test_rank *me, struct gpu *gpu, struct 
 static inline void flight_end(struct test_rank *me, struct gpu *gpu, struct flight *flight) {
     test_done(me, flight->work);
     buffer_copy(gpu, &flight->buffer, true);
-    succeed(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
+    check_success(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
     check_result(me, &flight->op, flight->buffer.host, flight->count);
     buffer_close(gpu, &flight->buffer);
 }
@@ -175,33 +176,33 @@ static const enum nb_op_kind kinds[] = {NB_OP_ALLREDUCE, NB_OP_BROADCAST, NB_OP_
 enum { KINDS = sizeof kinds / sizeof kinds[0] };
 
 static inline struct test_rank ranks_on(const char *network, int size) {
-    struct test_rank like = test_on(network);
-    like.size = size;
-    like.cuda_library = fake_path();
-    like.device_chunk_bytes = CHUNK;
-    like.device_chunks = CHUNKS;
-    return like;
+    struct test_rank template = test_on(network);
+    template.size = size;
+    template.cuda_library = fake_path();
+    template.device_chunk_bytes = CHUNK;
+    template.device_chunks = CHUNKS;
+    return template;
 }
 
-static inline void check_nothing_left(void) {
-    struct fake_alive alive = fake->alive();
-    CHECK(alive.contexts == 0 && alive.streams == 0 && alive.events == 0 && alive.registrations == 0,
-          "%d contexts, %d streams, %d events, %d registrations", alive.contexts, alive.streams, alive.events,
-          alive.registrations);
+static inline void check_no_live_objects(void) {
+    struct fake_live_objects left = fake->live_objects();
+    CHECK(left.contexts == 0 && left.streams == 0 && left.events == 0 && left.registrations == 0,
+          "%d contexts, %d streams, %d events, %d registrations", left.contexts, left.streams, left.events,
+          left.registrations);
 }
 
-// 0, or 77 where the network is not there.
-static inline int job_over(const struct test_rank *like, uint64_t seed, int64_t delay_max_ns,
-                           void (*run)(struct test_rank *me)) {
-    struct test_rank ranks = *like;
+// Returns 0, or 77 if the network is not available.
+static inline int run_job(const struct test_rank *template, uint64_t seed, int64_t delay_max_ns,
+                          void (*run)(struct test_rank *me)) {
+    struct test_rank ranks = *template;
     fake->reset(seed, delay_max_ns);
     ranks.run = run;
     int rc = test_job(&ranks);
-    check_nothing_left();
+    check_no_live_objects();
     return rc;
 }
 
-// The stream of the engine that copies to the host, or back.
+// Finds the engine's stream for copies of this kind.
 static inline struct CUstream_st *engine_stream(const struct gpu *gpu, enum fake_kind kind) {
     static struct fake_entry entries[4096];
     size_t count = fake->log(0, entries, 4096);
@@ -212,7 +213,7 @@ static inline struct CUstream_st *engine_stream(const struct gpu *gpu, enum fake
             return stream;
         }
     }
-    CHECK(false, "no copy of the engine");
+    CHECK(false, "the engine made no copy");
     return NULL;
 }
 

@@ -1,4 +1,5 @@
-// Ranks as threads: opens a job of `size` ranks on loopback and runs a function on each; what such a function does often.
+// Jobs whose ranks are threads: opens a job of `size` ranks on loopback and runs a function on each. Also helpers for
+// such functions.
 #ifndef NB_TESTS_JOB_H
 #define NB_TESTS_JOB_H
 
@@ -20,7 +21,7 @@
 
 enum { TEST_RANKS_MAX = 16, TEST_LIMIT_MS = 90000 };
 
-struct test_odd { // a rank that is not like the others
+struct test_override { // settings of one rank that differ from the other ranks'
     int rank;
     enum nb_shm_mode shm;
     const char *host;
@@ -37,13 +38,13 @@ struct test_rank {
     int stall_end_ms;
     size_t segment_bytes; // 0: the default
     enum nb_algorithm_id algorithm;
-    const struct nb_algorithm *more; // beside those built in
-    struct nb_ring *ring;            // where rank 0 records; NULL: it does not
+    const struct nb_algorithm *more; // in addition to the built-in ones
+    struct nb_ring *ring;            // for rank 0's events; NULL: no recording
     enum nb_shm_mode shm;
-    const char *host;  // what ranks of one host call it; NULL: it has no name
+    const char *host;  // identifies the host; NULL: zeros
     const char *hosts; // a letter for the host of each rank; NULL: all are on `host`
-    const struct test_odd *odd;
-    int odd_count; // 0: one, where odd is given
+    const struct test_override *overrides;
+    int override_count; // 0: one, if overrides is set
     const int *cpus;
     int cpu_count;
     const char *cuda_library;
@@ -52,7 +53,7 @@ struct test_rank {
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
-    struct nb_comm *comm; // that operations are of, and rank and size count in; NULL: of all ranks
+    struct nb_comm *comm; // of the operations, and of rank and size; NULL: all ranks
     struct nb_error err;
     int rc;
     void *arg;
@@ -61,7 +62,8 @@ struct test_rank {
 
 static const unsigned char test_secret[32] = "0123456789abcdef0123456789abcde";
 
-// Has rank 0 be a forked child of this process: what the core has opened is closed there, a copy of it is not.
+// Prepares the listener for a rank 0 that is a forked child: the fork guard closes the core's descriptors there, but
+// not a duplicate.
 static inline void test_listener_for_child(struct nb_listener *listener) {
     int opened = listener->fd;
     listener->fd = dup(opened);
@@ -111,46 +113,47 @@ static void *test_rank_main(void *arg) {
     return NULL;
 }
 
-// A network by its name; "shm" is memory that all ranks share, over whatever lanes.
+// Settings for a network by name; "shm": shared memory between all ranks, with TCP lanes.
 static inline struct test_rank test_on(const char *network) {
     bool shared = strcmp(network, "shm") == 0;
     return (struct test_rank){.transport = shared ? "tcp" : network,
                               .streams = 1,
                               .timeout_ms = 20000,
                               .shm = shared ? NB_SHM_REQUIRED : NB_SHM_OFF,
-                              .host = "here"};
+                              .host = "host a"};
 }
 
-static inline void test_run(const struct test_rank *like, struct test_rank *ranks) {
+static inline void test_run(const struct test_rank *template, struct test_rank *ranks) {
     pthread_t threads[TEST_RANKS_MAX];
     struct nb_listener listener = {.fd = -1};
     struct nb_error err = {0};
-    struct nb_boot_config config = {.size = like->size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    struct nb_boot_config config = {.size = template->size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
     CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
-    for (int r = 0; r < like->size; r++) {
-        ranks[r] = *like;
+    for (int r = 0; r < template->size; r++) {
+        ranks[r] = *template;
         ranks[r].rank = r;
-        for (int i = 0; like->odd != NULL && i < (like->odd_count > 0 ? like->odd_count : 1); i++) {
-            if (like->odd[i].rank == r) {
-                ranks[r].shm = like->odd[i].shm;
-                ranks[r].host = like->odd[i].host;
+        for (int i = 0;
+             template->overrides != NULL && i < (template->override_count > 0 ? template->override_count : 1); i++) {
+            if (template->overrides[i].rank == r) {
+                ranks[r].shm = template->overrides[i].shm;
+                ranks[r].host = template->overrides[i].host;
             }
         }
         ranks[r].listener = r == 0 ? &listener : NULL;
         nb_sock_format(&listener.addr, ranks[r].address);
         CHECK(pthread_create(&threads[r], NULL, test_rank_main, &ranks[r]) == 0, "thread %d", r);
     }
-    for (int r = 0; r < like->size; r++) {
+    for (int r = 0; r < template->size; r++) {
         pthread_join(threads[r], NULL);
     }
     nb_listener_close(&listener);
 }
 
-// 0, or 77 when the transport is not there.
-static inline int test_job(const struct test_rank *like) {
+// Runs the job on all ranks. Returns 0, or 77 if the transport is not available.
+static inline int test_job(const struct test_rank *template) {
     struct test_rank ranks[TEST_RANKS_MAX];
-    test_run(like, ranks);
-    for (int r = 0; r < like->size; r++) {
+    test_run(template, ranks);
+    for (int r = 0; r < template->size; r++) {
         if (ranks[r].rc == NB_ENOLIB) {
             fprintf(stderr, "%s\n", ranks[r].err.text);
             return 77;
@@ -160,11 +163,11 @@ static inline int test_job(const struct test_rank *like) {
     return 0;
 }
 
-// All ranks fail to open the job, alike.
-static inline void test_job_fails(const struct test_rank *like, int code, const char *part) {
+// All ranks fail to open the job, with the same code.
+static inline void test_job_fails(const struct test_rank *template, int code, const char *part) {
     struct test_rank ranks[TEST_RANKS_MAX];
-    test_run(like, ranks);
-    for (int r = 0; r < like->size; r++) {
+    test_run(template, ranks);
+    for (int r = 0; r < template->size; r++) {
         CHECK(ranks[r].rc == code, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
         CHECK(strstr(ranks[r].err.text, part) != NULL, "'%s' is not in: %s", part, ranks[r].err.text);
     }
@@ -189,7 +192,7 @@ static inline int test_finish(struct nb_work *work, struct nb_error *err) {
     return rc;
 }
 
-// An operation that the job may refuse, because it has failed already.
+// Runs an operation; the submission may fail because the job has failed already.
 static inline int test_try(struct test_rank *me, struct nb_op op, struct nb_error *err) {
     struct nb_work *work = NULL;
     int rc = nb_submit(me->comm != NULL ? me->comm : nb_job_world(me->job), &op, &work, err);
@@ -209,31 +212,31 @@ static inline void test_barrier(struct test_rank *me, const char *name) {
     test_do(me, test_op(name, NB_OP_BARRIER, NULL));
 }
 
-// Stands a thread still wherever it is, as SIGSTOP does with a process. One at a time.
-static int test_ice[2];
+// Suspends a thread at any point, as SIGSTOP suspends a process. One thread at a time.
+static int test_thaw_pipe[2];
 static sem_t test_frozen;
-static _Atomic bool test_freezes;
+static _Atomic bool test_freeze_pending;
 
-static inline void test_stand_still(int signum) {
+static inline void test_freeze_handler(int signum) {
     int before = errno;
     char byte;
     (void)signum;
-    if (atomic_exchange(&test_freezes, false)) {
+    if (atomic_exchange(&test_freeze_pending, false)) {
         (void)sem_post(&test_frozen);
-        while (read(test_ice[0], &byte, 1) < 0 && errno == EINTR) {
+        while (read(test_thaw_pipe[0], &byte, 1) < 0 && errno == EINTR) {
         }
     }
     errno = before;
 }
 
-// The thread sanitizer loses what is sent to a thread that has only begun: so it is sent until the thread stands still.
+// Repeats the signal until the thread is suspended: ThreadSanitizer loses a signal to a thread that has just started.
 static inline void test_freeze(pthread_t thread) {
-    struct sigaction action = {.sa_handler = test_stand_still};
-    CHECK(pipe(test_ice) == 0 && sem_init(&test_frozen, 0, 0) == 0, "a pipe: %m");
-    CHECK(sigaction(SIGUSR1, &action, NULL) == 0, "a signal: %m");
-    atomic_store(&test_freezes, true);
+    struct sigaction action = {.sa_handler = test_freeze_handler};
+    CHECK(pipe(test_thaw_pipe) == 0 && sem_init(&test_frozen, 0, 0) == 0, "pipe: %m");
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0, "signal: %m");
+    atomic_store(&test_freeze_pending, true);
     for (int left_ms = TEST_LIMIT_MS; left_ms > 0; left_ms -= 10) {
-        CHECK(pthread_kill(thread, SIGUSR1) == 0, "a signal: %m");
+        CHECK(pthread_kill(thread, SIGUSR1) == 0, "signal: %m");
         struct timespec until;
         (void)clock_gettime(CLOCK_REALTIME, &until);
         until.tv_nsec += 10000000;
@@ -243,11 +246,11 @@ static inline void test_freeze(pthread_t thread) {
             return;
         }
     }
-    CHECK(false, "the thread does not stand still");
+    CHECK(false, "the thread is not suspended");
 }
 
 static inline void test_thaw(void) {
-    CHECK(write(test_ice[1], "", 1) == 1, "write: %m");
+    CHECK(write(test_thaw_pipe[1], "", 1) == 1, "write: %m");
 }
 
 #endif

@@ -1,4 +1,4 @@
-// Callbacks of lanes that take no data: for tests that open a bare lane.
+// Lane callbacks that accept no data, for tests that open a lane without the scheduler.
 #ifndef NB_TEST_LANE_STUBS_H
 #define NB_TEST_LANE_STUBS_H
 

@@ -1,7 +1,7 @@
-// A libfabric inside this process, which stands in nb_ofi_lib_open's place (linked with --wrap): one provider with the
-// rules of EFA and verbs that no provider of IP networks has. Memory is registered before it is used, bound to its endpoint
-// and enabled; the provider draws the keys; completion data have 4 bytes. It breaks the test that breaks one of these
-// rules. Writes overtake each other and messages, completions come late, calls fail on request.
+// Test double of libfabric inside this process; it replaces nb_ofi_lib_open (linked with --wrap). Its one provider has
+// rules of EFA and verbs that no IP provider has. Memory must be registered before use, bound to its endpoint and
+// enabled. The provider chooses the keys. Completion data have 4 bytes. A violation of these rules fails the test.
+// Writes overtake each other and messages, completions are delayed, and calls fail on request.
 #ifndef NB_TESTS_OFI_DOUBLE_H
 #define NB_TESTS_OFI_DOUBLE_H
 
@@ -27,7 +27,7 @@ enum { DOUBLE_INJECT = 48, DOUBLE_IOV = 2, DOUBLE_ENTRIES = 4096, DOUBLE_EVENTS_
 
 enum double_kind { DOUBLE_FABRIC, DOUBLE_DOMAIN, DOUBLE_AV, DOUBLE_CQ, DOUBLE_EP, DOUBLE_MR };
 
-// What may fail, by its name in libfabric.
+// Calls that can fail on request, by their names in libfabric.
 enum double_call {
     DOUBLE_NONE,
     DOUBLE_GETINFO,
@@ -51,7 +51,7 @@ struct double_receive {
 
 struct double_entry {
     struct fi_cq_data_entry entry;
-    int code; // 0, or why it failed
+    int code; // 0 or an error
 };
 
 struct double_object {
@@ -67,13 +67,13 @@ struct double_object {
     enum double_kind kind;
     bool open;
     bool enabled;                // endpoints, memory
-    struct double_object *next;  // of all that were ever made
-    struct double_object *above; // what it was made of: it must be closed later
-    struct double_object *bound; // endpoint: its queue. Memory: its endpoint
+    struct double_object *next;  // in the list of all objects, open and closed
+    struct double_object *above; // its parent, which must be closed later
+    struct double_object *bound; // endpoint: its completion queue. Memory: its endpoint
     struct double_object *av;
     uint64_t id; // endpoint: its address
     struct double_receive *receives;
-    struct double_entry *entries; // queue
+    struct double_entry *entries; // completion queue
     int count;
     unsigned char *base; // memory
     size_t bytes;
@@ -82,41 +82,41 @@ struct double_object {
 
 struct double_event {
     struct double_event *next;
-    struct double_object *from; // NULL: of a stranger
+    struct double_object *from; // NULL: an unauthenticated sender
     uint64_t to;
     bool is_write;
-    bool completed; // its sender has its completion
+    bool completed; // the sender has its completion
     int delay;
     uint64_t flags;
-    void *context; // NULL: nobody waits for it
+    void *context; // NULL: no completion requested
     uint64_t data;
     uint64_t addr;
     uint64_t key;
-    struct iovec iov[DOUBLE_IOV]; // where it is read when it lands
+    struct iovec iov[DOUBLE_IOV]; // source memory, read when the write lands
     size_t iov_count;
     size_t bytes;
-    unsigned char *copy; // or what it was
+    unsigned char *copy; // or a copy of the data
 };
 
 struct double_state {
     pthread_mutex_t lock;
-    bool on; // else the requested library
+    bool on; // else the real library is used
     uint64_t random;
     int delay_max;
-    bool deaf;         // no message is taken
+    bool send_blocked; // sends return -FI_EAGAIN
     size_t data_bytes; // of completion data
     uint64_t ids;
     enum double_call fail;
-    int fail_at; // that call from now on; 0: none
+    int fail_at; // fails at this call from now on; 0: never
     bool failed;
-    uint64_t writes; // that landed
+    uint64_t writes; // writes that have landed
     struct double_object *objects;
     struct double_event *events;
 };
 
 static struct double_state double_state = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-// From now on libfabric is this one.
+// Replaces libfabric by the double from now on.
 static inline void double_begin(uint64_t seed, size_t data_bytes) {
     double_state.on = true;
     double_state.random = seed * 2 + 1;
@@ -124,7 +124,7 @@ static inline void double_begin(uint64_t seed, size_t data_bytes) {
     double_state.data_bytes = data_bytes;
     double_state.fail_at = 0;
     double_state.failed = false;
-    double_state.deaf = false;
+    double_state.send_blocked = false;
 }
 
 // The nth call of this kind from now on fails.
@@ -134,7 +134,7 @@ static inline void double_fail(enum double_call call, int nth) {
     double_state.failed = false;
 }
 
-// Everything was closed.
+// Ends the use of the double and checks that every object is closed.
 static inline void double_end(void) {
     double_state.on = false;
     double_state.fail_at = 0;
@@ -185,11 +185,11 @@ static inline struct double_object *double_find(uint64_t id) {
     return at;
 }
 
-// Completions of what was sent come in any order, those of messages that came in theirs.
+// Adds a completion. Those of sends and writes are reordered at random; those of received messages stay in order.
 static inline void double_complete(struct double_object *ep, void *context, uint64_t flags, size_t len, uint64_t data,
                                    int code) {
     struct double_object *cq = ep->bound;
-    CHECK(cq->count < DOUBLE_ENTRIES, "the queue is full");
+    CHECK(cq->count < DOUBLE_ENTRIES, "the completion queue is full");
     int at = cq->count;
     bool sent = (flags & (FI_RECV | FI_REMOTE_WRITE)) == 0;
     for (; sent && at > 0 && double_draw(2) == 0; at--) {
@@ -202,7 +202,7 @@ static inline void double_complete(struct double_object *ep, void *context, uint
     cq->count++;
 }
 
-static inline void double_told(struct double_event *event, int code) {
+static inline void double_report(struct double_event *event, int code) {
     if (event->context != NULL && !event->completed) {
         uint64_t flags = event->is_write ? FI_RMA | FI_WRITE : FI_MSG | FI_SEND;
         double_complete(event->from, event->context, flags, event->bytes, 0, code);
@@ -210,8 +210,8 @@ static inline void double_told(struct double_event *event, int code) {
     event->completed = true;
 }
 
-// Whether memory may be used so. addr is an offset for peers, as without FI_MR_VIRT_ADDR.
-static inline struct double_object *double_memory(const struct double_object *ep, uint64_t key) {
+// Finds enabled memory of an endpoint by its key. Peers address it by offset, as without FI_MR_VIRT_ADDR.
+static inline struct double_object *double_find_memory(const struct double_object *ep, uint64_t key) {
     for (struct double_object *at = double_state.objects; at != NULL; at = at->next) {
         if (at->kind == DOUBLE_MR && at->open && at->enabled && at->bound == ep && at->fid.mr.key == key) {
             return at;
@@ -220,13 +220,13 @@ static inline struct double_object *double_memory(const struct double_object *ep
     return NULL;
 }
 
-static inline void double_local(const struct double_object *ep, const void *desc, const void *buf, size_t len,
-                                uint64_t access) {
+static inline void double_check_local(const struct double_object *ep, const void *desc, const void *buf, size_t len,
+                                      uint64_t access) {
     const struct double_object *mr = desc;
     CHECK(mr != NULL && mr->kind == DOUBLE_MR && mr->open && mr->enabled && mr->bound == ep,
           "%zu bytes are used without a registration", len);
     const unsigned char *at = buf;
-    CHECK(at >= mr->base && at + len <= mr->base + mr->bytes, "memory beside its registration is used");
+    CHECK(at >= mr->base && at + len <= mr->base + mr->bytes, "memory outside the registration is used");
     CHECK((mr->access & access) != 0, "memory was registered for %llx, not %llx", (unsigned long long)mr->access,
           (unsigned long long)access);
 }
@@ -244,14 +244,14 @@ static inline void double_read(const struct double_event *event, unsigned char *
 }
 
 static inline void double_write_lands(struct double_event *event, struct double_object *to) {
-    struct double_object *mr = event->bytes > 0 ? double_memory(to, event->key) : NULL;
+    struct double_object *mr = event->bytes > 0 ? double_find_memory(to, event->key) : NULL;
     bool inside = mr != NULL && event->addr <= mr->bytes && event->bytes <= mr->bytes - event->addr;
     if (event->bytes > 0 && (!inside || (mr->access & FI_REMOTE_WRITE) == 0)) {
-        double_told(event, FI_EACCES);
+        double_report(event, FI_EACCES);
         return;
     }
     if (event->from != NULL && event->context != NULL && double_fails(DOUBLE_WRITE_DONE)) {
-        double_told(event, FI_EIO);
+        double_report(event, FI_EIO);
         return;
     }
     if (event->bytes > 0) {
@@ -261,7 +261,7 @@ static inline void double_write_lands(struct double_event *event, struct double_
     if ((event->flags & FI_REMOTE_CQ_DATA) != 0) {
         double_complete(to, NULL, FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA, event->bytes, event->data, 0);
     }
-    double_told(event, 0);
+    double_report(event, 0);
 }
 
 // False: no receive is posted.
@@ -277,13 +277,13 @@ static inline bool double_message_lands(struct double_event *event, struct doubl
     }
     double_complete(to, receive->context, FI_MSG | FI_RECV | (event->flags & FI_REMOTE_CQ_DATA), event->bytes,
                     event->data, fits ? 0 : FI_ETRUNC);
-    double_told(event, 0);
+    double_report(event, 0);
     free(receive);
     return true;
 }
 
-// Whether an earlier message of the same pair is still on its way.
-static inline bool double_waits(const struct double_event *event) {
+// True if an earlier message between the same endpoints is still in flight.
+static inline bool double_blocked(const struct double_event *event) {
     for (const struct double_event *at = double_state.events; at != event; at = at->next) {
         if (!at->is_write && at->from == event->from && at->to == event->to) {
             return true;
@@ -292,28 +292,28 @@ static inline bool double_waits(const struct double_event *event) {
     return false;
 }
 
-// True: it is over.
-static inline bool double_step(struct double_event *event) {
+// Delivers an event if it is due. Returns true if it is finished.
+static inline bool double_deliver(struct double_event *event) {
     struct double_object *to = double_find(event->to);
     if (event->delay-- > 0) {
         return false;
     }
     event->delay = 0;
     if (to == NULL) {
-        double_told(event, FI_ECONNRESET);
+        double_report(event, FI_ECONNRESET);
         return true;
     }
     if (event->is_write) {
         double_write_lands(event, to);
         return true;
     }
-    return !double_waits(event) && double_message_lands(event, to);
+    return !double_blocked(event) && double_message_lands(event, to);
 }
 
 static inline void double_progress(void) {
     for (struct double_event **at = &double_state.events; *at != NULL;) {
         struct double_event *event = *at;
-        if (double_step(event)) {
+        if (double_deliver(event)) {
             *at = event->next;
             free(event->copy);
             free(event);
@@ -352,7 +352,7 @@ static inline bool double_busy(const struct double_object *ep) {
     return count >= DOUBLE_EVENTS_MAX || double_draw(9) == 0;
 }
 
-// A stranger's: a write of nothing with such completion data, or a message.
+// Send as an unauthenticated endpoint: an empty write with these completion data, or a message.
 static inline void double_arrive(uint64_t to, uint64_t data, uint64_t flags) {
     pthread_mutex_lock(&double_state.lock);
     struct double_event *event = double_event_new(NULL, to, 0, true);
@@ -363,7 +363,7 @@ static inline void double_arrive(uint64_t to, uint64_t data, uint64_t flags) {
     pthread_mutex_unlock(&double_state.lock);
 }
 
-static inline void double_say(uint64_t to, const void *data, size_t bytes) {
+static inline void double_send_message(uint64_t to, const void *data, size_t bytes) {
     pthread_mutex_lock(&double_state.lock);
     struct double_event *event = double_event_new(NULL, to, bytes, true);
     memcpy(event->copy, data, bytes);
@@ -371,7 +371,7 @@ static inline void double_say(uint64_t to, const void *data, size_t bytes) {
     pthread_mutex_unlock(&double_state.lock);
 }
 
-// Tables
+// Function tables
 
 static inline int double_no_bind(struct fid *fid, struct fid *to, uint64_t flags) {
     (void)fid;
@@ -456,7 +456,7 @@ static inline int double_mr_reg(struct fid *fid, const void *buf, size_t len, ui
     static const struct fi_ops ops = {
         .size = sizeof ops, .close = double_close, .bind = double_mr_bind, .control = double_mr_control};
     (void)offset;
-    (void)requested_key; // the provider draws them
+    (void)requested_key; // the provider chooses the keys
     (void)flags;
     (void)context;
     pthread_mutex_lock(&double_state.lock);
@@ -506,7 +506,7 @@ static inline int double_av_open(struct fid_domain *domain, struct fi_av_attr *a
     return fails ? -FI_ENOMEM : 0;
 }
 
-// Queues
+// Completion queues
 
 static inline ssize_t double_cq_read(struct fid_cq *fid, void *buf, size_t count) {
     struct fi_cq_data_entry *out = buf;
@@ -546,14 +546,14 @@ static inline int double_cq_open(struct fid_domain *domain, struct fi_cq_attr *a
     static struct fi_ops_cq ops = {.size = sizeof ops, .read = double_cq_read, .readerr = double_cq_readerr};
     (void)context;
     if (attr->wait_obj != FI_WAIT_NONE) {
-        return -FI_ENOSYS; // it must be polled
+        return -FI_ENOSYS; // it must be polled: there is no wait object
     }
     pthread_mutex_lock(&double_state.lock);
     bool fails = double_fails(DOUBLE_OPEN);
     if (!fails) {
         struct double_object *made = double_new(DOUBLE_CQ, double_of(domain, DOUBLE_DOMAIN), &double_plain_ops);
         made->entries = calloc(DOUBLE_ENTRIES, sizeof made->entries[0]);
-        CHECK(made->entries != NULL && attr->format == FI_CQ_FORMAT_DATA, "a queue");
+        CHECK(made->entries != NULL && attr->format == FI_CQ_FORMAT_DATA, "open a completion queue");
         made->fid.cq.ops = &ops;
         *cq = &made->fid.cq;
     }
@@ -591,7 +591,7 @@ static inline int double_ep_control(struct fid *fid, int command, void *arg) {
 
 static inline int double_getname(fid_t fid, void *addr, size_t *bytes) {
     const struct double_object *ep = double_of(fid, DOUBLE_EP);
-    CHECK(*bytes >= DOUBLE_NAME, "room for a name");
+    CHECK(*bytes >= DOUBLE_NAME, "the buffer is too small for the name");
     memset(addr, 0, DOUBLE_NAME);
     memcpy(addr, &ep->id, sizeof ep->id);
     *bytes = DOUBLE_NAME;
@@ -605,7 +605,7 @@ static inline ssize_t double_recv(struct fid_ep *fid, void *buf, size_t len, voi
     struct double_object *ep = double_of(fid, DOUBLE_EP);
     bool fails = double_fails(DOUBLE_RECV);
     if (!fails) {
-        double_local(ep, desc, buf, len, FI_RECV);
+        double_check_local(ep, desc, buf, len, FI_RECV);
         struct double_receive *receive = malloc(sizeof *receive);
         CHECK(receive != NULL, "memory");
         *receive = (struct double_receive){.buf = buf, .len = len, .context = context};
@@ -623,9 +623,9 @@ static inline ssize_t double_send(struct fid_ep *fid, const void *buf, size_t le
                                   void *context) {
     pthread_mutex_lock(&double_state.lock);
     struct double_object *ep = double_of(fid, DOUBLE_EP);
-    bool busy = double_state.deaf || double_busy(ep);
+    bool busy = double_state.send_blocked || double_busy(ep);
     if (!busy) {
-        double_local(ep, desc, buf, len, FI_SEND);
+        double_check_local(ep, desc, buf, len, FI_SEND);
         struct double_event *event = double_event_new(ep, to, len, false);
         event->iov[0] = (struct iovec){.iov_base = (void *)(uintptr_t)buf, .iov_len = len};
         event->iov_count = 1;
@@ -639,7 +639,7 @@ static inline ssize_t double_send(struct fid_ep *fid, const void *buf, size_t le
 static inline ssize_t double_inject(struct fid_ep *fid, const void *buf, size_t len, fi_addr_t to) {
     pthread_mutex_lock(&double_state.lock);
     struct double_object *ep = double_of(fid, DOUBLE_EP);
-    bool busy = double_state.deaf || double_busy(ep);
+    bool busy = double_state.send_blocked || double_busy(ep);
     CHECK(len <= DOUBLE_INJECT, "%zu bytes are injected", len);
     if (!busy) {
         struct double_event *event = double_event_new(ep, to, len, true);
@@ -656,9 +656,9 @@ static inline ssize_t double_writemsg(struct fid_ep *fid, const struct fi_msg_rm
     bool busy = double_busy(ep);
     bool landing = (flags & FI_DELIVERY_COMPLETE) != 0;
     size_t bytes = 0;
-    CHECK(msg->iov_count <= DOUBLE_IOV && msg->rma_iov_count <= 1, "%zu pieces", msg->iov_count);
+    CHECK(msg->iov_count <= DOUBLE_IOV && msg->rma_iov_count <= 1, "%zu local pieces", msg->iov_count);
     for (size_t i = 0; i < msg->iov_count; i++) {
-        double_local(ep, msg->desc[i], msg->msg_iov[i].iov_base, msg->msg_iov[i].iov_len, FI_WRITE);
+        double_check_local(ep, msg->desc[i], msg->msg_iov[i].iov_base, msg->msg_iov[i].iov_len, FI_WRITE);
         bytes += msg->msg_iov[i].iov_len;
     }
     if (!busy) {
@@ -666,7 +666,7 @@ static inline ssize_t double_writemsg(struct fid_ep *fid, const struct fi_msg_rm
         event->is_write = true;
         event->iov_count = msg->iov_count;
         memcpy(event->iov, msg->msg_iov, msg->iov_count * sizeof event->iov[0]);
-        if (!landing) { // complete when it has left: it may land much later
+        if (!landing) { // complete on send: it may land much later
             unsigned char *copy = event->copy;
             event->copy = NULL;
             double_read(event, copy);
@@ -678,7 +678,7 @@ static inline ssize_t double_writemsg(struct fid_ep *fid, const struct fi_msg_rm
         event->addr = msg->rma_iov_count > 0 ? msg->rma_iov[0].addr : 0;
         event->key = msg->rma_iov_count > 0 ? msg->rma_iov[0].key : 0;
         if (!landing) {
-            double_told(event, 0);
+            double_report(event, 0);
         }
         double_post(event);
     }
@@ -745,7 +745,7 @@ static inline int double_fabric(struct fi_fabric_attr *attr, struct fid_fabric *
 
 // The library
 
-// An fi_info and what it points to, in one piece.
+// An fi_info and the structures that it points to, in one allocation.
 struct double_info {
     struct fi_info info;
     struct fi_tx_attr tx;

@@ -1,11 +1,12 @@
-// Two lanes face to face, without the scheduler: what a network owes by transport.h alone. One thread drives both.
+// Two connected lanes without the scheduler: checks that a network keeps the contract of transport.h. One thread drives
+// both.
 #ifndef NB_TEST_PROBE_H
 #define NB_TEST_PROBE_H
 
 #include "base/admission.h"
 #include "flows.h"
 
-enum { PROBE_MESSAGES = 200, PROBE_REQUESTS = 40, PROBE_BYTES = 50000, PROBE_TURNS = 1000 };
+enum { PROBE_MESSAGES = 200, PROBE_REQUESTS = 40, PROBE_BYTES = 50000, PROBE_PASSES = 1000 };
 
 struct probe_world;
 
@@ -18,12 +19,12 @@ struct probe_side {
     int messages_in;
     int messages_out;
     int placed;
-    int put_off; // how often place() still says "not yet"
+    int deferrals; // how often place() still returns -EAGAIN
     int landed;
     int sent;
-    int failed; // of these, requests that were not delivered
+    int failed; // of the sent requests: those that were not delivered
     int lost;
-    bool closed; // nothing may come from the peer
+    bool closed; // the peer may not deliver anything any more
     unsigned char *memory;
 };
 
@@ -37,7 +38,7 @@ struct probe_world {
     struct probe_side sides[2];
     struct probe_request {
         struct nb_request request;
-        struct probe_side *owner; // NULL: it is not under way
+        struct probe_side *owner; // NULL: not in flight
     } requests[PROBE_REQUESTS];
     unsigned char *source;
 };
@@ -50,7 +51,7 @@ static inline size_t probe_message(int rank, int index, unsigned char *data) {
     return bytes;
 }
 
-// The bytes of a request; every tenth is empty.
+// Size of a request; every tenth is empty.
 static inline size_t probe_bytes(uint32_t index) {
     return index % 10 == 3 ? 0 : 1 + index * 7919u % PROBE_BYTES;
 }
@@ -69,13 +70,13 @@ static inline int probe_split(unsigned char *base, size_t bytes, uint64_t *rando
 static inline int probe_up_place(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame,
                                  struct iovec iov[NB_LANE_IOV_MAX]) {
     struct probe_side *side = ctx;
-    CHECK(lane == side->lane && peer == 1 - side->rank && !side->closed, "a segment of rank %d", peer);
+    CHECK(lane == side->lane && peer == 1 - side->rank && !side->closed, "unexpected segment of rank %d", peer);
     CHECK(frame->block == (uint32_t)side->placed && frame->blocks == frame->block % 200 + 1 &&
               frame->op == (uint64_t)frame->block << 40,
-          "segment %u instead of %d", frame->block, side->placed);
+          "got segment %u, expected %d", frame->block, side->placed);
     CHECK(frame->bytes == probe_bytes(frame->block), "segment %u has %u bytes", frame->block, frame->bytes);
-    if (side->put_off > 0) {
-        side->put_off--;
+    if (side->deferrals > 0) {
+        side->deferrals--;
         return -EAGAIN;
     }
     side->placed++;
@@ -85,23 +86,24 @@ static inline int probe_up_place(void *ctx, struct nb_lane *lane, int peer, cons
 
 static inline void probe_up_landed(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame) {
     struct probe_side *side = ctx;
-    CHECK(lane == side->lane && peer == 1 - side->rank && !side->closed, "a landing of rank %d", peer);
-    CHECK(frame->block == (uint32_t)side->landed && side->placed == side->landed + 1, "segment %u landed",
+    CHECK(lane == side->lane && peer == 1 - side->rank && !side->closed, "unexpected landing of rank %d", peer);
+    CHECK(frame->block == (uint32_t)side->landed && side->placed == side->landed + 1, "segment %u landed out of order",
           frame->block);
     for (size_t i = 0; i < frame->bytes; i++) {
         CHECK(side->memory[1 + i] == flows_byte(frame->block, i), "segment %u is wrong at byte %zu", frame->block, i);
     }
-    CHECK(side->memory[0] == FLOWS_GUARD && side->memory[1 + frame->bytes] == FLOWS_GUARD, "written beside");
+    CHECK(side->memory[0] == FLOWS_GUARD && side->memory[1 + frame->bytes] == FLOWS_GUARD,
+          "guard bytes were overwritten");
     side->landed++;
-    side->put_off = (int)flows_below(&side->world->random, 3);
+    side->deferrals = (int)flows_below(&side->world->random, 3);
 }
 
 static inline void probe_up_sent(void *ctx, struct nb_lane *lane, struct nb_request *request, int code) {
     struct probe_side *side = ctx;
     struct probe_request *at = NB_CONTAINER(request, struct probe_request, request);
-    CHECK(lane == side->lane && at->owner == side, "a request of another lane or side");
+    CHECK(lane == side->lane && at->owner == side, "request belongs to another lane or side");
     bool gone = side->world->sides[1 - side->rank].closed && code < 0;
-    CHECK(code == 0 || gone || (side->closed && code == NB_ECLOSED), "sent with %s", nb_code_name(code));
+    CHECK(code == 0 || gone || (side->closed && code == NB_ECLOSED), "request failed: %s", nb_code_name(code));
     at->owner = NULL;
     side->sent++;
     side->failed += code != 0;
@@ -115,18 +117,18 @@ static inline void probe_up_writable(void *ctx, struct nb_lane *lane, int peer) 
 static inline void probe_up_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
     struct probe_side *side = ctx;
     unsigned char want[NB_LANE_MESSAGE_MAX];
-    CHECK(lane == side->lane && peer == 1 - side->rank && !side->closed, "a message of rank %d", peer);
+    CHECK(lane == side->lane && peer == 1 - side->rank && !side->closed, "unexpected message of rank %d", peer);
     size_t length = probe_message(peer, side->messages_in, want);
-    CHECK(bytes == length && memcmp(data, want, bytes) == 0, "message %d of rank %d is another", side->messages_in,
-          peer);
+    CHECK(bytes == length && memcmp(data, want, bytes) == 0, "message %d of rank %d has wrong contents",
+          side->messages_in, peer);
     side->messages_in++;
 }
 
 static inline void probe_up_lost(void *ctx, struct nb_lane *lane, int peer, const struct nb_error *why) {
     struct probe_side *side = ctx;
-    CHECK(lane == side->lane && peer == 1 - side->rank, "lost %d", peer);
+    CHECK(lane == side->lane && peer == 1 - side->rank, "unexpected loss of peer %d", peer);
     CHECK(side->world->sides[0].closed || side->world->sides[1].closed, "lost: %s", why->text);
-    CHECK(why->peer == peer && why->code < 0, "no reason given: %d", why->code);
+    CHECK(why->peer == peer && why->code < 0, "lost without a reason: %d", why->code);
     side->lost++;
 }
 
@@ -140,7 +142,7 @@ static inline const struct nb_lane_up *probe_up(void) {
     return &up;
 }
 
-static inline void probe_turn(struct probe_world *world) {
+static inline void probe_progress(struct probe_world *world) {
     for (int i = 0; i < 2; i++) {
         CHECK(world->ops->progress(world->sides[i].lane) >= 0, "progress of rank %d", i);
         (void)nb_loop_wait(&world->sides[i].loop, 0);
@@ -183,8 +185,8 @@ static inline void probe_open(struct probe_world *world) {
     }
     int64_t deadline = flows_deadline();
     while (!world->ops->peer_ready(world->sides[0].lane, 1) || !world->ops->peer_ready(world->sides[1].lane, 0)) {
-        probe_turn(world);
-        CHECK(nb_now_ns() < deadline, "%s: two lanes never meet", world->ops->name);
+        probe_progress(world);
+        CHECK(nb_now_ns() < deadline, "%s: the lanes do not connect", world->ops->name);
     }
 }
 
@@ -198,7 +200,7 @@ static inline void probe_fini(struct probe_world *world) {
     nb_mem_net_close(world->net);
 }
 
-// Messages arrive whole and in order, both ways.
+// Messages arrive complete and in order, in both directions.
 static inline void probe_messages(struct probe_world *world) {
     unsigned char data[NB_LANE_MESSAGE_MAX];
     probe_open(world);
@@ -212,14 +214,15 @@ static inline void probe_messages(struct probe_world *world) {
             CHECK(rc == 0 || rc == -EAGAIN, "message: %s", nb_code_name(rc));
             side->messages_out += rc == 0;
         }
-        probe_turn(world);
-        CHECK(nb_now_ns() < deadline, "%s: %d and %d messages came", world->ops->name, world->sides[0].messages_in,
+        probe_progress(world);
+        CHECK(nb_now_ns() < deadline, "%s: %d and %d messages arrived", world->ops->name, world->sides[0].messages_in,
               world->sides[1].messages_in);
     }
     probe_fini(world);
 }
 
-// Posts requests from `next` on while they are taken, PROBE_REQUESTS at a time; returns how many that makes.
+// Posts requests from `next` on until one is refused, at most PROBE_REQUESTS in flight. Returns the number posted so
+// far.
 static inline uint32_t probe_post(struct probe_world *world, uint32_t next, uint32_t end) {
     while (next < end) {
         struct probe_request *at = &world->requests[next % PROBE_REQUESTS];
@@ -243,16 +246,16 @@ static inline uint32_t probe_post(struct probe_world *world, uint32_t next, uint
     return next;
 }
 
-// STREAM: scattered segments arrive in order in scattered memory, also where the receiver puts them off.
+// STREAM: scattered segments arrive in order in scattered memory, also if the receiver defers them.
 static inline void probe_segments(struct probe_world *world) {
     probe_open(world);
     uint32_t posted = 0;
     int64_t deadline = flows_deadline();
     while (world->sides[1].landed < PROBE_REQUESTS || world->sides[0].sent < PROBE_REQUESTS) {
         posted = probe_post(world, posted, PROBE_REQUESTS);
-        probe_turn(world);
+        probe_progress(world);
         world->ops->resume(world->sides[1].lane, 0);
-        CHECK(nb_now_ns() < deadline, "%s: %d segments came", world->ops->name, world->sides[1].landed);
+        CHECK(nb_now_ns() < deadline, "%s: %d segments arrived", world->ops->name, world->sides[1].landed);
     }
     struct nb_lane_stats out;
     struct nb_lane_stats in;
@@ -267,25 +270,25 @@ static inline void probe_segments(struct probe_world *world) {
     probe_fini(world);
 }
 
-// The receiver's turns alone, until so many segments have landed.
+// Runs only the receiver until this many segments have landed.
 static inline void probe_receive(struct probe_world *world, int landed) {
     struct probe_side *to = &world->sides[1];
     int64_t deadline = flows_deadline();
     while (to->landed < landed) {
         (void)nb_loop_wait(&to->loop, 0);
         world->ops->resume(to->lane, 0);
-        CHECK(nb_now_ns() < deadline, "%s: %d of %d segments came", world->ops->name, to->landed, landed);
+        CHECK(nb_now_ns() < deadline, "%s: %d of %d segments arrived", world->ops->name, to->landed, landed);
     }
 }
 
-// TCP: what the kernel has room for leaves in post(), with no turn of the sender's loop; but not without end, for what
-// comes in must be read as well.
-static inline void probe_ahead(struct probe_world *world) {
+// TCP: post() itself writes what the kernel has room for, before the sender's loop runs. It does so a bounded number of
+// times, because the loop must also read incoming data.
+static inline void probe_immediate_sends(struct probe_world *world) {
     enum { MANY = 500 };
     probe_open(world);
     const struct probe_side *from = &world->sides[0];
     uint32_t posted = probe_post(world, 0, 1);
-    CHECK(posted == 1 && from->sent == 1, "a segment waits for a turn of the loop");
+    CHECK(posted == 1 && from->sent == 1, "post() left a segment to the loop");
     probe_receive(world, from->sent);
     uint32_t before = 0;
     while (posted > before && from->sent == (int)posted && posted < MANY) {
@@ -293,42 +296,43 @@ static inline void probe_ahead(struct probe_world *world) {
         posted = probe_post(world, posted, posted + 1);
         probe_receive(world, from->sent);
     }
-    CHECK(posted < MANY, "%u segments left, and the loop had no turn", posted);
+    CHECK(posted < MANY, "post() sent %u segments before the loop ran", posted);
     int64_t deadline = flows_deadline();
     while (world->sides[1].landed < (int)posted || from->sent < (int)posted) {
-        probe_turn(world);
+        probe_progress(world);
         world->ops->resume(world->sides[1].lane, 0);
-        CHECK(nb_now_ns() < deadline, "%s: %d of %u segments came", world->ops->name, world->sides[1].landed, posted);
+        CHECK(nb_now_ns() < deadline, "%s: %d of %u segments arrived", world->ops->name, world->sides[1].landed,
+              posted);
     }
     probe_fini(world);
 }
 
-// peer_close ends a flow at once: requests under way are answered once, and nothing of the peer comes afterwards.
+// peer_close ends a flow at once: each request in flight completes once, and nothing of the peer arrives afterwards.
 static inline void probe_close(struct probe_world *world) {
     probe_open(world);
     bool stream = world->ops->kind == NB_LANE_STREAM;
     struct probe_side *closes = &world->sides[world->seed % 2];
     uint32_t posted = 0;
     unsigned char data[NB_LANE_MESSAGE_MAX];
-    for (int turn = 0; turn < (int)(world->seed % 7); turn++) {
+    for (int pass = 0; pass < (int)(world->seed % 7); pass++) {
         posted = stream ? probe_post(world, posted, PROBE_REQUESTS) : 0;
-        probe_turn(world);
+        probe_progress(world);
     }
     for (int i = 0; i < 2; i++) {
         (void)world->ops->message(world->sides[i].lane, 1 - i, data, probe_message(i, 0, data));
     }
     closes->closed = true;
     world->ops->peer_close(closes->lane, 1 - closes->rank);
-    CHECK(closes->rank == 1 || closes->sent == (int)posted, "%d of %u requests were answered", closes->sent, posted);
-    CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is not ready");
+    CHECK(closes->rank == 1 || closes->sent == (int)posted, "%d of %u requests completed", closes->sent, posted);
+    CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is ready");
     world->sides[1 - closes->rank].closed = false;
-    for (int turn = 0; turn < PROBE_TURNS; turn++) {
-        probe_turn(world);
+    for (int pass = 0; pass < PROBE_PASSES; pass++) {
+        probe_progress(world);
         if (stream) {
             world->ops->resume(world->sides[1].lane, 0);
         }
     }
-    CHECK(closes->lost == 0, "the closing side gets no `lost`");
+    CHECK(closes->lost == 0, "the closing side gets lost()");
     probe_fini(world);
 }
 

@@ -1,5 +1,5 @@
-// Sums and gatherings that can be checked exactly: given numbers in memory of some layout, one operation, what must come
-// out of it on each rank.
+// Collectives with exact results: fills buffers of any layout with small integers, runs one operation, compares the
+// result on each rank.
 #ifndef NB_TESTS_SUMS_H
 #define NB_TESTS_SUMS_H
 
@@ -11,32 +11,32 @@
 
 enum { ARENA_BYTES = 16 << 20, KINDS_COUNT = 9001 };
 
-static inline struct nb_job_info info_of(struct test_rank *me) {
+static inline struct nb_job_info job_info(struct test_rank *me) {
     struct nb_job_info info;
     nb_job_info(me->job, &info);
     return info;
 }
 
-// An arena that all have mapped when this returns: whoever takes part in the second barrier has handled what came before
-// the first. It stays until the process ends.
+// Opens an arena that all ranks have mapped on return. A rank in the second barrier has handled all messages that were
+// sent before the first. The arena stays open until the process ends.
 static inline char *arena_share(struct test_rank *me) {
     struct nb_error err = {0};
     struct nb_arena arena;
-    CHECK(nb_arena_open(&arena, ARENA_BYTES, &err) == 0, "an arena: %s", err.text);
+    CHECK(nb_arena_open(&arena, ARENA_BYTES, &err) == 0, "open arena: %s", err.text);
     CHECK(nb_job_map_arena(me->job, &arena, &err) == 0, "map: %s", err.text);
     test_barrier(me, "mapped");
     test_barrier(me, "known");
     return arena.base;
 }
 
-static inline uint8_t given(int rank, size_t i) {
+static inline uint8_t input_value(int rank, size_t i) {
     return (uint8_t)((i * 3 + (size_t)rank * 5) % 13);
 }
 
-// A value as an element of any type, and back.
+// Write and read an element of any type.
 static inline void element_put(char *at, int dtype, double value) {
     float f32 = (float)value;
-    int64_t whole = (int64_t)value;
+    int64_t contiguous = (int64_t)value;
     uint32_t bits;
     memcpy(&bits, &f32, sizeof bits);
     uint16_t bf16 = (uint16_t)(bits >> 16);
@@ -51,7 +51,7 @@ static inline void element_put(char *at, int dtype, double value) {
         memcpy(at, &bf16, sizeof bf16);
         break;
     default:
-        memcpy(at, &whole, nb_dtype_size(dtype)); // little-endian
+        memcpy(at, &contiguous, nb_dtype_size(dtype)); // little-endian
     }
 }
 
@@ -59,7 +59,7 @@ static inline double element_get(const char *at, int dtype) {
     float f32;
     double f64;
     uint32_t bits = 0;
-    int64_t whole = 0;
+    int64_t contiguous = 0;
     switch (dtype) {
     case NB_F32:
         memcpy(&f32, at, sizeof f32);
@@ -72,15 +72,15 @@ static inline double element_get(const char *at, int dtype) {
         memcpy(&f32, &bits, sizeof f32);
         return (double)f32;
     default:
-        memcpy(&whole, at, nb_dtype_size(dtype));
-        return (double)whole;
+        memcpy(&contiguous, at, nb_dtype_size(dtype));
+        return (double)contiguous;
     }
 }
 
-static inline double fold(int redop, int size, size_t i) {
-    double all = given(0, i);
+static inline double reduce_inputs(int redop, int size, size_t i) {
+    double all = input_value(0, i);
     for (int r = 1; r < size; r++) {
-        double next = given(r, i);
+        double next = input_value(r, i);
         all = redop == NB_SUM ? all + next : redop == NB_PRODUCT ? all * next : all;
         all = (redop == NB_MIN && next < all) || (redop == NB_MAX && next > all) ? next : all;
     }
@@ -92,8 +92,9 @@ struct layout {
     size_t gap; // bytes between two pieces
 };
 
-// Memory for `bytes` in pieces of whole elements, from `base` on.
-static inline int lay_out(char *base, size_t bytes, size_t element, struct layout layout, struct nb_segment *segments) {
+// Splits `bytes` of memory from `base` on into pieces of whole elements.
+static inline int split_buffer(char *base, size_t bytes, size_t element, struct layout layout,
+                               struct nb_segment *segments) {
     size_t each = bytes / element / (size_t)layout.pieces * element;
     size_t done = 0;
     for (int i = 0; i < layout.pieces; i++) {
@@ -104,7 +105,7 @@ static inline int lay_out(char *base, size_t bytes, size_t element, struct layou
     return layout.pieces;
 }
 
-static inline char *view_at(const struct nb_segment *segments, size_t offset) {
+static inline char *element_at(const struct nb_segment *segments, size_t offset) {
     while (offset >= segments->bytes) {
         offset -= segments->bytes;
         segments++;
@@ -112,23 +113,24 @@ static inline char *view_at(const struct nb_segment *segments, size_t offset) {
     return (char *)segments->base + offset;
 }
 
-// What element i of a rank's line is after the operation, or -1: of no matter.
-static inline double wanted(const struct test_rank *me, const struct nb_op *op, size_t i, size_t count) {
+// Expected element i of a rank's buffer after the operation; -1: not checked.
+static inline double expected_value(const struct test_rank *me, const struct nb_op *op, size_t i, size_t count) {
     size_t each = count / (size_t)me->size;
     int part = each > 0 ? (int)(i / each) : 0;
     switch (op->kind) {
     case NB_OP_ALLREDUCE:
-        return fold(op->redop, me->size, i);
+        return reduce_inputs(op->redop, me->size, i);
     case NB_OP_REDUCESCATTER:
-        return part == me->rank ? fold(op->redop, me->size, i) : -1;
+        return part == me->rank ? reduce_inputs(op->redop, me->size, i) : -1;
     case NB_OP_ALLGATHER:
-        return given(part, i);
+        return input_value(part, i);
     default:
-        return given(op->root, i);
+        return input_value(op->root, i);
     }
 }
 
-static inline void one(struct test_rank *me, struct nb_op op, char *base, size_t count, struct layout layout) {
+static inline void check_operation(struct test_rank *me, struct nb_op op, char *base, size_t count,
+                                   struct layout layout) {
     struct nb_segment segments[300];
     char name[NB_NAME_MAX];
     size_t element = nb_dtype_size(op.dtype);
@@ -141,63 +143,63 @@ static inline void one(struct test_rank *me, struct nb_op op, char *base, size_t
              nb_redop_name(op.redop), count);
     op.name = name;
     op.segments = segments;
-    op.segment_count = lay_out(base, count * element, element, layout, segments);
+    op.segment_count = split_buffer(base, count * element, element, layout, segments);
     for (size_t i = 0; i < count; i++) {
-        element_put(view_at(segments, i * element), op.dtype, given(me->rank, i));
+        element_put(element_at(segments, i * element), op.dtype, input_value(me->rank, i));
     }
     test_done(me, test_submit(me, op));
     for (size_t i = 0; i < count; i++) {
-        double want = wanted(me, &op, i, count);
-        double got = element_get(view_at(segments, i * element), op.dtype);
+        double want = expected_value(me, &op, i, count);
+        double got = element_get(element_at(segments, i * element), op.dtype);
         CHECK(want < 0 || got == want, "rank %d of %d, %s: [%zu] is %g, not %g", me->rank, me->size, name, i, got,
               want);
     }
 }
 
-static const struct layout whole = {.pieces = 1};
+static const struct layout contiguous = {.pieces = 1};
 
-static inline void kinds_in(struct test_rank *me, char *base, const char *where) {
+static inline void check_all_kinds(struct test_rank *me, char *base, const char *where) {
     static const int dtypes[] = {NB_U8, NB_I8, NB_I32, NB_I64, NB_BF16, NB_F32, NB_F64};
     for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
         struct nb_op op = {.name = where, .dtype = dtypes[d]};
         bool narrow = dtypes[d] == NB_U8 || dtypes[d] == NB_I8 || dtypes[d] == NB_BF16;
         for (op.redop = 0; op.redop < NB_REDOPS; op.redop++) {
             if (op.redop == NB_PRODUCT && (narrow || me->size > 4)) {
-                continue; // does not fit
+                continue; // the product overflows the type
             }
             op.kind = NB_OP_ALLREDUCE;
-            one(me, op, base, KINDS_COUNT, whole);
+            check_operation(me, op, base, KINDS_COUNT, contiguous);
             op.kind = NB_OP_REDUCESCATTER;
-            one(me, op, base, KINDS_COUNT, whole);
+            check_operation(me, op, base, KINDS_COUNT, contiguous);
         }
         op.redop = NB_SUM;
         op.kind = NB_OP_ALLGATHER;
-        one(me, op, base, KINDS_COUNT, whole);
+        check_operation(me, op, base, KINDS_COUNT, contiguous);
         op.kind = NB_OP_BROADCAST;
         op.root = me->size - 1;
-        one(me, op, base, 301, whole);
+        check_operation(me, op, base, 301, contiguous);
         op.root = 0;
-        one(me, op, base + 1, KINDS_COUNT, whole);
+        check_operation(me, op, base + 1, KINDS_COUNT, contiguous);
     }
 }
 
-static inline void sizes_in(struct test_rank *me, char *base, const char *where) {
+static inline void check_all_sizes(struct test_rank *me, char *base, const char *where) {
     static const size_t counts[] = {1, 2, 5, 63, 1000, 4096, 65537};
     const struct layout cut[] = {{.pieces = 3, .gap = 7 * (size_t)me->rank}, {.pieces = 100, .gap = 12}};
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
         struct nb_op op = {.name = where, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-        one(me, op, base + 4 * i, counts[i], whole);
-        one(me, op, base, counts[i], cut[0]);
-        one(me, op, base, counts[i], cut[me->rank % 2]);
+        check_operation(me, op, base + 4 * i, counts[i], contiguous);
+        check_operation(me, op, base, counts[i], cut[0]);
+        check_operation(me, op, base, counts[i], cut[me->rank % 2]);
     }
-    // Several turns, several windows of staging.
+    // Several rounds and several staging windows.
     for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
         struct nb_op op = {.name = where, .kind = (enum nb_op_kind)kind, .dtype = NB_F64, .root = me->size - 1};
-        one(me, op, base, 90001 * (size_t)me->size, cut[0]);
+        check_operation(me, op, base, 90001 * (size_t)me->size, cut[0]);
     }
 }
 
-static inline void scales_in(struct test_rank *me, float *data, const char *where) {
+static inline void check_scale_factors(struct test_rank *me, float *data, const char *where) {
     for (int round = 0; round < 3; round++) {
         struct nb_segment all = {.base = data, .bytes = KINDS_COUNT * sizeof *data};
         struct nb_op op = test_op(where, NB_OP_ALLREDUCE, &all);
@@ -205,11 +207,11 @@ static inline void scales_in(struct test_rank *me, float *data, const char *wher
         op.postscale = round == 2 ? 0 : 4;
         double factor = (round == 1 ? 1 : 0.5) * (round == 2 ? 1 : 4);
         for (size_t i = 0; i < KINDS_COUNT; i++) {
-            data[i] = given(me->rank, i);
+            data[i] = input_value(me->rank, i);
         }
         test_done(me, test_submit(me, op));
         for (size_t i = 0; i < KINDS_COUNT; i++) {
-            double want = factor * fold(NB_SUM, me->size, i);
+            double want = factor * reduce_inputs(NB_SUM, me->size, i);
             CHECK((double)data[i] == want, "rank %d: [%zu] is %g, not %g", me->rank, i, (double)data[i], want);
         }
     }

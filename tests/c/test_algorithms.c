@@ -1,5 +1,5 @@
-// Algorithm tables: a table that this test adds runs all-reduces like the built-in ones, from rank 0's choice to the
-// record. Each algorithm that a user can choose has a name.
+// Algorithm tables: an algorithm that this test adds runs all-reduces like the built-in ones, from rank 0's choice to
+// the trace. Each algorithm that a user can choose has a name.
 #include <stdint.h>
 #include <string.h>
 
@@ -11,7 +11,7 @@
 #include "job.h"
 #include "trace/ring.h"
 
-enum { WORDS = 1000, ROUNDS = 3, BROUGHT = 77 };
+enum { WORDS = 1000, ROUNDS = 3, ADDED_ID = 77 };
 
 static _Atomic int started;
 static _Atomic int recorded;
@@ -28,7 +28,7 @@ static void release(struct nb_work *work) {
     nb_ring_allreduce.release(work);
 }
 
-static bool is_possible(const struct nb_work *work) {
+static bool possible(const struct nb_work *work) {
     return nb_ring_allreduce.possible(work);
 }
 
@@ -42,14 +42,14 @@ static enum nb_algorithm_id record(struct nb_work *work, uint64_t *sent, uint64_
     return nb_flows_record(work, sent, received);
 }
 
-static const struct nb_algorithm brought = {.id = (enum nb_algorithm_id)BROUGHT,
-                                            .possible = is_possible,
-                                            .prepare = prepare,
-                                            .release = release,
-                                            .start = start,
-                                            .cancel = nb_flows_cancel,
-                                            .waits_for = nb_flows_wait_for,
-                                            .record = record};
+static const struct nb_algorithm added = {.id = (enum nb_algorithm_id)ADDED_ID,
+                                          .possible = possible,
+                                          .prepare = prepare,
+                                          .release = release,
+                                          .start = start,
+                                          .cancel = nb_flows_cancel,
+                                          .waits_for = nb_flows_wait_for,
+                                          .record = record};
 
 static void sums(struct test_rank *me) {
     for (int round = 0; round < ROUNDS; round++) {
@@ -66,39 +66,39 @@ static void sums(struct test_rank *me) {
     }
 }
 
-static void test_one_that_the_test_brings(void) {
+static void test_added_algorithm(void) {
     char file[] = "/tmp/netbottleneck-algorithms-XXXXXX";
     int fd = mkstemp(file);
-    CHECK(fd >= 0, "a file for the record: %m");
+    CHECK(fd >= 0, "temporary file: %m");
     close(fd);
     struct nb_ring ring;
     struct nb_error err = {0};
-    CHECK(nb_ring_open(&ring, file, 1024, 0, &err) == 0, "a record: %s", err.text);
-    struct test_rank like = test_on("tcp");
-    like.size = 3;
-    like.run = sums;
-    like.algorithm = (enum nb_algorithm_id)BROUGHT;
-    like.more = &brought;
-    like.ring = &ring;
-    CHECK(test_job(&like) == 0, "tcp is there");
+    CHECK(nb_ring_open(&ring, file, 1024, 0, &err) == 0, "open ring: %s", err.text);
+    struct test_rank template = test_on("tcp");
+    template.size = 3;
+    template.run = sums;
+    template.algorithm = (enum nb_algorithm_id)ADDED_ID;
+    template.more = &added;
+    template.ring = &ring;
+    CHECK(test_job(&template) == 0, "tcp is not available");
     nb_ring_close(&ring);
     unlink(file);
     CHECK(started == 3 * ROUNDS, "started %d times", started);
-    CHECK(recorded == ROUNDS, "recorded %d times, on the one rank that has a record", recorded);
+    CHECK(recorded == ROUNDS, "recorded %d times on the rank with a ring", recorded);
     CHECK(prepared == 3 * ROUNDS && released == prepared, "prepared %d times, released %d times", prepared, released);
 }
 
 static void test_names(void) {
-    CHECK(nb_algorithm_find("auto") == NB_ALGORITHM_NONE, "auto");
-    CHECK(nb_algorithm_find("ring") == NB_ALGORITHM_RING, "ring");
-    CHECK(nb_algorithm_find("recursive_doubling") == NB_ALGORITHM_DOUBLING, "recursive_doubling");
-    CHECK(nb_algorithm_find("halving_doubling") == NB_ALGORITHM_HALVING, "halving_doubling");
-    CHECK(nb_algorithm_find("two_level") == NB_ALGORITHM_TWO_LEVEL, "two_level");
-    CHECK(nb_algorithm_find("tree") < 0, "a name that no algorithm has");
+    CHECK(nb_algorithm_find("auto") == NB_ALGORITHM_NONE, "auto is not found");
+    CHECK(nb_algorithm_find("ring") == NB_ALGORITHM_RING, "ring is not found");
+    CHECK(nb_algorithm_find("recursive_doubling") == NB_ALGORITHM_DOUBLING, "recursive_doubling is not found");
+    CHECK(nb_algorithm_find("halving_doubling") == NB_ALGORITHM_HALVING, "halving_doubling is not found");
+    CHECK(nb_algorithm_find("two_level") == NB_ALGORITHM_TWO_LEVEL, "two_level is not found");
+    CHECK(nb_algorithm_find("tree") < 0, "an unknown name is found");
 }
 
 int main(void) {
     test_names();
-    test_one_that_the_test_brings();
+    test_added_algorithm();
     return 0;
 }

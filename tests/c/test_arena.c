@@ -1,4 +1,4 @@
-// Arenas are aligned, zeroed and shareable, also where the kernel allows no memfd.
+// Arenas: aligned, zeroed and shareable. Without a memfd they are private.
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -13,7 +13,7 @@
 static void check_memory(const struct nb_arena *arena, size_t requested) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     unsigned char *bytes = arena->base;
-    CHECK((uintptr_t)arena->base % page == 0, "aligned to a page: %p", arena->base);
+    CHECK((uintptr_t)arena->base % page == 0, "not aligned to a page: %p", arena->base);
     CHECK(arena->bytes % page == 0 && arena->bytes >= requested && arena->bytes - requested <= page, "%zu for %zu",
           arena->bytes, requested);
     for (size_t i = 0; i < arena->bytes; i++) {
@@ -26,14 +26,14 @@ static void test_shared(void) {
     struct nb_arena arena;
     CHECK(nb_arena_open(&arena, 100001, NULL) == 0, "open: %m");
     check_memory(&arena, 100001);
-    CHECK(arena.fd >= 0, "a memfd");
+    CHECK(arena.fd >= 0, "the arena has no memfd");
     const unsigned char *second = mmap(NULL, arena.bytes, PROT_READ, MAP_SHARED, arena.fd, 0);
     CHECK(second != MAP_FAILED, "mmap: %m");
     ((unsigned char *)arena.base)[77777] = 200;
-    CHECK(second[77777] == 200 && second[5] == 5, "a second mapping sees the same memory");
+    CHECK(second[77777] == 200 && second[5] == 5, "a second mapping does not see the same memory");
     CHECK(munmap((void *)second, arena.bytes) == 0, "munmap: %m");
     nb_arena_close(&arena);
-    CHECK(arena.base == NULL && arena.fd == -1, "closed");
+    CHECK(arena.base == NULL && arena.fd == -1, "the closed arena is not cleared");
     nb_arena_close(&arena);
     nb_arena_close(NULL);
 }
@@ -46,8 +46,8 @@ static void test_private(void) {
     CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %m");
     int rc = nb_arena_open(&arena, 1, NULL);
     CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0, "setrlimit: %m");
-    CHECK(rc == 0 && arena.fd == -1 && arena.why == -EMFILE, "without a descriptor the memory is private: %d, %d", rc,
-          arena.why);
+    CHECK(rc == 0 && arena.fd == -1 && arena.why == -EMFILE, "without a descriptor the memory is not private: %d, %d",
+          rc, arena.why);
     check_memory(&arena, 1);
     nb_arena_close(&arena);
 }
@@ -55,7 +55,7 @@ static void test_private(void) {
 static void test_limits(void) {
     static const size_t huge[] = {SIZE_MAX, (size_t)PTRDIFF_MAX, (size_t)1 << 60};
     struct nb_arena arena;
-    CHECK(nb_arena_open(&arena, 0, NULL) == 0, "nothing is a page");
+    CHECK(nb_arena_open(&arena, 0, NULL) == 0, "an empty arena is refused");
     check_memory(&arena, 0);
     nb_arena_close(&arena);
     for (size_t i = 0; i < sizeof huge / sizeof huge[0]; i++) {
@@ -68,13 +68,13 @@ static void test_limits(void) {
 enum { PAGE = 4096, PAGES = 512, WRITERS = 2, ROUNDS = 50, COUNTERS = 64 };
 
 struct writer {
-    _Atomic uint64_t *counters; // one a page, of its own
+    _Atomic uint64_t *counters; // of this writer: one in each page
     _Atomic bool *stop;
     uint64_t wrote;
 };
 
-// Counts in every page: a write that goes amiss shows when the counter is read next.
-static void *write_on(void *arg) {
+// Increments a counter in every page: a lost write is detected when the counter is read next.
+static void *count_in_all_pages(void *arg) {
     struct writer *w = arg;
     while (!atomic_load(w->stop)) {
         for (size_t page = 0; page < PAGES; page++) {
@@ -89,7 +89,7 @@ static void *write_on(void *arg) {
     return NULL;
 }
 
-// While threads of this process write to it, an arena is taken from those who have mapped it.
+// Detaches an arena from processes that have mapped it, while threads of this process write to it.
 static void check_detached(void) {
     struct nb_arena arena;
     struct nb_arena other;
@@ -100,34 +100,36 @@ static void check_detached(void) {
     CHECK(nb_arena_open(&other, PAGE, NULL) == 0, "open: %m");
     int fd = nb_arena_pass(&arena);
     CHECK(fd >= 0 && fd != arena.fd, "pass: %d", fd);
-    char *theirs = mmap(NULL, arena.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    CHECK(theirs != MAP_FAILED, "map: %m");
+    char *peer_mapping = mmap(NULL, arena.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(peer_mapping != MAP_FAILED, "map: %m");
     nb_fork_close(fd);
-    char *ours = arena.base;
+    char *own_mapping = arena.base;
     for (int i = 0; i < WRITERS; i++) {
         writers[i] = (struct writer){.counters = (_Atomic uint64_t *)arena.base + i, .stop = &stop};
-        CHECK(pthread_create(&threads[i], NULL, write_on, &writers[i]) == 0, "thread");
+        CHECK(pthread_create(&threads[i], NULL, count_in_all_pages, &writers[i]) == 0, "thread");
     }
-    theirs[COUNTERS] = 1;
-    theirs[PAGE + COUNTERS] = 1;
-    CHECK(!nb_arena_is_detached(arena.base, arena.bytes), "nobody did");
-    CHECK(nb_arena_detach(ours, PAGE / 2) == 0 && nb_arena_is_detached(ours + PAGE, 1), "one page");
-    theirs[COUNTERS] = 2;
-    CHECK(ours[COUNTERS] == 1, "another process writes to detached memory: %d", ours[COUNTERS]);
-    CHECK(nb_arena_detach(ours, arena.bytes) == 0, "the others");
-    theirs[PAGE + COUNTERS] = 2;
+    peer_mapping[COUNTERS] = 1;
+    peer_mapping[PAGE + COUNTERS] = 1;
+    CHECK(!nb_arena_is_detached(arena.base, arena.bytes), "the arena is detached too early");
+    CHECK(nb_arena_detach(own_mapping, PAGE / 2) == 0 && nb_arena_is_detached(own_mapping + PAGE, 1),
+          "detach one page");
+    peer_mapping[COUNTERS] = 2;
+    CHECK(own_mapping[COUNTERS] == 1, "another process writes to detached memory: %d", own_mapping[COUNTERS]);
+    CHECK(nb_arena_detach(own_mapping, arena.bytes) == 0, "detach all pages");
+    peer_mapping[PAGE + COUNTERS] = 2;
     atomic_store(&stop, true);
     for (int i = 0; i < WRITERS; i++) {
         CHECK(pthread_join(threads[i], NULL) == 0, "join");
     }
-    CHECK(ours[PAGE + COUNTERS] == 1, "another process writes to detached memory: %d", ours[PAGE + COUNTERS]);
+    CHECK(own_mapping[PAGE + COUNTERS] == 1, "another process writes to detached memory: %d",
+          own_mapping[PAGE + COUNTERS]);
     CHECK(nb_arena_pass(&arena) == -EBUSY && !nb_arena_is_detached(other.base, other.bytes), "pass");
     fd = nb_arena_pass(&other);
-    CHECK(fd >= 0, "the other one can be passed: %d", fd);
+    CHECK(fd >= 0, "another arena cannot be passed: %d", fd);
     nb_fork_close(fd);
     int local = 0;
-    CHECK(nb_arena_detach(&local, sizeof local) == 0, "memory of other origin");
-    CHECK(munmap(theirs, arena.bytes) == 0, "unmap: %m");
+    CHECK(nb_arena_detach(&local, sizeof local) == 0, "detach memory that is not an arena");
+    CHECK(munmap(peer_mapping, arena.bytes) == 0, "unmap: %m");
     nb_arena_close(&arena);
     nb_arena_close(&other);
 }

@@ -1,4 +1,5 @@
-// Ranks (as threads) join whatever other processes send to rank 0's port, and every rank learns why a join failed.
+// Bootstrap: ranks (threads) join whatever other processes send to rank 0's port, and every rank gets the reason of a
+// failed join.
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
@@ -17,27 +18,28 @@
 
 static const unsigned char other_secret[] = "another sixteen bytes";
 
-// The door sticks: accept4, in libc's place, fails so many times with this errno, and counts its calls.
-static _Atomic int door_errno;
-static _Atomic int door_fails;
-static _Atomic int door_calls;
-static _Atomic int door_admitted; // whom it let in
+// Replaces accept4 of libc: it fails `accept_failures` times with `accept_errno`, and counts its calls.
+static _Atomic int accept_errno;
+static _Atomic int accept_failures;
+static _Atomic int accept_calls;
+static _Atomic int accepted; // successful calls
 
-int door_accept(int fd, void *addr, void *len, int flags) __asm__("accept4");
+int accept_with_failures(int fd, void *addr, void *len, int flags) __asm__("accept4");
 
-int door_accept(int fd, void *addr, void *len, int flags) {
-    atomic_fetch_add(&door_calls, 1);
-    if (atomic_load(&door_fails) > 0) {
-        atomic_fetch_sub(&door_fails, 1);
-        errno = atomic_load(&door_errno);
+int accept_with_failures(int fd, void *addr, void *len, int flags) {
+    atomic_fetch_add(&accept_calls, 1);
+    if (atomic_load(&accept_failures) > 0) {
+        atomic_fetch_sub(&accept_failures, 1);
+        errno = atomic_load(&accept_errno);
         return -1;
     }
     int fd_in = (int)syscall(SYS_accept4, fd, addr, len, flags);
-    atomic_fetch_add(&door_admitted, fd_in >= 0);
+    atomic_fetch_add(&accepted, fd_in >= 0);
     return fd_in;
 }
 
-// No descriptor is closed twice: the second time it may be another's. The thread sanitizer has to see close() itself.
+// Replaces close of libc: fails the test if a descriptor is closed twice, because the second close may hit a reused
+// one. ThreadSanitizer must intercept close itself.
 #ifndef __SANITIZE_THREAD__
 int close_once(int fd) __asm__("close");
 
@@ -48,43 +50,44 @@ int close_once(int fd) {
 }
 #endif
 
-// A socket that poll reported as readable may have no data: recv, in libc's place, fails with EAGAIN or EINTR now and then.
-static _Atomic int vain_reads;
+// Replaces recv of libc: fails repeatedly with EAGAIN or EINTR, because a socket that poll reported as readable may
+// have no data.
+static _Atomic int empty_reads;
 
-ssize_t recv_in_vain(int fd, void *data, size_t bytes, int flags) __asm__("recv");
+ssize_t recv_without_data(int fd, void *data, size_t bytes, int flags) __asm__("recv");
 
-ssize_t recv_in_vain(int fd, void *data, size_t bytes, int flags) {
-    int left = atomic_load(&vain_reads);
+ssize_t recv_without_data(int fd, void *data, size_t bytes, int flags) {
+    int left = atomic_load(&empty_reads);
     if (left > 0 && left % 3 != 0) {
-        atomic_fetch_sub(&vain_reads, 1);
+        atomic_fetch_sub(&empty_reads, 1);
         errno = left % 3 == 1 ? EAGAIN : EINTR;
         return -1;
     }
     if (left > 0) {
-        atomic_fetch_sub(&vain_reads, 1);
+        atomic_fetch_sub(&empty_reads, 1);
     }
     return syscall(SYS_recvfrom, fd, data, bytes, flags, NULL, NULL);
 }
 
-// Signals may interrupt a wait: poll, in libc's place, fails with EINTR this many times.
-static _Thread_local int broken_waits;
+// Replaces poll of libc: fails this many times with EINTR, as if a signal arrived.
+static _Thread_local int interrupted_polls;
 
-int poll_broken(struct pollfd *polled, nfds_t count, int timeout_ms) __asm__("poll");
+int poll_interrupted(struct pollfd *polled, nfds_t count, int timeout_ms) __asm__("poll");
 
-int poll_broken(struct pollfd *polled, nfds_t count, int timeout_ms) {
+int poll_interrupted(struct pollfd *polled, nfds_t count, int timeout_ms) {
     struct timespec left = {.tv_sec = timeout_ms / 1000, .tv_nsec = timeout_ms % 1000 * 1000000L};
-    if (broken_waits > 0) {
-        broken_waits--;
+    if (interrupted_polls > 0) {
+        interrupted_polls--;
         errno = EINTR;
         return -1;
     }
     return (int)syscall(SYS_ppoll, polled, count, timeout_ms < 0 ? NULL : &left, NULL, 0);
 }
 
-static void door_sticks(int code, int times) {
-    atomic_store(&door_errno, code);
-    atomic_store(&door_fails, times);
-    atomic_store(&door_calls, 0);
+static void fail_accept(int code, int times) {
+    atomic_store(&accept_errno, code);
+    atomic_store(&accept_failures, times);
+    atomic_store(&accept_calls, 0);
 }
 
 static void *barrier(void *arg) {
@@ -93,15 +96,15 @@ static void *barrier(void *arg) {
     return NULL;
 }
 
-// Joined connections carry bytes.
+// Checks that the connections carry data.
 static void check_barrier(struct job *job) {
-    run_but(job, barrier, -1);
+    run_all_but(job, barrier, -1);
     for (int i = 0; i < job->size; i++) {
         CHECK(job->ranks[i].rc == 0, "rank %d: %s", i, job->ranks[i].err.text);
     }
 }
 
-static int knock(const struct job *job) {
+static int connect_client(const struct job *job) {
     int fd = nb_sock_connect(&job->listener.addr, NULL, NULL, NULL);
     CHECK(fd >= 0, "connect: %m");
     struct pollfd poller = {.fd = fd, .events = POLLOUT};
@@ -109,36 +112,36 @@ static int knock(const struct job *job) {
     return fd;
 }
 
-static void say(int fd, const void *what, size_t bytes) {
-    CHECK(nb_sock_write_all(fd, what, bytes, in_limit()) == 0, "write to rank 0: %m");
+static void send_bytes(int fd, const void *what, size_t bytes) {
+    CHECK(nb_sock_write_all(fd, what, bytes, test_deadline_ns()) == 0, "write to rank 0: %m");
 }
 
-static void check_hung_up(int fd) {
+static void check_closed(int fd) {
     char byte;
-    CHECK(nb_sock_read_all(fd, &byte, 1, in_limit()) == -ECONNRESET, "rank 0 hangs up");
+    CHECK(nb_sock_read_all(fd, &byte, 1, test_deadline_ns()) == -ECONNRESET, "rank 0 does not close the connection");
     close(fd);
 }
 
-// More of them than rank 0 listens to at a time, each in the way before the first rank comes.
-static void test_strangers(void) {
+// More unauthenticated clients than rank 0 serves at a time, all connected before the first rank.
+static void test_unauthenticated_clients(void) {
     enum { SILENT = 20 };
     static const char garbage[] = "GET / HTTP/1.1\r\nHost: rank0\r\n\r\n";
     struct job job;
     int silent[SILENT];
     job_open(&job, 2);
-    int loud = knock(&job);
-    say(loud, garbage, sizeof garbage - 1);
-    int polite = knock(&job);
-    say(polite, NB_WIRE_JOIN_MAGIC, NB_WIRE_JOIN_MAGIC_BYTES);
-    close(knock(&job));
+    int sends_garbage = connect_client(&job);
+    send_bytes(sends_garbage, garbage, sizeof garbage - 1);
+    int sends_magic = connect_client(&job);
+    send_bytes(sends_magic, NB_WIRE_JOIN_MAGIC, NB_WIRE_JOIN_MAGIC_BYTES);
+    close(connect_client(&job));
     for (int i = 0; i < SILENT; i++) {
-        silent[i] = knock(&job);
+        silent[i] = connect_client(&job);
     }
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
-    check_hung_up(loud);
-    check_hung_up(polite);
-    check_hung_up(silent[0]);
+    check_closed(sends_garbage);
+    check_closed(sends_magic);
+    check_closed(silent[0]);
     for (int i = 1; i < SILENT; i++) {
         close(silent[i]);
     }
@@ -149,13 +152,13 @@ static void test_strangers(void) {
 static void test_wrong_secret(void) {
     struct job job;
     job_open(&job, 2);
-    struct rank stranger = job.ranks[1];
-    stranger.config.secret = other_secret;
+    struct rank client = job.ranks[1];
+    client.config.secret = other_secret;
     start(&job.ranks[0], join);
-    start(&stranger, join);
-    finish(&stranger);
-    CHECK(stranger.rc == NB_EAUTH && stranger.err.peer == 0, "%d %s", stranger.rc, stranger.err.text);
-    CHECK(strstr(stranger.err.text, "NETBOTTLENECK_SECRET") != NULL, "%s", stranger.err.text);
+    start(&client, join);
+    finish(&client);
+    CHECK(client.rc == NB_EAUTH && client.err.peer == 0, "%d %s", client.rc, client.err.text);
+    CHECK(strstr(client.err.text, "NETBOTTLENECK_SECRET") != NULL, "%s", client.err.text);
     start(&job.ranks[1], join);
     finish(&job.ranks[1]);
     finish(&job.ranks[0]);
@@ -163,7 +166,8 @@ static void test_wrong_secret(void) {
     job_close(&job);
 }
 
-// A handshake by hand, as a program other than ours might do it. The connection after rank 0's answer.
+// A client handshake whose messages the test builds, as a foreign program might. It stays connected after rank 0's
+// answer.
 struct raw {
     struct nb_boot_config config;
     struct nb_shake shake;
@@ -173,18 +177,19 @@ struct raw {
 
 static void raw_hello(struct raw *raw, const struct job *job, int rank) {
     raw->config = job->ranks[rank].config;
-    raw->fd = knock(job);
+    raw->fd = connect_client(job);
     CHECK(nb_shake_hello(&raw->shake, &raw->config, NULL) == 0, "hello");
 }
 
 static void raw_challenge(struct raw *raw) {
-    say(raw->fd, &raw->shake.hello, sizeof raw->shake.hello);
-    CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, in_limit()) == 0, "challenge");
+    send_bytes(raw->fd, &raw->shake.hello, sizeof raw->shake.hello);
+    CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, test_deadline_ns()) == 0,
+          "challenge");
 }
 
 static void raw_proof(struct raw *raw, const struct wire_join_proof *proof) {
-    say(raw->fd, proof, sizeof *proof);
-    CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, in_limit()) == 0, "answer");
+    send_bytes(raw->fd, proof, sizeof *proof);
+    CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, test_deadline_ns()) == 0, "answer");
 }
 
 static void raw_join(struct raw *raw, const struct job *job, int rank) {
@@ -195,11 +200,11 @@ static void raw_join(struct raw *raw, const struct job *job, int rank) {
     raw_proof(raw, &proof);
     struct wire_join_answer expected = raw->answer;
     nb_shake_answer(&raw->shake, &raw->config, &expected);
-    CHECK(memcmp(expected.mac, raw->answer.mac, sizeof expected.mac) == 0, "rank 0 proves the secret too");
+    CHECK(memcmp(expected.mac, raw->answer.mac, sizeof expected.mac) == 0, "rank 0's answer does not prove the secret");
 }
 
-// A proof that was seen, one that is altered, a field past its bounds, another version: none gets in or holds up.
-static void test_forged(void) {
+// Refuses a replayed proof, an altered proof, a field out of bounds and another version. None of them blocks the ranks.
+static void test_forged_handshakes(void) {
     struct job job;
     struct raw honest;
     struct raw raw;
@@ -215,25 +220,26 @@ static void test_forged(void) {
     raw.shake.hello = honest.shake.hello;
     raw_challenge(&raw);
     raw_proof(&raw, &proof); // replayed
-    CHECK(memcmp(raw.answer.mac, zero, sizeof zero) == 0, "a proof is good for one connection");
-    check_hung_up(raw.fd);
+    CHECK(memcmp(raw.answer.mac, zero, sizeof zero) == 0, "a replayed proof is accepted");
+    check_closed(raw.fd);
 
     proof.mac[31] ^= 1;
     raw_proof(&honest, &proof);
-    CHECK(memcmp(honest.answer.mac, zero, sizeof zero) == 0, "an altered proof is refused");
-    check_hung_up(honest.fd);
+    CHECK(memcmp(honest.answer.mac, zero, sizeof zero) == 0, "an altered proof is accepted");
+    check_closed(honest.fd);
 
     raw_hello(&raw, &job, 1);
     raw.shake.hello.tag_bytes = NB_WIRE_JOIN_TAG_MAX + 1;
-    say(raw.fd, &raw.shake.hello, sizeof raw.shake.hello);
-    CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, in_limit()) == 0, "challenge");
-    check_hung_up(raw.fd);
+    send_bytes(raw.fd, &raw.shake.hello, sizeof raw.shake.hello);
+    CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, test_deadline_ns()) == 0,
+          "challenge");
+    check_closed(raw.fd);
 
     raw_hello(&raw, &job, 1);
     raw.shake.hello.version = NB_WIRE_JOIN_VERSION + 1;
     raw_challenge(&raw);
-    CHECK(raw.shake.challenge.version == NB_WIRE_JOIN_VERSION, "rank 0 sends its version");
-    check_hung_up(raw.fd);
+    CHECK(raw.shake.challenge.version == NB_WIRE_JOIN_VERSION, "rank 0 does not send its version");
+    check_closed(raw.fd);
 
     start(&job.ranks[1], join);
     start(&job.ranks[2], join);
@@ -244,29 +250,29 @@ static void test_forged(void) {
     job_close(&job);
 }
 
-// What listens at the address does not know the secret, and sends the client's own words back.
-static void *mirror(void *arg) {
+// A fake rank 0 that does not know the secret and reflects the client's messages.
+static void *reflecting_rank_0(void *arg) {
     const struct nb_listener *listener = arg;
     struct pollfd poller = {.fd = listener->fd, .events = POLLIN};
     struct nb_shake shake;
     struct wire_join_answer answer = {0};
     CHECK(poll(&poller, 1, LIMIT_MS) == 1, "no connection arrived");
     int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, in_limit()) == 0, "hello");
+    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, test_deadline_ns()) == 0, "hello");
     CHECK(nb_shake_challenge(&shake, NULL) == 0, "challenge");
     memcpy(shake.challenge.nonce, shake.hello.nonce, sizeof shake.challenge.nonce);
-    say(fd, &shake.challenge, sizeof shake.challenge);
-    CHECK(nb_sock_read_all(fd, answer.mac, sizeof answer.mac, in_limit()) == 0, "proof");
-    say(fd, &answer, sizeof answer);
-    check_hung_up(fd);
+    send_bytes(fd, &shake.challenge, sizeof shake.challenge);
+    CHECK(nb_sock_read_all(fd, answer.mac, sizeof answer.mac, test_deadline_ns()) == 0, "proof");
+    send_bytes(fd, &answer, sizeof answer);
+    check_closed(fd);
     return NULL;
 }
 
-static void test_false_rank_0(void) {
+static void test_fake_rank_0(void) {
     struct job job;
     pthread_t thread;
     job_open(&job, 2);
-    CHECK(pthread_create(&thread, NULL, mirror, &job.listener) == 0, "thread");
+    CHECK(pthread_create(&thread, NULL, reflecting_rank_0, &job.listener) == 0, "thread");
     start(&job.ranks[1], join);
     finish(&job.ranks[1]);
     CHECK(pthread_join(thread, NULL) == 0, "join");
@@ -274,8 +280,8 @@ static void test_false_rank_0(void) {
     job_close(&job);
 }
 
-// Rank 0 hangs up on the first attempt and is away for a while: the client comes again.
-static void test_comes_again(void) {
+// Rank 0 closes the first connection and stops listening for a while: the client reconnects.
+static void test_client_reconnects(void) {
     struct job job;
     job_open(&job, 2);
     struct nb_sockaddr addr = job.listener.addr;
@@ -296,16 +302,16 @@ static void test_comes_again(void) {
     job_close(&job);
 }
 
-static void test_missing(void) {
+static void test_missing_rank(void) {
     struct job job;
     job_open(&job, 4);
     job.ranks[0].config.timeout_ms = 2000;
-    int stranger = knock(&job);
-    say(stranger, "??", 2);
-    run_but(&job, join, 2);
+    int client = connect_client(&job);
+    send_bytes(client, "??", 2);
+    run_all_but(&job, join, 2);
     check_failed(&job, 2, -ETIMEDOUT, 2, "rank 2 of 4 did not join within 2 s; 1 connection did not prove");
     CHECK(strstr(job.ranks[0].err.text, "accept") == NULL, "%s", job.ranks[0].err.text);
-    close(stranger);
+    close(client);
     job_close(&job);
 
     job_open(&job, 2);
@@ -313,81 +319,81 @@ static void test_missing(void) {
     nb_listener_close(&job.listener);
     start(&job.ranks[1], join);
     finish(&job.ranks[1]);
-    CHECK(job.ranks[1].rc == -ETIMEDOUT && strstr(job.ranks[1].err.text, job.address) != NULL, "no rank 0: %d %s",
+    CHECK(job.ranks[1].rc == -ETIMEDOUT && strstr(job.ranks[1].err.text, job.address) != NULL, "without rank 0: %d %s",
           job.ranks[1].rc, job.ranks[1].err.text);
     job_close(&job);
 }
 
-static void test_vain_reads(void) {
+static void test_reads_without_data(void) {
     struct job job;
     job_open(&job, 4);
-    atomic_store(&vain_reads, 30);
-    atomic_store(&door_admitted, 0);
-    run_but(&job, join, -1);
-    atomic_store(&vain_reads, 0);
+    atomic_store(&empty_reads, 30);
+    atomic_store(&accepted, 0);
+    run_all_but(&job, join, -1);
+    atomic_store(&empty_reads, 0);
     check_joined(&job);
-    CHECK(atomic_load(&door_admitted) == 3, "%d connections of 3 ranks", atomic_load(&door_admitted));
+    CHECK(atomic_load(&accepted) == 3, "%d connections for 3 ranks", atomic_load(&accepted));
     job_close(&job);
 }
 
-// What accept() may fail with passes, and the join goes on.
-static void test_door_sticks(void) {
+// Temporary failures of accept() do not fail the join.
+static void test_temporary_accept_failures(void) {
     static const int codes[] = {EMFILE, ENFILE,   ENOBUFS,      ENOMEM,      ECONNABORTED, EINTR,
                                 EPROTO, ENETDOWN, EHOSTUNREACH, ENOPROTOOPT, ETIMEDOUT,    EPERM};
     for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++) {
         struct job job;
         job_open(&job, 2);
-        door_sticks(codes[i], 2);
-        run_but(&job, join, -1);
+        fail_accept(codes[i], 2);
+        run_all_but(&job, join, -1);
         check_joined(&job);
-        CHECK(atomic_load(&door_calls) > 2, "%s: the door did not stick", strerror(codes[i]));
+        CHECK(atomic_load(&accept_calls) > 2, "%s: accept did not fail", strerror(codes[i]));
         job_close(&job);
     }
 }
 
-// Where it does not pass, rank 0 tries now and then until the deadline, and says why nobody could come.
-static void test_door_is_stuck(void) {
+// If such a failure persists, rank 0 retries at intervals until the deadline, and the error contains the reason.
+static void test_persistent_accept_failure(void) {
     static const int codes[] = {EMFILE, ECONNABORTED, EPERM};
     for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++) {
         struct job job;
         job_open(&job, 2);
         job.ranks[0].config.timeout_ms = 600;
-        int visitor = knock(&job);
-        door_sticks(codes[i], INT32_MAX);
+        int client = connect_client(&job);
+        fail_accept(codes[i], INT32_MAX);
         start(&job.ranks[0], join);
         finish(&job.ranks[0]);
         check_failed(&job, 1, -ETIMEDOUT, 1, "rank 1 of 2 did not join within 0.6 s; rank 0 could not accept");
         CHECK(strstr(job.ranks[0].err.text, strerror(codes[i])) != NULL, "%s", job.ranks[0].err.text);
-        int calls = atomic_load(&door_calls);
+        int calls = atomic_load(&accept_calls);
         CHECK(calls > 1 && calls < 60, "%s: tried %d times", strerror(codes[i]), calls);
-        door_sticks(0, 0);
-        close(visitor);
+        fail_accept(0, 0);
+        close(client);
         job_close(&job);
     }
 }
 
-// A door that is none any more is not waited at.
-static void test_door_is_gone(void) {
+// EINVAL means that the listener is invalid: the join fails at once.
+static void test_invalid_listener(void) {
     struct job job;
     job_open(&job, 2);
-    int visitor = knock(&job);
-    door_sticks(EINVAL, INT32_MAX);
+    int client = connect_client(&job);
+    fail_accept(EINVAL, INT32_MAX);
     start(&job.ranks[0], join);
     finish(&job.ranks[0]);
     check_failed(&job, 1, -EINVAL, NB_NO_PEER, "rank 0: accept");
-    CHECK(atomic_load(&door_calls) == 1, "tried %d times", atomic_load(&door_calls));
-    door_sticks(0, 0);
-    close(visitor);
+    CHECK(atomic_load(&accept_calls) == 1, "tried %d times", atomic_load(&accept_calls));
+    fail_accept(0, 0);
+    close(client);
     job_close(&job);
 }
 
-static void test_tags(void) {
+static void test_different_tags(void) {
     char mine[NB_WIRE_JOIN_TAG_MAX + 1];
     char theirs[NB_WIRE_JOIN_TAG_MAX + 1];
     struct job job;
     job_open(&job, 4);
     job.ranks[2].config.tag = "1/ofi";
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 runs with '1/ofi', rank 0 with '1/tcp'");
     job_close(&job);
 
@@ -398,17 +404,17 @@ static void test_tags(void) {
     job_open(&job, 2);
     job.ranks[0].config.tag = mine;
     job.ranks[1].config.tag = theirs;
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_failed(&job, -1, NB_EMISMATCH, 1, "xxxxy', rank 0 with '");
     job_close(&job);
 }
 
-static void test_claims(void) {
+static void test_wrong_size_and_rank(void) {
     struct job job;
     struct raw raw;
     job_open(&job, 3);
     job.ranks[2].config.size = 4;
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 runs in a job of 4 ranks, rank 0 of 3");
     job_close(&job);
 
@@ -439,7 +445,7 @@ static void test_claims(void) {
     }
 }
 
-static void test_leaves_early(void) {
+static void test_rank_leaves_during_join(void) {
     struct job job;
     struct raw raw;
     job_open(&job, 3);
@@ -454,25 +460,25 @@ static void test_leaves_early(void) {
 }
 
 static void *barrier_with_signals(void *arg) {
-    broken_waits = 3;
+    interrupted_polls = 3;
     (void)barrier(arg);
     const struct rank *rank = arg;
     CHECK(rank->rc == 0, "rank %d: %s", rank->config.rank, rank->err.text);
-    CHECK(rank->config.rank != 0 || broken_waits == 0, "rank 0 did not wait");
+    CHECK(rank->config.rank != 0 || interrupted_polls == 0, "rank 0's waits were not interrupted");
     return NULL;
 }
 
-// A signal does not end an exchange.
+// Signals do not interrupt a barrier.
 static void test_signals(void) {
     struct job job;
     job_open(&job, 3);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
-    run_but(&job, barrier_with_signals, -1);
+    run_all_but(&job, barrier_with_signals, -1);
     job_close(&job);
 }
 
-static void test_config(void) {
+static void test_invalid_config(void) {
     struct job job;
     struct nb_listener listener;
     struct nb_boot boot;
@@ -481,68 +487,69 @@ static void test_config(void) {
     job_open(&job, 2);
     struct nb_boot_config config = job.ranks[1].config;
     config.secret_bytes = 15;
-    CHECK(nb_listener_open(&listener, &config, NULL, &err) == -EINVAL, "a short secret");
+    CHECK(nb_listener_open(&listener, &config, NULL, &err) == -EINVAL, "a short secret is accepted");
     CHECK(strstr(err.text, "NETBOTTLENECK_SECRET") != NULL, "%s", err.text);
-    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "a short secret");
+    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "a short secret is accepted");
     config = job.ranks[1].config;
     config.secret = NULL;
-    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "no secret");
+    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "no secret is accepted");
     config = job.ranks[1].config;
     config.rank = 2;
-    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "rank 2 of 2");
+    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "rank 2 of 2 is accepted");
     config = job.ranks[1].config;
     memset(tag, 'x', sizeof tag);
     tag[sizeof tag - 1] = '\0';
     config.tag = tag;
-    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "a long tag");
+    CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "a long tag is accepted");
     config = job.ranks[1].config;
-    CHECK(nb_boot_join(&boot, &config, NULL, NULL, NULL) == -EINVAL, "no address");
-    CHECK(nb_boot_join(&boot, &config, NULL, "rank0:80", NULL) == -EINVAL, "a name is not an address");
-    CHECK(nb_boot_join(&boot, &job.ranks[0].config, NULL, NULL, NULL) == -EINVAL, "no listener");
-    CHECK(nb_listener_open(&listener, &config, "nowhere", NULL) == -EINVAL, "a name is not an address");
+    CHECK(nb_boot_join(&boot, &config, NULL, NULL, NULL) == -EINVAL, "a client without an address is accepted");
+    CHECK(nb_boot_join(&boot, &config, NULL, "rank0:80", NULL) == -EINVAL, "a name instead of an address is accepted");
+    CHECK(nb_boot_join(&boot, &job.ranks[0].config, NULL, NULL, NULL) == -EINVAL,
+          "rank 0 without a listener is accepted");
+    CHECK(nb_listener_open(&listener, &config, "nowhere", NULL) == -EINVAL, "a name instead of an address is accepted");
     config.ifname = "=no-such-if";
-    CHECK(nb_listener_open(&listener, &config, NULL, NULL) == -ENODEV, "no such interface");
+    CHECK(nb_listener_open(&listener, &config, NULL, NULL) == -ENODEV, "an unknown interface is accepted");
     job_close(&job);
     nb_listener_close(NULL);
     nb_boot_close(NULL);
 }
 
-// A clock that no rank 0 can have is refused, before anything is computed from it.
+// An impossible clock value of rank 0 is refused before it is used.
 static void test_clock_out_of_range(void) {
-    int ends[2];
+    int fds[2];
     struct nb_boot boot = {.rank = 1, .size = 2, .timeout_ms = 1000};
     struct nb_error err = {0};
     struct wire_exchange pong = {.kind = NB_WIRE_PONG, .value = (uint64_t)1 << 62};
     int64_t offset = 7;
     int64_t trip = 7;
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "socketpair: %m");
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds) == 0, "socketpair: %m");
     boot.control = calloc(2, sizeof *boot.control);
-    boot.control[0] = ends[0];
+    boot.control[0] = fds[0];
     boot.control[1] = -1;
-    say(ends[1], &pong, sizeof pong);
+    send_bytes(fds[1], &pong, sizeof pong);
     CHECK(nb_boot_clock(&boot, &offset, &trip, &err) == NB_EMISMATCH, "accepted: offset %lld", (long long)offset);
     CHECK(strstr(err.text, "rank 0's clock reads 4611686018427387904 ns") != NULL, "%s", err.text);
-    CHECK(offset == 7 && trip == 7, "written in spite of the failure");
+    CHECK(offset == 7 && trip == 7, "outputs are set in spite of the failure");
     nb_boot_close(&boot);
-    close(ends[1]);
+    close(fds[1]);
 }
 
 int main(void) {
-    test_strangers();
+    test_unauthenticated_clients();
     test_wrong_secret();
-    test_forged();
-    test_false_rank_0();
-    test_comes_again();
-    test_missing();
-    test_vain_reads();
-    test_door_sticks();
-    test_door_is_stuck();
-    test_door_is_gone();
-    test_tags();
-    test_claims();
-    test_leaves_early();
+    test_forged_handshakes();
+    test_fake_rank_0();
+    test_client_reconnects();
+    test_missing_rank();
+    test_reads_without_data();
+    test_temporary_accept_failures();
+    test_persistent_accept_failure();
+    test_invalid_listener();
+    test_different_tags();
+    test_wrong_size_and_rank();
+    test_rank_leaves_during_join();
     test_signals();
     test_clock_out_of_range();
-    test_config();
+    test_invalid_config();
     return 0;
 }

@@ -1,5 +1,5 @@
-// A cancelled operation leaves nothing behind: its flows are removed from the lanes, so no byte of a peer lands in
-// its memory any more, and shared memory is revoked. Rank 0 aborts in the middle, before rank 1 begins.
+// Cancelled operations: their flows are removed from the lanes, so that no data of a peer land in their memory, and
+// shared memory is revoked. Rank 0 aborts during an operation, before rank 1 starts it.
 #include <stdatomic.h>
 
 #include "base/list.h"
@@ -11,8 +11,8 @@
 
 enum { WORDS = 64 * 1024 };
 
-static sem_t begun;    // rank 0 expects bytes of rank 1, or shares its memory
-static sem_t released; // rank 1 may go on
+static sem_t begun;    // rank 0 expects data of rank 1, or shares its memory
+static sem_t released; // rank 1 may start
 
 void __real_nb_work_start(struct nb_work *work, uint64_t seq);
 void __wrap_nb_work_start(struct nb_work *work, uint64_t seq);
@@ -32,14 +32,15 @@ void __wrap_nb_work_start(struct nb_work *work, uint64_t seq) {
 }
 
 void __wrap_nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
-    bool expects = lanes->config.lane.rank == 0 && flow->dir == NB_FLOW_IN; // else it may be freed behind this
+    bool expects =
+        lanes->config.lane.rank == 0 && flow->dir == NB_FLOW_IN; // read before the call, which may free the flow
     __real_nb_lanes_add(lanes, flow, now_ns);
     if (expects) {
         (void)sem_post(&begun);
     }
 }
 
-static void give_up(struct test_rank *me) {
+static void abort_during_operation(struct test_rank *me) {
     static float memory[2][WORDS];
     struct nb_segment all = {.base = memory[me->rank], .bytes = sizeof memory[0]};
     struct nb_error err = {0};
@@ -54,10 +55,11 @@ static void give_up(struct test_rank *me) {
     nb_job_abort(me->job, "its data are bad");
     CHECK(test_finish(work, &err) == NB_EPEER && err.peer == 0, "rank 0: %s", err.text);
     const struct peer *peer = &me->job->lanes->peers[1];
-    CHECK(nb_list_empty(&peer->in), "the lanes still expect bytes of the operation");
-    CHECK(nb_list_empty(&peer->out), "the lanes still send bytes of the operation");
+    CHECK(nb_list_empty(&peer->in), "the lanes still expect data of the operation");
+    CHECK(nb_list_empty(&peer->out), "the lanes still send data of the operation");
     if (me->job->shared != NULL) {
-        CHECK(atomic_load(&nb_shared_area(me->job->shared, 0)->revoked) != 0, "others may still write to its memory");
+        CHECK(atomic_load(&nb_shared_area(me->job->shared, 0)->revoked) != 0,
+              "other ranks may still write to its memory");
     }
     (void)sem_post(&released);
 }
@@ -65,13 +67,13 @@ static void give_up(struct test_rank *me) {
 int main(void) {
     static const char *const networks[] = {"tcp", "shm", "ofi"};
     for (size_t i = 0; i < sizeof networks / sizeof networks[0]; i++) {
-        struct test_rank like = test_on(networks[i]);
-        like.size = 2;
-        like.streams = 2;
-        like.algorithm = NB_ALGORITHM_RING;
-        like.run = give_up;
+        struct test_rank template = test_on(networks[i]);
+        template.size = 2;
+        template.streams = 2;
+        template.algorithm = NB_ALGORITHM_RING;
+        template.run = abort_during_operation;
         CHECK(sem_init(&begun, 0, 0) == 0 && sem_init(&released, 0, 0) == 0, "semaphores: %m");
-        (void)test_job(&like); // libfabric may not be there
+        (void)test_job(&template); // libfabric may be missing
     }
     return 0;
 }

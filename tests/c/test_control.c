@@ -1,5 +1,5 @@
-// Invalid control messages of a broken peer: each ends the job with an error that names the peer, and memory does
-// not grow. An idle job's thread sleeps.
+// Control messages: each invalid message ends the job with an error that names its sender, and floods do not grow
+// memory. Also tests limits of pending operations and that an idle communication thread sleeps.
 #include <errno.h>
 #include <malloc.h>
 #include <stdint.h>
@@ -15,16 +15,16 @@
 size_t __sanitizer_get_current_allocated_bytes(void); // gcc ships no header that declares it
 #endif
 
-struct raw {
+struct raw_message {
     const char *what;
     uint32_t type;
-    uint32_t bytes; // as the header says
-    size_t body;    // bytes that follow
+    uint32_t bytes; // length in the header
+    size_t body;    // bytes that are sent
     const void *data;
 };
 
-// Writes straight into a job's control connection, between two of its own messages.
-static void inject(int fd, const struct raw *raw) {
+// Writes a message to a job's control connection, between two of the job's own messages.
+static void send_raw(int fd, const struct raw_message *raw) {
     unsigned char buffer[4096];
     struct wire_control header = {.bytes = raw->bytes, .type = raw->type};
     memcpy(buffer, &header, sizeof header);
@@ -33,40 +33,40 @@ static void inject(int fd, const struct raw *raw) {
     CHECK(n == (ssize_t)(sizeof header + raw->body), "%s: %m", raw->what);
 }
 
-// One rank's message to the other; both must report that it was invalid, and from which rank.
-static void broken(struct test_rank *me, int victim) {
-    const struct raw *raw = me->arg;
+// One rank sends an invalid message to the other. Both report an invalid message of that rank.
+static void check_invalid_message(struct test_rank *me, int receiver) {
+    const struct raw_message *raw = me->arg;
     struct nb_error err = {0};
-    int fd = dup(me->job->controls[1 - me->rank].watch.fd); // rank 1 has one only, its first
+    int fd = dup(me->job->controls[1 - me->rank].watch.fd); // rank 1 has only the connection to rank 0
     test_barrier(me, "before");
-    if (me->rank != victim) {
-        inject(fd, raw);
+    if (me->rank != receiver) {
+        send_raw(fd, raw);
     }
-    int rc = test_try(me, test_op(me->rank == 0 ? "a" : "b", NB_OP_BARRIER, NULL), &err); // neither is ever agreed
-    CHECK(rc == NB_EWIRE && err.peer == 1 - victim, "rank %d, %s: %d, peer %d, %s", me->rank, raw->what, rc, err.peer,
+    int rc = test_try(me, test_op(me->rank == 0 ? "a" : "b", NB_OP_BARRIER, NULL), &err); // neither operation starts
+    CHECK(rc == NB_EWIRE && err.peer == 1 - receiver, "rank %d, %s: %d, peer %d, %s", me->rank, raw->what, rc, err.peer,
           err.text);
     close(fd);
 }
 
-static void broken_member(struct test_rank *me) {
-    broken(me, 0);
+static void member_sends_invalid_message(struct test_rank *me) {
+    check_invalid_message(me, 0);
 }
 
-static void broken_root(struct test_rank *me) {
-    broken(me, 1);
+static void rank_0_sends_invalid_message(struct test_rank *me) {
+    check_invalid_message(me, 1);
 }
 
-static void each(const struct raw *raws, size_t count, void (*run)(struct test_rank *me)) {
+static void run_each(const struct raw_message *messages, size_t count, void (*run)(struct test_rank *me)) {
     for (size_t i = 0; i < count; i++) {
-        struct raw raw = raws[i];
-        struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .arg = &raw};
-        like.run = run;
-        test_job(&like);
+        struct raw_message raw = messages[i];
+        struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .arg = &raw};
+        template.run = run;
+        test_job(&template);
     }
 }
 
-// The same valid operation with one thing wrong in each.
-static struct op_descriptor wrong_desc(int which) {
+// A valid operation with one invalid field.
+static struct op_descriptor invalid_descriptor(int which) {
     struct op_descriptor desc = {.key = 77, .prescale = 1, .postscale = 1, .name = "wrong"};
     switch (which) {
     case 0:
@@ -100,49 +100,49 @@ static struct op_descriptor wrong_desc(int which) {
     return desc;
 }
 
-static void to_rank_0(void) {
+static void test_invalid_messages_to_rank_0(void) {
     static const unsigned char zero[1024] = {0};
     static const uint64_t unknown[16] = {1};
     struct wire_failure fine = {.code = 0, .peer = 1, .text = "nothing happened"};
-    struct wire_failure above = {.code = 5, .peer = 1, .text = "more than nothing"};
-    struct wire_failure again = {.code = -EAGAIN, .peer = 1, .text = "not over"};
+    struct wire_failure above = {.code = 5, .peer = 1, .text = "positive code"};
+    struct wire_failure again = {.code = -EAGAIN, .peer = 1, .text = "not final"};
     static const int32_t twice[] = {7, 0, 1, 1}; // number, ranks
     static const int32_t beyond[] = {7, 1, 2};
     static const int32_t without[] = {7, 0};
     static const int32_t all[] = {0, 0, 1};
-    const struct raw raws[] = {
+    const struct raw_message messages[] = {
         {"no type", 0, 0, 0, zero},
-        {"a failure that is not over", CTL_FAIL, sizeof again, sizeof again, &again},
+        {"a failure with -EAGAIN", CTL_FAIL, sizeof again, sizeof again, &again},
         {"an unknown type", 999, 8, 8, zero},
         {"a go", CTL_GO, sizeof(struct wire_go), sizeof(struct wire_go), zero},
-        {"a cut submit", CTL_SUBMIT, sizeof(struct op_descriptor) - 1, sizeof(struct op_descriptor) - 1, zero},
-        {"a cut mask", CTL_MASK, 3, 3, zero},
+        {"a truncated submit", CTL_SUBMIT, sizeof(struct op_descriptor) - 1, sizeof(struct op_descriptor) - 1, zero},
+        {"a truncated mask", CTL_MASK, 3, 3, zero},
         {"a long mask", CTL_MASK, 136, 136, zero},
-        {"a mask of nothing", CTL_MASK, sizeof unknown, sizeof unknown, unknown},
+        {"a mask of unknown operations", CTL_MASK, sizeof unknown, sizeof unknown, unknown},
         {"a communicator without ranks", CTL_GROUP, 4, 4, twice},
         {"a communicator with a repeated rank", CTL_GROUP, sizeof twice, sizeof twice, twice},
-        {"a communicator of rank 2", CTL_GROUP, sizeof beyond, sizeof beyond, beyond},
+        {"a communicator with rank 2", CTL_GROUP, sizeof beyond, sizeof beyond, beyond},
         {"a communicator without its sender", CTL_GROUP, sizeof without, sizeof without, without},
         {"another communicator of all ranks", CTL_GROUP, sizeof all, sizeof all, all},
         {"a failure without an error code", CTL_FAIL, sizeof fine, sizeof fine, &fine},
-        {"a failure above", CTL_FAIL, sizeof above, sizeof above, &above},
-        {"a cut failure", CTL_FAIL, 3, 3, zero},
-        {"a cut ping", CTL_PING, 7, 7, zero},
-        {"a long goodbye", CTL_BYE, 1, 1, zero},
-        {"endless", CTL_SUBMIT, 0xffffffffu, 0, zero}};
-    each(raws, sizeof raws / sizeof raws[0], broken_member);
+        {"a failure with a positive code", CTL_FAIL, sizeof above, sizeof above, &above},
+        {"a truncated failure", CTL_FAIL, 3, 3, zero},
+        {"a truncated ping", CTL_PING, 7, 7, zero},
+        {"a long leave message", CTL_BYE, 1, 1, zero},
+        {"a message of 4 GiB", CTL_SUBMIT, 0xffffffffu, 0, zero}};
+    run_each(messages, sizeof messages / sizeof messages[0], member_sends_invalid_message);
     for (int i = 0; i < 9; i++) {
-        struct op_descriptor desc = wrong_desc(i);
-        struct raw raw = {"an invalid operation", CTL_SUBMIT, sizeof desc, sizeof desc, &desc};
-        each(&raw, 1, broken_member);
+        struct op_descriptor desc = invalid_descriptor(i);
+        struct raw_message raw = {"an invalid operation", CTL_SUBMIT, sizeof desc, sizeof desc, &desc};
+        run_each(&raw, 1, member_sends_invalid_message);
     }
 }
 
-static void from_rank_0(void) {
+static void test_invalid_messages_from_rank_0(void) {
     static const unsigned char zero[1024] = {0};
     const struct wire_go go = {.seq = 1000, .key = 42, .id = 5};
     const struct wire_failure fine = {.code = 0, .peer = 77, .text = "nothing happened"};
-    const struct wire_failure again = {.code = -EAGAIN, .peer = 0, .text = "not over"};
+    const struct wire_failure again = {.code = -EAGAIN, .peer = 0, .text = "not final"};
     const struct wire_refuse none = {.code = 0, .peer = 0, .text = "nothing is wrong"};
     const struct wire_refuse beyond = {.code = NB_ETIMEOUT, .peer = 99, .text = "not submitted it: 99"};
     const int32_t high = 99;
@@ -154,44 +154,44 @@ static void from_rank_0(void) {
     const struct wire_probe odd = {.seq = 1000, .lanes = 1, .slot = 0, .bytes = 3};
     const struct wire_probe large = {.seq = 1000, .lanes = 0xffffffffu, .slot = 0, .bytes = (uint64_t)1 << 40};
     const struct wire_probe past = {.seq = 0, .lanes = 1, .slot = 0, .bytes = 4096};
-    const struct raw raws[] = {
+    const struct raw_message messages[] = {
         {"an unknown type", 999, 8, 8, zero},
         {"a submit", CTL_SUBMIT, sizeof(struct op_descriptor), sizeof(struct op_descriptor), zero},
-        {"a go of nothing", CTL_GO, sizeof go, sizeof go, &go},
-        {"a cut go", CTL_GO, 5, 5, zero},
-        {"a cut refusal", CTL_REFUSE, 8, 8, zero},
+        {"a go of an unknown operation", CTL_GO, sizeof go, sizeof go, &go},
+        {"a truncated go", CTL_GO, 5, 5, zero},
+        {"a truncated refusal", CTL_REFUSE, 8, 8, zero},
         {"a refusal without a reason", CTL_REFUSE, sizeof none, sizeof none, &none},
         {"a refusal for rank 99", CTL_REFUSE, sizeof beyond, sizeof beyond, &beyond},
         {"a failure without an error code", CTL_ABORT, sizeof fine, sizeof fine, &fine},
-        {"a failure that is not over", CTL_ABORT, sizeof again, sizeof again, &again},
-        {"a cut failure", CTL_ABORT, 3, 3, zero},
-        {"a cut pong", CTL_PONG, 3, 3, zero},
-        {"the end of rank 99", CTL_LEFT, sizeof high, sizeof high, &high},
-        {"the end of rank -7", CTL_LEFT, sizeof low, sizeof low, &low},
-        {"a slot", CTL_PROBE, sizeof slot, sizeof slot, &slot},
-        {"an odd probe", CTL_PROBE, sizeof odd, sizeof odd, &odd},
+        {"a failure with -EAGAIN", CTL_ABORT, sizeof again, sizeof again, &again},
+        {"a truncated failure", CTL_ABORT, 3, 3, zero},
+        {"a truncated pong", CTL_PONG, 3, 3, zero},
+        {"a leave of rank 99", CTL_LEFT, sizeof high, sizeof high, &high},
+        {"a leave of rank -7", CTL_LEFT, sizeof low, sizeof low, &low},
+        {"a probe with an invalid slot", CTL_PROBE, sizeof slot, sizeof slot, &slot},
+        {"a probe of 3 bytes", CTL_PROBE, sizeof odd, sizeof odd, &odd},
         {"a large probe", CTL_PROBE, sizeof large, sizeof large, &large},
-        {"an old probe", CTL_PROBE, sizeof past, sizeof past, &past},
-        {"cut streams", CTL_STREAMS, 9, 9, zero},
-        {"a long notice", CTL_STALL, 1000, 1000, zero},
-        {"a cut notice", CTL_STALL, 8, 8, zero},
-        {"a stall of too many", CTL_STALL, sizeof many, sizeof many, &many},
+        {"a probe with an old number", CTL_PROBE, sizeof past, sizeof past, &past},
+        {"truncated streams", CTL_STREAMS, 9, 9, zero},
+        {"a long stall report", CTL_STALL, 1000, 1000, zero},
+        {"a truncated stall report", CTL_STALL, 8, 8, zero},
+        {"a stall of too many ranks", CTL_STALL, sizeof many, sizeof many, &many},
         {"a stall of rank -7", CTL_STALL, sizeof below, sizeof below, &below},
         {"a stall of rank 99", CTL_STALL, sizeof above, sizeof above, &above},
-        {"endless", CTL_STALL, 0xffffffffu, 0, zero}};
-    each(raws, sizeof raws / sizeof raws[0], broken_root);
+        {"a message of 4 GiB", CTL_STALL, 0xffffffffu, 0, zero}};
+    run_each(messages, sizeof messages / sizeof messages[0], rank_0_sends_invalid_message);
 }
 
-// Strange, but within the protocol: the job goes on.
-static void strange_streams(struct test_rank *me) {
+// Implausible stream counts within the protocol: the job continues.
+static void implausible_stream_counts(struct test_rank *me) {
     struct wire_streams streams = {.used = 0xffffffffu, .count = 0xffffffffu};
-    struct raw raw = {"many streams", CTL_STREAMS, sizeof streams, sizeof streams, &streams};
+    struct raw_message raw = {"many streams", CTL_STREAMS, sizeof streams, sizeof streams, &streams};
     struct nb_job_info info;
     float data[1000];
     int fd = dup(me->job->controls[1 - me->rank].watch.fd);
     test_barrier(me, "before");
     if (me->rank == 0) {
-        inject(fd, &raw);
+        send_raw(fd, &raw);
     }
     for (int i = 0; i < 1000; i++) {
         data[i] = 1;
@@ -205,29 +205,29 @@ static void strange_streams(struct test_rank *me) {
     close(fd);
 }
 
-// Operations in lists, each of which is possible, and more than rank 0 is to keep.
+// Lists of valid operations, together more than rank 0 keeps.
 struct flood {
     int lists;
     int each;
-    const char *words;
-    _Atomic int over;
+    const char *message;
+    _Atomic int ended;
 };
 
-static int frozen_control(struct test_rank *me) {
+static int freeze_and_get_control(struct test_rank *me) {
     test_barrier(me, "before");
-    test_freeze(me->job->progress.thread); // it must not write in the middle of what is written here
+    test_freeze(me->job->progress.thread); // so that the thread does not write to the connection meanwhile
     return me->job->controls[0].watch.fd;
 }
 
-static int64_t in_limit(void) {
+static int64_t test_deadline_ns(void) {
     return nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
 }
 
-static void names_flood(struct test_rank *me) {
+static void flood_of_submissions(struct test_rank *me) {
     const struct flood *flood = me->arg;
     struct nb_error err = {0};
     if (me->rank == 1) {
-        int fd = frozen_control(me);
+        int fd = freeze_and_get_control(me);
         struct op_descriptor *list = calloc((size_t)flood->each, sizeof *list);
         struct wire_control header = {.bytes = (uint32_t)((size_t)flood->each * sizeof *list), .type = CTL_SUBMIT};
         for (int at = 0; at < flood->lists; at++) {
@@ -237,8 +237,8 @@ static void names_flood(struct test_rank *me) {
                 list[i].kind = NB_OP_BARRIER;
                 snprintf(list[i].name, sizeof list[i].name, "flood.%d", at * flood->each + i);
             }
-            CHECK(nb_sock_write_all(fd, &header, sizeof header, in_limit()) == 0 &&
-                      nb_sock_write_all(fd, list, header.bytes, in_limit()) == 0,
+            CHECK(nb_sock_write_all(fd, &header, sizeof header, test_deadline_ns()) == 0 &&
+                      nb_sock_write_all(fd, list, header.bytes, test_deadline_ns()) == 0,
                   "list %d: %m", at);
         }
         free(list);
@@ -247,20 +247,20 @@ static void names_flood(struct test_rank *me) {
         test_barrier(me, "before");
     }
     int rc = test_try(me, test_op(me->rank == 0 ? "a" : "b", NB_OP_BARRIER, NULL), &err);
-    CHECK(rc == NB_EWIRE && err.peer == 1 && strstr(err.text, flood->words) != NULL, "rank %d: %d, peer %d, %s",
+    CHECK(rc == NB_EWIRE && err.peer == 1 && strstr(err.text, flood->message) != NULL, "rank %d: %d, peer %d, %s",
           me->rank, rc, err.peer, err.text);
 }
 
-// Asks without end, and reads no answer.
-static void answers_flood(struct test_rank *me) {
+// Rank 1 sends pings without end and reads no pong.
+static void flood_of_pings(struct test_rank *me) {
     struct flood *flood = me->arg;
     struct nb_error err = {0};
     if (me->rank == 0) {
         test_barrier(me, "before");
         int rc = test_try(me, test_op("a", NB_OP_BARRIER, NULL), &err);
-        CHECK(rc == NB_EWIRE && err.peer == 1 && strstr(err.text, flood->words) != NULL, "%d, peer %d, %s", rc,
+        CHECK(rc == NB_EWIRE && err.peer == 1 && strstr(err.text, flood->message) != NULL, "%d, peer %d, %s", rc,
               err.peer, err.text);
-        atomic_store(&flood->over, 1);
+        atomic_store(&flood->ended, 1);
         return;
     }
     struct {
@@ -271,29 +271,29 @@ static void answers_flood(struct test_rank *me) {
         pings[i].header = (struct wire_control){.bytes = sizeof pings[i].now_ns, .type = CTL_PING};
         pings[i].now_ns = 0;
     }
-    int fd = frozen_control(me);
-    int64_t until = in_limit();
-    while (atomic_load(&flood->over) == 0) {
-        CHECK(nb_now_ns() < until, "rank 0 keeps every answer");
-        (void)nb_sock_write_all(fd, pings, sizeof pings, until); // rank 0 may close it meanwhile
+    int fd = freeze_and_get_control(me);
+    int64_t until = test_deadline_ns();
+    while (atomic_load(&flood->ended) == 0) {
+        CHECK(nb_now_ns() < until, "rank 0 does not fail the job");
+        (void)nb_sock_write_all(fd, pings, sizeof pings, until); // fails once rank 0 closes the connection
     }
     test_thaw();
 }
 
-static void floods(void) {
+static void test_floods(void) {
     struct flood names = {
-        .lists = PENDING_MAX / SUBMITS_MAX + 1, .each = SUBMITS_MAX, .words = "waited for other ranks"};
-    struct flood one_list = {.lists = 1, .each = SUBMITS_MAX + 1, .words = "an unknown control message"};
-    struct flood answers = {.words = "does not read"};
-    struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
-    like.run = names_flood;
-    like.arg = &names;
-    test_job(&like);
-    like.arg = &one_list;
-    test_job(&like);
-    like.run = answers_flood;
-    like.arg = &answers;
-    test_job(&like);
+        .lists = PENDING_MAX / SUBMITS_MAX + 1, .each = SUBMITS_MAX, .message = "waited for other ranks"};
+    struct flood one_list = {.lists = 1, .each = SUBMITS_MAX + 1, .message = "an unknown control message"};
+    struct flood answers = {.message = "does not read"};
+    struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    template.run = flood_of_submissions;
+    template.arg = &names;
+    test_job(&template);
+    template.arg = &one_list;
+    test_job(&template);
+    template.run = flood_of_pings;
+    template.arg = &answers;
+    test_job(&template);
 }
 
 static void kinds_differ(struct test_rank *me) {
@@ -306,11 +306,11 @@ static void kinds_differ(struct test_rank *me) {
     CHECK(strstr(err.text, "allreduce") != NULL && strstr(err.text, "broadcast") != NULL, "text: %s", err.text);
     struct nb_work *work = NULL;
     struct nb_op wrong = {.name = "no kind", .kind = (enum nb_op_kind)77};
-    CHECK(nb_submit(nb_job_world(me->job), &wrong, &work, &err) == -EINVAL, "an unknown kind");
-    struct nb_segment huge = {.base = data, .bytes = (size_t)1 << 46};
-    struct nb_op vast = {
-        .name = "vast", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &huge, .segment_count = 1};
-    CHECK(nb_submit(nb_job_world(me->job), &vast, &work, &err) == -EINVAL, "blocks larger than the lanes' buffers");
+    CHECK(nb_submit(nb_job_world(me->job), &wrong, &work, &err) == -EINVAL, "an unknown kind is accepted");
+    struct nb_segment oversized_segment = {.base = data, .bytes = (size_t)1 << 46};
+    struct nb_op oversized = {
+        .name = "vast", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &oversized_segment, .segment_count = 1};
+    CHECK(nb_submit(nb_job_world(me->job), &oversized, &work, &err) == -EINVAL, "a buffer of 64 TiB is accepted");
     test_barrier(me, "after");
 }
 
@@ -332,7 +332,7 @@ static void batch_run(struct test_rank *me, int from) {
     }
 }
 
-// Bytes that are allocated now. A sanitizer's allocator has a call of its own for this, as glibc's heap is not in use there.
+// Bytes that are allocated now. Sanitizers replace glibc's heap and have their own function for this.
 static size_t in_use(void) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     return __sanitizer_get_current_allocated_bytes();
@@ -341,8 +341,8 @@ static size_t in_use(void) {
 #endif
 }
 
-// Ever-new names, as Horovod gives to operations that have none.
-static void names_without_end(struct test_rank *me) {
+// Ever-new names, as Horovod gives to unnamed operations, do not grow memory.
+static void unlimited_names(struct test_rank *me) {
     enum { WARM = 24000, ALL = 34000 };
     size_t before = 0;
     for (int i = 0; i < ALL; i += BATCH) {
@@ -352,58 +352,59 @@ static void names_without_end(struct test_rank *me) {
         }
         batch_run(me, i);
     }
-    test_barrier(me, "over");
+    test_barrier(me, "finished");
     size_t after = in_use();
     CHECK(after < before + 256 * 1024, "rank %d: %zu bytes in use after %d names, %zu after %d", me->rank, before, WARM,
           after, ALL);
-    CHECK(me->job->ops.round_count <= 16 * 1024, "%d keys are counted", me->job->ops.round_count);
+    CHECK(me->job->ops.round_count <= 16 * 1024, "%d keys are kept", me->job->ops.round_count);
 }
 
-// Many more than may wait for other ranks at a time: those that are agreed wait no more.
-static void more_than_may_wait(struct test_rank *me) {
+// Many more operations in total than may be pending at a time: operations that have started do not count.
+static void more_than_pending_max(struct test_rank *me) {
     for (int i = 0; i < 8 * me->pending_max; i += BATCH) {
         batch_run(me, i);
     }
-    test_barrier(me, "over");
+    test_barrier(me, "finished");
 }
 
-// After something has moved on every lane. Under a load of others this thread may get less than it asks for, never more.
-static void sleeps_when_idle(struct test_rank *me) {
+// After data have moved on every lane, the communication thread sleeps. Other load on the machine can only lower its
+// CPU time.
+static void thread_sleeps_when_idle(struct test_rank *me) {
     struct timespec pause = {.tv_nsec = 600 * 1000 * 1000};
     struct timespec used[2];
     clockid_t clock;
-    char *line = calloc(MOVED, 1);
-    struct nb_segment all = {.base = line, .bytes = MOVED};
+    char *data = calloc(MOVED, 1);
+    struct nb_segment all = {.base = data, .bytes = MOVED};
     test_do(me, test_op("moved", NB_OP_ALLREDUCE, &all));
     test_barrier(me, "before");
-    CHECK(pthread_getcpuclockid(me->job->progress.thread, &clock) == 0, "a thread");
+    CHECK(pthread_getcpuclockid(me->job->progress.thread, &clock) == 0, "thread");
     clock_gettime(clock, &used[0]);
     nanosleep(&pause, NULL);
     clock_gettime(clock, &used[1]);
     int64_t ns = (used[1].tv_sec - used[0].tv_sec) * 1000000000 + used[1].tv_nsec - used[0].tv_nsec;
-    CHECK(ns < 60 * 1000 * 1000, "rank %d: %.1f ms of work in 600 ms without any", me->rank, (double)ns / 1e6);
+    CHECK(ns < 60 * 1000 * 1000, "rank %d: %.1f ms of CPU time in 600 idle ms", me->rank, (double)ns / 1e6);
     test_barrier(me, "after");
-    free(line);
+    free(data);
 }
 
-// One name in each of many threads' turns: a thread submits and waits while another does.
-struct turn {
+// Several threads submit and wait concurrently; each thread uses one name.
+struct submitter {
     struct test_rank *me;
     int number;
 };
 
 static void *thread_run(void *arg) {
-    struct turn *turn = arg;
+    struct submitter *submitter = arg;
     for (int round = 0; round < 40; round++) {
         float data[2000];
         char name[32];
         for (int i = 0; i < 2000; i++) {
-            data[i] = (float)(turn->me->rank + i % 7);
+            data[i] = (float)(submitter->me->rank + i % 7);
         }
         struct nb_segment all = {.base = data, .bytes = sizeof data};
         struct nb_error err = {0};
-        snprintf(name, sizeof name, "thread.%d", turn->number);
-        CHECK(test_finish(test_submit(turn->me, test_op(name, NB_OP_ALLREDUCE, &all)), &err) == 0, "%s: %s", name,
+        snprintf(name, sizeof name, "thread.%d", submitter->number);
+        CHECK(test_finish(test_submit(submitter->me, test_op(name, NB_OP_ALLREDUCE, &all)), &err) == 0, "%s: %s", name,
               err.text);
         for (int i = 0; i < 2000; i++) {
             CHECK(data[i] == (float)(3 + 3 * (i % 7)), "%s: [%d] is %g", name, i, (double)data[i]);
@@ -412,12 +413,12 @@ static void *thread_run(void *arg) {
     return NULL;
 }
 
-static void many_threads(struct test_rank *me) {
+static void several_threads_submit(struct test_rank *me) {
     pthread_t threads[4];
-    struct turn turns[4];
+    struct submitter submitters[4];
     for (int i = 0; i < 4; i++) {
-        turns[i] = (struct turn){.me = me, .number = i};
-        CHECK(pthread_create(&threads[i], NULL, thread_run, &turns[i]) == 0, "a thread");
+        submitters[i] = (struct submitter){.me = me, .number = i};
+        CHECK(pthread_create(&threads[i], NULL, thread_run, &submitters[i]) == 0, "thread");
     }
     for (int i = 0; i < 4; i++) {
         pthread_join(threads[i], NULL);
@@ -426,30 +427,30 @@ static void many_threads(struct test_rank *me) {
 
 int main(void) {
     static const char *const idle[] = {"tcp", "ofi", "shm"};
-    struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
-    to_rank_0();
-    from_rank_0();
-    floods();
-    like.run = strange_streams;
-    test_job(&like);
-    like.run = kinds_differ;
-    test_job(&like);
-    like.run = names_without_end;
-    test_job(&like);
-    like.pending_max = BATCH + 1;
-    like.run = more_than_may_wait;
-    test_job(&like);
-    like.pending_max = 0;
+    struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    test_invalid_messages_to_rank_0();
+    test_invalid_messages_from_rank_0();
+    test_floods();
+    template.run = implausible_stream_counts;
+    test_job(&template);
+    template.run = kinds_differ;
+    test_job(&template);
+    template.run = unlimited_names;
+    test_job(&template);
+    template.pending_max = BATCH + 1;
+    template.run = more_than_pending_max;
+    test_job(&template);
+    template.pending_max = 0;
     for (size_t i = 0; i < sizeof idle / sizeof idle[0]; i++) {
-        struct test_rank resting = test_on(idle[i]);
-        resting.size = 2;
-        resting.streams = 4;
-        resting.run = sleeps_when_idle;
-        (void)test_job(&resting); // libfabric may not be there
+        struct test_rank idle_template = test_on(idle[i]);
+        idle_template.size = 2;
+        idle_template.streams = 4;
+        idle_template.run = thread_sleeps_when_idle;
+        (void)test_job(&idle_template); // libfabric may be missing
     }
-    like.size = 3;
-    like.streams = 2;
-    like.run = many_threads;
-    test_job(&like);
+    template.size = 3;
+    template.streams = 2;
+    template.run = several_threads_submit;
+    test_job(&template);
     return 0;
 }

@@ -1,4 +1,4 @@
-// CUDA's ABI as the core declares it: types, constants and signatures are those of the toolkit's cuda.h.
+// CUDA ABI: the core's declarations of types, constants and signatures equal those of the toolkit's cuda.h.
 #include "check.h"
 
 #if defined(__has_include) && __has_include("/usr/local/cuda/include/cuda.h")

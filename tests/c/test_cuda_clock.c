@@ -38,7 +38,7 @@ static void end(void) {
     CHECK(driver.stream_destroy(stream) == NB_CUDA_SUCCESS, "stream");
     nb_cuda_leave(&device);
     nb_cuda_clock_close(clock_);
-    struct fake_alive alive = fake->alive();
+    struct fake_live_objects alive = fake->live_objects();
     CHECK(alive.events == 0 && alive.streams == 0, "%d events, %d streams are left", alive.events, alive.streams);
     nb_cuda_device_close(&device);
 }
@@ -178,7 +178,7 @@ static void test_failed_calls(void) {
               err.text);
         fake->fail_call(0, 0);
         nb_cuda_clock_close(clock_);
-        CHECK(fake->alive().events == 0 && fake->alive().streams == 0, "call %d leaves objects", n);
+        CHECK(fake->live_objects().events == 0 && fake->live_objects().streams == 0, "call %d leaves objects", n);
         nb_cuda_device_close(&device);
     }
 }

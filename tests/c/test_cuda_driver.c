@@ -1,4 +1,4 @@
-// CUDA driver library: the error on a machine without one.
+// CUDA driver library: errors if it is missing or unusable.
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 #include "check.h"
 #include "cuda/driver.h"
 
-static void expect(const char *library, const char *text) {
+static void expect_error(const char *library, const char *text) {
     struct nb_cuda_driver driver = {0};
     struct nb_error err = {0};
     int rc = nb_cuda_driver_open(&driver, library, &err);
@@ -37,7 +37,7 @@ static void test_named_file_missing(void) {
 }
 
 static void test_another_library(void) {
-    expect("libm.so.6", "CUDA: libm.so.6 is not a CUDA driver: it tells no version");
+    expect_error("libm.so.6", "CUDA: libm.so.6 is not a CUDA driver: it tells no version");
 }
 
 int main(void) {

@@ -1,5 +1,5 @@
-// Device operations over the fake driver: every collective of ranks with buffers in device memory gives the right result
-// whatever the streams' delays, each wait is needed, and failures end the job on every rank.
+// Device operations over the fake CUDA driver. Every collective on device buffers is right for any stream delays, and
+// each wait is necessary. Mismatches and invalid arguments are refused.
 #include <errno.h>
 #include <sched.h>
 #include <stdbool.h>
@@ -21,7 +21,7 @@
 
 enum { DELAY_NS = 20000, YIELDS = 2000, SEEDS = 20 };
 
-static void run_kinds(struct test_rank *me) {
+static void all_kinds(struct test_rank *me) {
     static const int dtypes[] = {NB_U8, NB_I64, NB_BF16, NB_F32, NB_F64};
     static const size_t counts[] = {1, 7, CHUNK / 4, 3 * CHUNK + 1};
     struct gpu gpu;
@@ -38,33 +38,33 @@ static void run_kinds(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-// False: the network is not there.
+// False: the network is not available.
 static bool test_kinds(const char *network) {
     for (int size = 3; size >= 1; size--) {
-        struct test_rank like = ranks_on(network, size);
-        if (job_over(&like, (uint64_t)size, 0, run_kinds) != 0) {
+        struct test_rank template = ranks_on(network, size);
+        if (run_job(&template, (uint64_t)size, 0, all_kinds) != 0) {
             return false;
         }
     }
     return true;
 }
 
-// Operations on host and device memory by turns, some of them under way together.
-static void run_mixed(struct test_rank *me) {
+// Alternating operations on host and device memory, in progress concurrently.
+static void host_and_device_operations(struct test_rank *me) {
     enum { ROUNDS = 6, COUNT = 5 * CHUNK / 4 + 3 };
     struct gpu gpu;
     struct buffer buffers[ROUNDS];
     struct nb_work *works[2 * ROUNDS];
     static float host[TEST_RANKS_MAX][ROUNDS][COUNT];
     char names[2 * ROUNDS][16];
-    const struct nb_op like = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "mixed"};
+    const struct nb_op template = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "mixed"};
     gpu_open(&gpu, me);
     for (int i = 0; i < ROUNDS; i++) {
         buffer_open(&gpu, &buffers[i], COUNT * sizeof(float), sizeof(float), PIECES);
-        fill(me, &like, &buffers[i], COUNT);
+        fill(me, &template, &buffers[i], COUNT);
         memcpy(host[me->rank][i], buffers[i].host, COUNT * sizeof(float));
         buffer_copy(&gpu, &buffers[i], false);
-        struct nb_op op = on_device(&gpu, &buffers[i], like);
+        struct nb_op op = on_device(&gpu, &buffers[i], template);
         snprintf(names[2 * i], sizeof names[0], "device %d", i);
         snprintf(names[2 * i + 1], sizeof names[0], "host %d", i);
         op.name = names[2 * i];
@@ -76,10 +76,10 @@ static void run_mixed(struct test_rank *me) {
         test_done(me, works[i]);
     }
     for (int i = 0; i < ROUNDS; i++) {
-        check_result(me, &like, (const unsigned char *)host[me->rank][i], i % 2 == 0 ? 1 : COUNT);
+        check_result(me, &template, (const unsigned char *)host[me->rank][i], i % 2 == 0 ? 1 : COUNT);
         buffer_copy(&gpu, &buffers[i], true);
-        succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
-        check_result(me, &like, buffers[i].host, COUNT);
+        check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+        check_result(me, &template, buffers[i].host, COUNT);
         buffer_close(&gpu, &buffers[i]);
     }
     gpu_close(&gpu);
@@ -87,28 +87,28 @@ static void run_mixed(struct test_rank *me) {
 
 static void test_seeds(const char *network, int seeds) {
     for (int seed = 0; seed < seeds; seed++) {
-        struct test_rank like = ranks_on(network, 2 + seed % 2);
-        like.device_chunks = 1 + seed % 5;
-        CHECK(job_over(&like, (uint64_t)seed, DELAY_NS, run_mixed) == 0, "the job");
+        struct test_rank template = ranks_on(network, 2 + seed % 2);
+        template.device_chunks = 1 + seed % 5;
+        CHECK(run_job(&template, (uint64_t)seed, DELAY_NS, host_and_device_operations) == 0, "open the job");
     }
 }
 
-// What orders the use of memory. Each of these is switched off in the driver below, and a result must be wrong.
+// Rules that order the use of memory. The fake driver disables each of them, and the result must then be wrong.
 enum rule { NONE, FENCE, ARRIVAL, REUSE, CALLER_WAITS, RULES };
 
 struct experiment {
-    enum rule held;   // whose stream of rank 0 stands still
-    enum rule broken; // NONE: the stream goes on when the operation has had time to go wrong
-    bool right;       // out: the result of rank 0
+    enum rule held;   // the stream of this rule is held on rank 0
+    enum rule broken; // NONE: the stream is released after the operation had time to go wrong
+    bool right;       // out: the result of rank 0 is right
 };
 
-static void let_others_run(void) {
+static void yield_to_streams(void) {
     for (int i = 0; i < YIELDS; i++) {
         (void)sched_yield();
     }
 }
 
-static void run_rule(struct test_rank *me) {
+static void result_with_rule(struct test_rank *me) {
     struct experiment *experiment = me->arg;
     enum { COUNT = 3 * CHUNK / 4 + 5 };
     struct gpu gpu;
@@ -116,7 +116,7 @@ static void run_rule(struct test_rank *me) {
     struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "rule"};
     gpu_open(&gpu, me);
     collective(me, &gpu, op, COUNT, 1);
-    if (experiment->held == CALLER_WAITS) { // nothing waits on rank 1
+    if (experiment->held == CALLER_WAITS) { // rank 1, as root, makes no wait: drop_wait drops rank 0's
         op.kind = NB_OP_BROADCAST;
         op.root = 1;
     }
@@ -138,59 +138,59 @@ static void run_rule(struct test_rank *me) {
         [FENCE] = gpu.stream, [ARRIVAL] = out, [REUSE] = back, [CALLER_WAITS] = back};
     struct CUstream_st *const held = streams[experiment->held];
     fake->hold(held, true);
-    fake->hasten(breaks && experiment->broken != CALLER_WAITS ? held : NULL);
+    fake->report_done(breaks && experiment->broken != CALLER_WAITS ? held : NULL);
     fake->drop_wait(experiment->broken == CALLER_WAITS);
     buffer_copy(&gpu, &buffer, false);
     struct nb_work *work = test_submit(me, on_device(&gpu, &buffer, op));
     if (!breaks) {
-        let_others_run();
+        yield_to_streams();
         fake->hold(held, false);
     }
     test_done(me, work);
-    if (experiment->broken == CALLER_WAITS) { // else the wait itself makes this late
+    if (experiment->broken == CALLER_WAITS) { // otherwise the caller's own wait delays this copy
         buffer_copy(&gpu, &buffer, true);
-        succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+        check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
     }
-    fake->hasten(NULL);
+    fake->report_done(NULL);
     fake->hold(held, false);
     if (experiment->broken != CALLER_WAITS) {
         buffer_copy(&gpu, &buffer, true);
     }
-    succeed(gpu.driver.stream_synchronize(out), "cuStreamSynchronize");
-    succeed(gpu.driver.stream_synchronize(back), "cuStreamSynchronize");
-    succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    check_success(gpu.driver.stream_synchronize(out), "cuStreamSynchronize");
+    check_success(gpu.driver.stream_synchronize(back), "cuStreamSynchronize");
+    check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
     experiment->right = true;
     for (size_t i = 0; i < COUNT; i++) {
         double got = element_get((const char *)buffer.host + i * sizeof(float), NB_F32);
-        experiment->right = experiment->right && got == wanted(me, &op, i, COUNT);
+        experiment->right = experiment->right && got == expected_value(me, &op, i, COUNT);
     }
     test_barrier(me, "after");
     buffer_close(&gpu, &buffer);
     gpu_close(&gpu);
 }
 
-static void test_each_rule_is_needed(const char *network) {
+static void test_each_rule_is_necessary(const char *network) {
     for (int rule = FENCE; rule < RULES; rule++) {
         for (int broken = 0; broken < 2; broken++) {
             struct experiment experiment = {.held = (enum rule)rule, .broken = broken ? (enum rule)rule : NONE};
-            struct test_rank like = ranks_on(network, 2);
-            like.device_chunks = rule == REUSE ? 1 : 8;
-            like.arg = &experiment;
-            CHECK(job_over(&like, 1, 0, run_rule) == 0, "the job");
+            struct test_rank template = ranks_on(network, 2);
+            template.device_chunks = rule == REUSE ? 1 : 8;
+            template.arg = &experiment;
+            CHECK(run_job(&template, 1, 0, result_with_rule) == 0, "open the job");
             CHECK(experiment.right == !broken, "rule %d, broken: %d, right: %d", rule, broken, experiment.right);
         }
     }
 }
 
-// An operation whose fence is not reached holds up no other, and no rank counts as silent.
-static void run_late(struct test_rank *me) {
+// An operation whose fence is not reached does not block other operations, and no rank counts as silent.
+static void operation_with_late_fence(struct test_rank *me) {
     enum { COUNT = 2 * CHUNK / 4 + 1 };
     struct gpu gpu;
     struct buffer late;
     struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "late"};
     gpu_open(&gpu, me);
     struct CUstream_st *first = gpu.stream;
-    succeed(gpu.driver.stream_create(&gpu.stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(gpu.driver.stream_create(&gpu.stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
     fake->hold(gpu.stream, me->rank == 0);
     buffer_open(&gpu, &late, COUNT * sizeof(float), sizeof(float), 2);
     fill(me, &op, &late, COUNT);
@@ -206,20 +206,20 @@ static void run_late(struct test_rank *me) {
     fake->hold(gpu.stream, false);
     test_done(me, work);
     buffer_copy(&gpu, &late, true);
-    succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
     check_result(me, &op, late.host, COUNT);
     buffer_close(&gpu, &late);
-    succeed(gpu.driver.stream_destroy(first), "cuStreamDestroy");
+    check_success(gpu.driver.stream_destroy(first), "cuStreamDestroy");
     gpu_close(&gpu);
 }
 
-static void test_a_late_fence(const char *network) {
-    struct test_rank like = ranks_on(network, 2);
-    CHECK(job_over(&like, 1, 0, run_late) == 0, "the job");
+static void test_late_fence_blocks_no_other_operation(const char *network) {
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(run_job(&template, 1, 0, operation_with_late_fence) == 0, "open the job");
 }
 
-// The buffers of several streams, and a fence of the caller's own.
-static void run_streams(struct test_rank *me) {
+// An operation with several streams, and with a fence event of the caller.
+static void operation_with_several_streams(struct test_rank *me) {
     enum { COUNT = CHUNK / 4 + 1 };
     struct gpu gpu;
     struct buffer buffer;
@@ -229,7 +229,7 @@ static void run_streams(struct test_rank *me) {
     gpu_open(&gpu, me);
     streams[0] = gpu.stream;
     for (int i = 1; i < NB_OP_STREAMS_MAX; i++) {
-        succeed(gpu.driver.stream_create(&streams[i], NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+        check_success(gpu.driver.stream_create(&streams[i], NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
     }
     buffer_open(&gpu, &buffer, COUNT * sizeof(float), sizeof(float), PIECES);
     for (int own = 0; own < 2; own++) {
@@ -241,34 +241,34 @@ static void run_streams(struct test_rank *me) {
         several.streams = streams;
         several.stream_count = NB_OP_STREAMS_MAX;
         if (own > 0) {
-            succeed(gpu.driver.event_create(&fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
-            succeed(gpu.driver.event_record(fence, gpu.stream), "cuEventRecord");
+            check_success(gpu.driver.event_create(&fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
+            check_success(gpu.driver.event_record(fence, gpu.stream), "cuEventRecord");
             several.fence = fence;
         }
         test_done(me, test_submit(me, several));
         gpu.stream = streams[own];
         buffer_copy(&gpu, &buffer, true);
-        succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+        check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
         check_result(me, &op, buffer.host, COUNT);
     }
-    succeed(gpu.driver.event_destroy(fence), "cuEventDestroy");
+    check_success(gpu.driver.event_destroy(fence), "cuEventDestroy");
     gpu.stream = streams[0];
     buffer_close(&gpu, &buffer);
     for (int i = 1; i < NB_OP_STREAMS_MAX; i++) {
-        succeed(gpu.driver.stream_destroy(streams[i]), "cuStreamDestroy");
+        check_success(gpu.driver.stream_destroy(streams[i]), "cuStreamDestroy");
     }
     gpu_close(&gpu);
 }
 
 static void test_streams(const char *network) {
     for (uint64_t seed = 0; seed < 20; seed++) {
-        struct test_rank like = ranks_on(network, 2);
-        CHECK(job_over(&like, seed, DELAY_NS, run_streams) == 0, "the job");
+        struct test_rank template = ranks_on(network, 2);
+        CHECK(run_job(&template, seed, DELAY_NS, operation_with_several_streams) == 0, "open the job");
     }
 }
 
-// Rank 0 has the gradient on its GPU, the others in host memory.
-static void run_mismatch(struct test_rank *me) {
+// Rank 0 has the gradient on its GPU, the other rank in host memory.
+static void memory_kinds_differ(struct test_rank *me) {
     struct gpu gpu;
     struct buffer buffer;
     struct nb_error err = {0};
@@ -280,23 +280,23 @@ static void run_mismatch(struct test_rank *me) {
     int rc = test_try(me, me->rank == 0 ? on_device(&gpu, &buffer, op) : op, &err);
     CHECK(rc == NB_EMISMATCH, "rank %d: %d", me->rank, rc);
     CHECK(strcmp(err.text, "gradient w: rank 0 has it on cuda, rank 1 on cpu") == 0, "rank %d: %s", me->rank, err.text);
-    collective(me, &gpu, op, 5, 1); // the job goes on
+    collective(me, &gpu, op, 5, 1); // the job continues
     buffer_close(&gpu, &buffer);
     gpu_close(&gpu);
 }
 
 static void test_mismatch(const char *network) {
-    struct test_rank like = ranks_on(network, 2);
-    CHECK(job_over(&like, 1, 0, run_mismatch) == 0, "the job");
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(run_job(&template, 1, 0, memory_kinds_differ) == 0, "open the job");
 }
 
-// What is refused at once, on this rank alone.
-static int refused(struct test_rank *me, struct nb_op op, struct nb_error *err) {
+// Submits an operation that must be refused on this rank alone.
+static int submit_refused(struct test_rank *me, struct nb_op op, struct nb_error *err) {
     *err = (struct nb_error){0};
     return test_try(me, op, err);
 }
 
-static void run_refusals(struct test_rank *me) {
+static void invalid_operations(struct test_rank *me) {
     struct gpu gpu;
     struct buffer buffer;
     struct nb_error err = {0};
@@ -305,41 +305,41 @@ static void run_refusals(struct test_rank *me) {
     const struct nb_op right = on_device(&gpu, &buffer, test_op("w", NB_OP_ALLREDUCE, NULL));
     struct nb_op op = right;
     op.stream_count = 0;
-    CHECK(refused(me, op, &err) == -EINVAL && strstr(err.text, "w: 0 streams") != NULL, "%s", err.text);
+    CHECK(submit_refused(me, op, &err) == -EINVAL && strstr(err.text, "w: 0 streams") != NULL, "%s", err.text);
     op = right;
     op.device = FAKE_DEVICES + 1;
-    CHECK(refused(me, op, &err) == -ENODEV && strstr(err.text, "there is no device 2") != NULL, "%s", err.text);
+    CHECK(submit_refused(me, op, &err) == -ENODEV && strstr(err.text, "there is no device 2") != NULL, "%s", err.text);
     op = right;
     op.kind = NB_OP_BARRIER;
-    CHECK(refused(me, op, &err) == -EINVAL, "%s", err.text);
+    CHECK(submit_refused(me, op, &err) == -EINVAL, "%s", err.text);
     fake->capture(gpu.stream, true);
-    CHECK(refused(me, right, &err) == -EINVAL &&
+    CHECK(submit_refused(me, right, &err) == -EINVAL &&
               strcmp(err.text, "gradient w was made while its stream is captured into a CUDA graph: keep backward out "
                                "of the capture") == 0,
           "%s", err.text);
     fake->capture(gpu.stream, false);
-    collective(me, &gpu, right, 5, 1); // nothing of it is left
+    collective(me, &gpu, right, 5, 1); // the name can be used again
     buffer_close(&gpu, &buffer);
     gpu_close(&gpu);
 }
 
 static void test_refusals(const char *network) {
-    struct test_rank like = ranks_on(network, 1);
-    CHECK(job_over(&like, 1, 0, run_refusals) == 0, "the job");
-    like = ranks_on(network, 2);
-    CHECK(job_over(&like, 1, 0, run_refusals) == 0, "the job");
+    struct test_rank template = ranks_on(network, 1);
+    CHECK(run_job(&template, 1, 0, invalid_operations) == 0, "open the job");
+    template = ranks_on(network, 2);
+    CHECK(run_job(&template, 1, 0, invalid_operations) == 0, "open the job");
 }
 
 int main(int argc, char **argv) {
     const char *network = argc > 1 ? argv[1] : "tcp";
-    const char *seeds = getenv("TEST_SEEDS"); // of streams' delays
+    const char *seeds = getenv("TEST_SEEDS"); // seeds of the streams' delays
     fake = fake_controls_get();
     if (!test_kinds(network)) {
         return CHECK_SKIPPED;
     }
     test_seeds(network, seeds != NULL ? atoi(seeds) : SEEDS);
-    test_each_rule_is_needed(network);
-    test_a_late_fence(network);
+    test_each_rule_is_necessary(network);
+    test_late_fence_blocks_no_other_operation(network);
     test_streams(network);
     test_mismatch(network);
     test_refusals(network);

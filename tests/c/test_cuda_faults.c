@@ -1,5 +1,6 @@
-// Device operations that do not go to plan, over the fake driver: a failed call of CUDA ends the job on all ranks and is
-// named, a killed rank is an error on the others, memory that cannot be pinned serves, joined ranks and groups sum right.
+// Faults of device operations, over the fake CUDA driver. A failed CUDA call ends the job on all ranks, and the error
+// names it. A killed rank is an error on the others. Memory that cannot be pinned is used all the same. Also: joined
+// ranks and groups.
 #include <errno.h>
 #include <sched.h>
 #include <signal.h>
@@ -31,14 +32,14 @@ static const struct nb_op sum_of_floats = {.kind = NB_OP_ALLREDUCE, .dtype = NB_
 
 // ---- a failed call
 
-struct failing {
+struct failing_call {
     const char *symbol;
     const char *message; // of the failure
     bool at_first_use;   // of the device
     bool own_fence;
 };
 
-static const struct failing failing_calls[] = {
+static const struct failing_call failing_calls[] = {
     {"cuStreamIsCapturing", "cuStreamIsCapturing on device 1", false, false},
     {"cuEventCreate", "cuEventCreate on device 1", false, false},
     {"cuEventRecord", "cuEventRecord on device 1", false, false},
@@ -50,55 +51,56 @@ static const struct failing failing_calls[] = {
     {"cuStreamCreate", "cuStreamCreate on device 1", true, false},
 };
 
-// A call of rank 1, which alone has device 1, fails. The other rank may have had its result before.
-static void run_failing(struct test_rank *me) {
-    const struct failing *failing = me->arg;
+// A call fails on rank 1, the only rank with device 1. Rank 0 may have finished before.
+static void failing_call_of_rank_1(struct test_rank *me) {
+    const struct failing_call *failing_call = me->arg;
     struct gpu gpu;
     struct flight flight;
     struct CUevent_st *fence = NULL;
     struct nb_error err = {0};
     char text[NB_ERROR_TEXT];
     gpu_open(&gpu, me);
-    if (!failing->at_first_use) {
+    if (!failing_call->at_first_use) {
         collective(me, &gpu, sum_of_floats, 3, 1);
     }
     flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 1);
-    succeed(gpu.driver.event_create(&fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
-    succeed(gpu.driver.event_record(fence, gpu.stream), "cuEventRecord");
-    flight.op.fence = failing->own_fence ? fence : NULL;
+    check_success(gpu.driver.event_create(&fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
+    check_success(gpu.driver.event_record(fence, gpu.stream), "cuEventRecord");
+    flight.op.fence = failing_call->own_fence ? fence : NULL;
     test_barrier(me, "prepared");
     if (me->rank == 1) {
-        fake->fail_named(failing->symbol, 1, NB_CUDA_OUT_OF_MEMORY);
+        fake->fail_named(failing_call->symbol, 1, NB_CUDA_OUT_OF_MEMORY);
     }
     int rc = test_try(me, flight.op, &err);
     for (int again = 0; again < 2; again++) {
-        snprintf(text, sizeof text, "rank 1: CUDA: %s: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory)", failing->message);
+        snprintf(text, sizeof text, "rank 1: CUDA: %s: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory)",
+                 failing_call->message);
         CHECK(rc == -ENOMEM || (rc == 0 && again == 0 && me->rank == 0), "rank %d, %s: %d %s", me->rank,
-              failing->message, rc, err.text);
+              failing_call->message, rc, err.text);
         CHECK(rc == 0 || (strcmp(err.text, text) == 0 && err.peer == 1), "rank %d: %s of rank %d, not: %s", me->rank,
               err.text, err.peer, text);
         err = (struct nb_error){0};
         rc = test_try(me, flight.op, &err);
     }
-    succeed(gpu.driver.event_destroy(fence), "cuEventDestroy");
+    check_success(gpu.driver.event_destroy(fence), "cuEventDestroy");
     buffer_close(&gpu, &flight.buffer);
     gpu_close(&gpu);
 }
 
 static int test_failed_calls(const char *network) {
     for (size_t i = 0; i < sizeof failing_calls / sizeof failing_calls[0]; i++) {
-        struct test_rank like = ranks_on(network, 2);
-        struct failing failing = failing_calls[i];
-        like.arg = &failing;
-        if (job_over(&like, i, DELAY_NS, run_failing) == CHECK_SKIPPED) {
+        struct test_rank template = ranks_on(network, 2);
+        struct failing_call failing_call = failing_calls[i];
+        template.arg = &failing_call;
+        if (run_job(&template, i, DELAY_NS, failing_call_of_rank_1) == CHECK_SKIPPED) {
             return CHECK_SKIPPED;
         }
     }
     return 0;
 }
 
-// A job of one rank: no other rank learns of the failure.
-static void run_failing_alone(struct test_rank *me) {
+// A failed call in a job of one rank.
+static void failing_call_of_one_rank(struct test_rank *me) {
     struct gpu gpu;
     struct flight flight;
     struct nb_error err = {0};
@@ -113,8 +115,8 @@ static void run_failing_alone(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-// An operation breaks the device after its call was accepted: only later calls show it.
-static void run_broken(struct test_rank *me) {
+// An operation fails the device after its call has succeeded: only later calls report it.
+static void device_fails(struct test_rank *me) {
     struct gpu gpu;
     struct flight flight;
     struct nb_error err = {0};
@@ -122,7 +124,7 @@ static void run_broken(struct test_rank *me) {
     gpu_open(&gpu, me);
     collective(me, &gpu, sum_of_floats, 3, 1);
     flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 1);
-    succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
     test_barrier(me, "prepared");
     if (me->rank == 0) {
         fake->break_operation(5);
@@ -135,21 +137,21 @@ static void run_broken(struct test_rank *me) {
 }
 
 static void test_broken_device(const char *network) {
-    struct test_rank like = ranks_on(network, 2);
+    struct test_rank template = ranks_on(network, 2);
     fake->reset(1, 0);
-    like.run = run_broken;
-    CHECK(test_job(&like) == 0, "the job");
+    template.run = device_fails;
+    CHECK(test_job(&template) == 0, "open the job");
 }
 
 // ---- a killed rank
 
-struct killing {
+struct kill_case {
     const char *network;
-    enum fake_kind held; // copies of rank 1 that are under way when it is killed
+    enum fake_kind held; // rank 1 is killed while copies of this kind are pending
 };
 
-static void run_killed(struct test_rank *me) {
-    const struct killing *killing = me->arg;
+static void rank_is_killed(struct test_rank *me) {
+    const struct kill_case *kill_case = me->arg;
     struct gpu gpu;
     struct flight flight;
     struct nb_error err = {0};
@@ -158,7 +160,7 @@ static void run_killed(struct test_rank *me) {
     flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 2);
     test_barrier(me, "prepared");
     if (me->rank == 1) {
-        struct CUstream_st *held = engine_stream(&gpu, killing->held);
+        struct CUstream_st *held = engine_stream(&gpu, kill_case->held);
         fake->hold(held, true);
         flight.work = test_submit(me, flight.op);
         while (fake->pending(held) == 0) {
@@ -170,38 +172,38 @@ static void run_killed(struct test_rank *me) {
     CHECK(rc == NB_EPEER && err.peer == 1, "rank %d: %d %s", me->rank, rc, err.text);
     rc = test_try(me, flight.op, &err);
     CHECK(rc == NB_EPEER, "rank %d again: %d %s", me->rank, rc, err.text);
-    buffer_copy(&gpu, &flight.buffer, true); // its own memory and streams are free
+    buffer_copy(&gpu, &flight.buffer, true); // the survivor can use its memory and streams
     buffer_close(&gpu, &flight.buffer);
     gpu_close(&gpu);
 }
 
-// Each rank but 0 is a process.
-static int killed_job(struct killing *killing) {
+// Runs a job whose ranks, except rank 0, are processes.
+static int run_killed_job(struct kill_case *kill_case) {
     enum { SIZE = 3 };
     struct nb_listener listener = {.fd = -1};
     struct nb_error err = {0};
     struct nb_boot_config config = {.size = SIZE, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
-    struct test_rank me = ranks_on(killing->network, SIZE);
+    struct test_rank me = ranks_on(kill_case->network, SIZE);
     pid_t pids[SIZE] = {0};
     int pipes[SIZE][2];
     fake->reset(1, DELAY_NS);
-    me.run = run_killed;
-    me.timeout_ms = LONG_MS; // a death that only the deadline shows is not noticed here
-    me.arg = killing;
+    me.run = rank_is_killed;
+    me.timeout_ms = LONG_MS; // too long for the deadline to detect the death
+    me.arg = kill_case;
     for (int r = 1; r < SIZE; r++) {
         CHECK(pipe(pipes[r]) == 0, "pipe: %m");
         pids[r] = fork();
         CHECK(pids[r] >= 0, "fork: %m");
         if (pids[r] == 0) {
             CHECK(prctl(PR_SET_PDEATHSIG, SIGKILL) == 0, "prctl: %m");
-            CHECK(read(pipes[r][0], me.address, sizeof me.address) == sizeof me.address, "no address");
+            CHECK(read(pipes[r][0], me.address, sizeof me.address) == sizeof me.address, "read the address");
             me.rank = r;
             test_rank_main(&me);
             CHECK(me.rc == 0 || me.rc == NB_ENOLIB, "rank %d: %s", r, me.err.text);
             if (me.rc == 0) {
-                check_nothing_left();
+                check_no_live_objects();
             }
-            fake->reset(0, 0); // its streams' threads end
+            fake->reset(0, 0); // ends the threads of its streams
             _exit(0);
         }
     }
@@ -218,36 +220,36 @@ static int killed_job(struct killing *killing) {
         CHECK(waitpid(pids[r], &status, 0) == pids[r], "wait: %m");
         bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
         bool ended = WIFEXITED(status) && WEXITSTATUS(status) == 0;
-        CHECK(r == 1 && me.rc == 0 ? killed : ended, "rank %d ended with %x", r, (unsigned)status);
+        CHECK(r == 1 && me.rc == 0 ? killed : ended, "rank %d ended with status %x", r, (unsigned)status);
         (void)close(pipes[r][0]);
         (void)close(pipes[r][1]);
     }
     nb_listener_close(&listener);
     if (me.rc == 0) {
-        check_nothing_left();
+        check_no_live_objects();
     }
     return me.rc == NB_ENOLIB ? CHECK_SKIPPED : 0;
 }
 
-static int test_killed(const char *network) {
-    struct killing out = {network, FAKE_TO_HOST};
-    struct killing back = {network, FAKE_TO_DEVICE};
-    int rc = killed_job(&out);
-    return rc != 0 ? rc : killed_job(&back);
+static int test_killed_rank(const char *network) {
+    struct kill_case out = {network, FAKE_TO_HOST};
+    struct kill_case back = {network, FAKE_TO_DEVICE};
+    int rc = run_killed_job(&out);
+    return rc != 0 ? rc : run_killed_job(&back);
 }
 
 // ---- memory that cannot be pinned
 
-static int notices_of(struct test_rank *me, const char *like) {
+static int count_notices(struct test_rank *me, const char *template) {
     char text[NB_ERROR_TEXT];
     int count = 0;
     while (nb_job_notice(me->job, text, sizeof text)) {
-        count += strstr(text, like) == text;
+        count += strstr(text, template) == text;
     }
     return count;
 }
 
-static void run_unpinned(struct test_rank *me) {
+static void memory_not_pinned(struct test_rank *me) {
     struct gpu gpu;
     struct flight flight;
     char text[NB_ERROR_TEXT];
@@ -266,17 +268,17 @@ static void run_unpinned(struct test_rank *me) {
              "staging memory cannot be pinned, so copies of device 0 block (CUDA: cuMemHostRegister of %d bytes on "
              "device 0: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory))",
              CHUNK * CHUNKS);
-    int notices = notices_of(me, text);
-    CHECK(notices == (me->rank == 0), "rank %d logged it %d times", me->rank, notices);
-    test_barrier(me, "looked");
-    CHECK(fake->slow_copies() > 0, "the memory was pinned");
+    int notices = count_notices(me, text);
+    CHECK(notices == (me->rank == 0), "rank %d: %d notices", me->rank, notices);
+    test_barrier(me, "checked");
+    CHECK(fake->pageable_copies() > 0, "no copy was pageable");
     gpu_close(&gpu);
 }
 
 // ---- joined ranks
 
-// Rank r has 2 * (r + 1) sums; a rank that has no more joins.
-static void run_joined(struct test_rank *me) {
+// Rank r runs 2 * (r + 1) all-reduces and then joins.
+static void ranks_join(struct test_rank *me) {
     struct gpu gpu;
     gpu_open(&gpu, me);
     for (int round = 0; round < 2; round++) {
@@ -286,15 +288,15 @@ static void run_joined(struct test_rank *me) {
             struct nb_op op = sum_of_floats;
             snprintf(name, sizeof name, "sum.%d", k);
             op.name = name;
-            const int zeros = k / 2; // ranks that have joined, from 0 on
+            const int zeros = k / 2; // ranks below this one have joined
             flight_prepare(me, &gpu, &flight, op, k % 2 == 0 ? COUNT : 1, PIECES);
             test_done(me, test_submit(me, flight.op));
             buffer_copy(&gpu, &flight.buffer, true);
-            succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+            check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
             for (size_t i = 0; i < flight.count; i++) {
                 double want = 0;
                 for (int r = zeros; r < me->size; r++) {
-                    want += given(r, i);
+                    want += input_value(r, i);
                 }
                 double got = element_get((const char *)flight.buffer.host + i * sizeof(float), NB_F32);
                 CHECK(got == want, "rank %d, %s: [%zu] is %g, not %g", me->rank, name, i, got, want);
@@ -311,8 +313,8 @@ static void run_joined(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-// What needs the data of a joined rank is refused, and the job goes on.
-static void run_joined_refused(struct test_rank *me) {
+// Operations that need data of a joined rank are refused, and the job continues.
+static void operations_refused_after_join(struct test_rank *me) {
     struct gpu gpu;
     int32_t last = -1;
     struct nb_segment all = {.base = &last, .bytes = sizeof last};
@@ -353,8 +355,8 @@ static struct test_rank member_of(struct test_rank *me, int group) {
     return member;
 }
 
-// Operations of one name in all groups and in the whole job at once.
-static void run_groups(struct test_rank *me) {
+// Concurrent operations with the same name in all groups and in the job.
+static void same_name_in_all_groups(struct test_rank *me) {
     struct gpu gpu;
     gpu_open(&gpu, me);
     for (int g = 0; g < GROUPS; g++) {
@@ -369,7 +371,7 @@ static void run_groups(struct test_rank *me) {
         struct flight flights[GROUPS + 1];
         struct test_rank members[GROUPS + 1];
         for (int i = 0; i <= GROUPS; i++) {
-            const int g = (i + me->rank) % (GROUPS + 1); // another order on each rank
+            const int g = (i + me->rank) % (GROUPS + 1); // a different order on each rank
             const struct nb_op op = {.kind = kinds[k], .dtype = NB_F32, .name = "one name", .root = 1};
             members[g] = g == GROUPS ? *me : member_of(me, g);
             if (members[g].rank >= 0) {
@@ -386,28 +388,28 @@ static void run_groups(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static void run_all(const char *network, int size, int chunks, void (*run)(struct test_rank *me)) {
+static void run_seeds(const char *network, int size, int chunks, void (*run)(struct test_rank *me)) {
     for (uint64_t seed = 0; seed < 3; seed++) {
-        struct test_rank like = ranks_on(network, size);
-        like.device_chunks = chunks;
-        CHECK(job_over(&like, seed, DELAY_NS, run) == 0, "the job");
+        struct test_rank template = ranks_on(network, size);
+        template.device_chunks = chunks;
+        CHECK(run_job(&template, seed, DELAY_NS, run) == 0, "open the job");
     }
 }
 
 int main(int argc, char **argv) {
     const char *network = argc > 1 ? argv[1] : "tcp";
     fake = fake_controls_get();
-    int rc = test_killed(network);
+    int rc = test_killed_rank(network);
     if (rc != 0 || (rc = test_failed_calls(network)) != 0) {
         return rc;
     }
-    run_all(network, 1, CHUNKS, run_failing_alone);
+    run_seeds(network, 1, CHUNKS, failing_call_of_one_rank);
     test_broken_device(network);
-    run_all(network, 2, CHUNKS, run_unpinned);
-    run_all(network, 3, CHUNKS, run_joined);
-    run_all(network, 3, CHUNKS, run_joined_refused);
-    run_all(network, 4, 1, run_groups);
-    run_all(network, 4, CHUNKS, run_groups);
+    run_seeds(network, 2, CHUNKS, memory_not_pinned);
+    run_seeds(network, 3, CHUNKS, ranks_join);
+    run_seeds(network, 3, CHUNKS, operations_refused_after_join);
+    run_seeds(network, 4, 1, same_name_in_all_groups);
+    run_seeds(network, 4, CHUNKS, same_name_in_all_groups);
     fake->reset(0, 0);
     return 0;
 }

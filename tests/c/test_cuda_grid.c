@@ -1,5 +1,5 @@
-// Device code as a GPU runs it: the code for CUDA, compiled as C, with the threads of a grid one after the other. Each
-// element is handled by one thread, and aligned data, which go another way there, give the same results.
+// Device code with CUDA's grid: the code for CUDA, compiled as C, runs the threads of a grid sequentially. Each element
+// is handled by one thread. Aligned data, which take a separate code path, give the same results.
 #pragma GCC optimize("no-strict-aliasing")
 
 #include <stdbool.h>
@@ -83,7 +83,7 @@ _Alignas(16) static unsigned char other[ROOM];
 static void check_sum(int grid, size_t type, size_t count, size_t shift) {
     const int dtype = types[type].dtype;
     if (grids[grid].grid_y > 1) {
-        return; // only lists of pieces have blocks along y
+        return; // only kernels on lists of pieces use blocks along y
     }
     memset(got, GUARD, sizeof got);
     fill(got + shift, dtype, count, 3);
@@ -120,7 +120,7 @@ static void test_pack_and_unpack(void) {
     static const uint64_t sizes[] = {64, 1, 0, 100, 16, 257, 4, 1000};
     enum { PIECES = sizeof sizes / sizeof sizes[0] };
     for (int grid = 0; grid < GRIDS; grid++) {
-        for (uint64_t step = 1; step <= 16; step *= 2) { // gradients and their places are aligned to this
+        for (uint64_t step = 1; step <= 16; step *= 2) { // alignment of the gradients and of their offsets
             struct nb_cuda_piece list[PIECES];
             uint64_t at = 0;
             for (int p = 0; p < PIECES; p++) {
@@ -136,11 +136,11 @@ static void test_pack_and_unpack(void) {
             for (int p = 0; p < PIECES; p++) {
                 const uint64_t place = list[p].offset_bytes;
                 CHECK(memcmp(got + place, other + place, sizes[p]) == 0, "piece %d, grid %d", p, grid);
-                CHECK(got[place + sizes[p]] == GUARD, "written beside piece %d, grid %d", p, grid);
+                CHECK(got[place + sizes[p]] == GUARD, "written beyond piece %d, grid %d", p, grid);
                 memset(other + place, 0, sizes[p]);
             }
             launch(grid, nb_unpack, address(got), address(list), PIECES, 0);
-            CHECK(memcmp(other, want, sizeof other) == 0, "not all of it came back, grid %d", grid);
+            CHECK(memcmp(other, want, sizeof other) == 0, "unpack does not restore the gradients, grid %d", grid);
         }
     }
 }

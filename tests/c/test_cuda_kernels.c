@@ -1,5 +1,5 @@
-// Device code, compiled as C: all values of 16-bit types against their definition, and against the kernels of the CPU;
-// odd sizes, any alignment, nothing written beside the result.
+// Device code, compiled as C: all values of 16-bit types against their definition and against the CPU's kernels. Also
+// odd sizes and any alignment; nothing is written outside the result.
 #include "cuda/kernels.cu"
 
 #include <math.h>
@@ -43,12 +43,12 @@ static const struct format {
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 
-// NaNs are equal; zeros differ by their sign.
+// Equality in which NaNs are equal and zeros of different sign differ.
 static bool same(float a, double b) {
     return isnan(b) ? isnan(a) : a == (float)b && (signbit(a) != 0) == (signbit(b) != 0);
 }
 
-static void test_every_half_widens(const struct format *format) {
+static void test_every_value_widens(const struct format *format) {
     uint16_t *halves = malloc(HALVES * sizeof *halves);
     float *floats = malloc(HALVES * sizeof *floats);
     uint16_t *back = malloc(HALVES * sizeof *back);
@@ -61,7 +61,7 @@ static void test_every_half_widens(const struct format *format) {
     for (int i = 0; i < HALVES; i++) {
         double value = decode((uint64_t)i, format->fraction, format->exponent);
         CHECK(same(floats[i], value), "%s %#x widens to %g, not %g", format->name, i, (double)floats[i], value);
-        CHECK(isnan(value) || back[i] == i, "%s %#x comes back as %#x", format->name, i, back[i]);
+        CHECK(isnan(value) || back[i] == i, "%s %#x converts back to %#x", format->name, i, back[i]);
     }
     free(halves);
     free(floats);
@@ -79,7 +79,7 @@ static void check_narrow(const struct format *format, float value) {
     }
 }
 
-// Every half, the middle between it and the next, and the float32 on each side of both.
+// Every 16-bit value, the midpoint to the next one, and the adjacent float32 values of both.
 static void test_every_rounding(const struct format *format) {
     for (int i = 0; i < HALVES; i++) {
         float low = (float)decode((uint64_t)i, format->fraction, format->exponent);
@@ -100,8 +100,9 @@ static void test_every_rounding(const struct format *format) {
     }
 }
 
-// All values times some factors, and all values plus some others, as the CPU's generic kernel computes them.
-static void test_halves_as_on_the_cpu(const struct format *format, kernel_fn scale, kernel_fn add) {
+// Products of all values with some factors, and sums of all values with random ones, equal those of the CPU's generic
+// kernel.
+static void test_16_bit_arithmetic_equals_the_cpu(const struct format *format, kernel_fn scale, kernel_fn add) {
     static const double factors[] = {1, 0.5, -2, 1.0 / 3, 65536, 0x1p-20, 0, INFINITY};
     uint16_t *got = malloc(HALVES * sizeof *got);
     uint16_t *want = malloc(HALVES * sizeof *want);
@@ -191,17 +192,18 @@ static void test_casts_at_any_alignment(void) {
             formats[f].narrow(address(halves + (shift * 5) % SPREAD), address(floats + shift), count, 0);
             formats[f].widen(address(back + shift), address(halves + (shift * 5) % SPREAD), count, 0);
             CHECK(memcmp(back + shift, floats + shift, count * 4) == 0, "%s at %zu", formats[f].name, shift);
-            CHECK(halves[(shift * 5) % SPREAD + 2 * count] == GUARD && back[shift + 4 * count] == GUARD, "beside");
+            CHECK(halves[(shift * 5) % SPREAD + 2 * count] == GUARD && back[shift + 4 * count] == GUARD,
+                  "written outside the result");
         }
     }
 }
 
 static void test_pack_and_unpack(void) {
     static const uint64_t sizes[] = {1, 0, 3, 4, 16, 17, 64, 65, 4096, 4099, 2, 128};
-    enum { PIECES = sizeof sizes / sizeof sizes[0], WHOLE = 16384 };
-    static unsigned char gradients[WHOLE];
-    static unsigned char buffer[WHOLE];
-    static unsigned char again[WHOLE];
+    enum { PIECES = sizeof sizes / sizeof sizes[0], BUFFER_BYTES = 16384 };
+    static unsigned char gradients[BUFFER_BYTES];
+    static unsigned char buffer[BUFFER_BYTES];
+    static unsigned char again[BUFFER_BYTES];
     for (size_t shift = 0; shift < 2 * SPREAD; shift++) {
         struct nb_cuda_piece list[PIECES];
         uint64_t packed = shift % 3;
@@ -222,32 +224,32 @@ static void test_pack_and_unpack(void) {
             CHECK(memcmp(buffer + list[p].offset_bytes, gradients + from, sizes[p]) == 0, "piece %d, %zu", p, shift);
             memset(gradients + from, 0, sizes[p]);
         }
-        CHECK(buffer[packed] == GUARD, "written beside the buffer");
+        CHECK(buffer[packed] == GUARD, "written beyond the buffer");
         nb_unpack(address(buffer), address(list), PIECES, 0);
-        CHECK(memcmp(gradients, again, sizeof gradients) == 0, "not all of it came back, %zu", shift);
+        CHECK(memcmp(gradients, again, sizeof gradients) == 0, "unpack does not restore the gradients, %zu", shift);
     }
 }
 
-static void test_a_build_says_whether_it_has_an_image(void) {
+static void test_image_of_the_build(void) {
     struct nb_cuda_kernels kernels = {0};
     const struct nb_cuda_device device = {0};
     struct nb_error err = {0};
     CHECK(nb_cuda_kernels_open(&kernels, &device, NULL, &err) == NB_ENOLIB, "%s", err.text);
     CHECK(strstr(err.text, "nvcc") != NULL, "%s", err.text);
     const unsigned char *image = nb_cuda_image();
-    static const unsigned char fat[] = {0x50, 0xed, 0x55, 0xba}; // how a file of nvcc -fatbin begins
-    CHECK(image == NULL || memcmp(image, fat, sizeof fat) == 0, "the image is not what nvcc makes");
+    static const unsigned char fat[] = {0x50, 0xed, 0x55, 0xba}; // the magic of nvcc -fatbin
+    CHECK(image == NULL || memcmp(image, fat, sizeof fat) == 0, "the image is not a fatbin of nvcc");
 }
 
 int main(void) {
     for (int f = 0; f < FORMATS; f++) {
-        test_every_half_widens(&formats[f]);
+        test_every_value_widens(&formats[f]);
         test_every_rounding(&formats[f]);
-        test_halves_as_on_the_cpu(&formats[f], arithmetic[f].scale, arithmetic[f].add);
+        test_16_bit_arithmetic_equals_the_cpu(&formats[f], arithmetic[f].scale, arithmetic[f].add);
     }
     test_sizes_and_alignments();
     test_casts_at_any_alignment();
     test_pack_and_unpack();
-    test_a_build_says_whether_it_has_an_image();
+    test_image_of_the_build();
     return 0;
 }

@@ -1,5 +1,5 @@
-// Staging over the fake driver: results are right whatever the streams' delays, each ordering rule is needed, and a failure
-// of any call or operation ends in an error and leaves nothing behind.
+// Staging of device memory, over the fake CUDA driver. Results are right for any stream delays, and each ordering rule
+// is necessary. A failure of any call or operation is reported and leaves no resources.
 #include <errno.h>
 #include <sched.h>
 #include <stdbool.h>
@@ -24,7 +24,7 @@ struct shape {
     int parts;
     struct nb_staging_parts out;
     struct nb_staging_parts back;
-    size_t turn; // the buffer begins here in its memory, and goes on at the memory's beginning
+    size_t rotation; // the buffer begins at this offset of its memory and wraps around
 };
 
 static const struct shape plain = {.parts = 1, .out = {0, 1}, .back = {0, 1}};
@@ -62,7 +62,7 @@ static uint64_t draw(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
-static void succeed(unsigned result, const char *what) {
+static void check_success(unsigned result, const char *what) {
     CHECK(result == NB_CUDA_SUCCESS, "%s: %u", what, result);
 }
 
@@ -82,22 +82,22 @@ static void prepare_job(struct world *w, struct job *job, size_t bytes, const st
         job->input[i] = (unsigned char)draw(&w->random);
         garbage[i] = (unsigned char)(job->input[i] ^ 0x5a);
     }
-    succeed(driver->mem_alloc(&job->buffer, bytes), "cuMemAlloc");
+    check_success(driver->mem_alloc(&job->buffer, bytes), "cuMemAlloc");
     fake->poke(job->buffer, garbage, bytes);
     free(garbage);
-    succeed(driver->host_register(job->input, bytes, 0), "cuMemHostRegister");
-    succeed(driver->host_register(job->output, bytes, 0), "cuMemHostRegister");
-    succeed(driver->stream_create(&job->caller, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(driver->host_register(job->input, bytes, 0), "cuMemHostRegister");
+    check_success(driver->host_register(job->output, bytes, 0), "cuMemHostRegister");
+    check_success(driver->stream_create(&job->caller, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
 }
 
-static void begin(struct world *w, uint64_t seed) {
+static void world_open(struct world *w, uint64_t seed) {
     fake->reset(seed, DELAY_NS);
     *w = (struct world){.random = seed, .until_ns = nb_now_ns() + deadline_ns};
     CHECK(nb_cuda_driver_open(&w->driver, fake_path(), &w->err) == 0, "%s", w->err.text);
     CHECK(nb_cuda_device_open(&w->device, &w->driver, 0, &w->err) == 0, "%s", w->err.text);
     CHECK(nb_cuda_enter(&w->device, &w->err) == 0, "%s", w->err.text);
-    succeed(w->driver.stream_create(&w->out, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
-    succeed(w->driver.stream_create(&w->back, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(w->driver.stream_create(&w->out, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(w->driver.stream_create(&w->back, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
 }
 
 static void add_job(struct world *w, size_t bytes) {
@@ -105,7 +105,7 @@ static void add_job(struct world *w, size_t bytes) {
 }
 
 static int open_staging(struct world *w, size_t chunk_bytes, int chunks, bool one_stream) {
-    nb_cuda_leave(&w->device); // the staging makes the context current where it needs it
+    nb_cuda_leave(&w->device); // staging makes the context current itself
     const struct nb_staging_config config = {
         .chunk_bytes = chunk_bytes, .chunks = chunks, .out = w->out, .back = one_stream ? w->out : w->back};
     return nb_staging_open(&w->staging, &w->device, &config, &w->err);
@@ -116,20 +116,20 @@ static void enter(struct world *w) {
     CHECK(nb_cuda_enter(&w->device, &err) == 0, "%s", err.text);
 }
 
-// What the caller does before a transfer: computes, and waits until the buffer holds its values.
+// The caller's work before a transfer: fills the buffer and waits until it holds its values.
 static void compute(struct world *w, struct job *job) {
     enter(w);
-    succeed(w->driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
-    succeed(w->driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    check_success(w->driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
+    check_success(w->driver.stream_synchronize(job->caller), "cuStreamSynchronize");
     nb_cuda_leave(&w->device);
 }
 
 static int start(struct world *w, struct job *job) {
     const struct shape *shape = &job->shape;
-    job->pieces[0] = (struct nb_staging_piece){job->buffer + shape->turn, job->bytes - shape->turn};
-    job->pieces[1] = (struct nb_staging_piece){job->buffer, shape->turn};
+    job->pieces[0] = (struct nb_staging_piece){job->buffer + shape->rotation, job->bytes - shape->rotation};
+    job->pieces[1] = (struct nb_staging_piece){job->buffer, shape->rotation};
     const struct nb_staging_request request = {.pieces = job->pieces,
-                                               .piece_count = shape->turn > 0 ? 2 : 1,
+                                               .piece_count = shape->rotation > 0 ? 2 : 1,
                                                .parts = shape->parts,
                                                .element_bytes = 1,
                                                .out = shape->out,
@@ -141,22 +141,22 @@ static int start(struct world *w, struct job *job) {
     return rc;
 }
 
-// What the caller does after a transfer: takes the result along in its stream.
+// The caller's work after a transfer: copies the result in its stream.
 static void use_result(struct world *w, struct job *job) {
-    succeed(w->driver.copy_to_host(job->output, job->buffer, job->bytes, job->caller), "cuMemcpyDtoHAsync");
+    check_success(w->driver.copy_to_host(job->output, job->buffer, job->bytes, job->caller), "cuMemcpyDtoHAsync");
 }
 
-static bool has(struct nb_staging_parts some, int part, int parts) {
+static bool contains(struct nb_staging_parts some, int part, int parts) {
     return (part - some.first + parts) % parts < some.count;
 }
 
 static bool result_is_right(const struct job *job) {
     const struct shape *shape = &job->shape;
     for (size_t i = 0; i < job->bytes; i++) {
-        const size_t at = (i + shape->turn) % job->bytes;
+        const size_t at = (i + shape->rotation) % job->bytes;
         const int part = (int)(i / (job->bytes / (size_t)shape->parts));
-        const unsigned char staged = has(shape->out, part, shape->parts) ? job->input[at] : 0;
-        const unsigned char right = has(shape->back, part, shape->parts) ? result_of(staged, i) : job->input[at];
+        const unsigned char staged = contains(shape->out, part, shape->parts) ? job->input[at] : 0;
+        const unsigned char right = contains(shape->back, part, shape->parts) ? result_of(staged, i) : job->input[at];
         if (job->output[at] != right) {
             return false;
         }
@@ -164,25 +164,25 @@ static bool result_is_right(const struct job *job) {
     return true;
 }
 
-static void replace(const struct job *job, const struct nb_staging_chunk *chunk) {
+static void fill_results(const struct job *job, const struct nb_staging_chunk *chunk) {
     const struct nb_staging_cut *cut = &job->transfer.cut;
     unsigned char *memory = chunk->memory;
     for (int part = 0; part < job->shape.parts; part++) {
         const size_t offset = (size_t)part * cut->part_bytes + chunk->number * cut->slice_bytes;
-        const bool staged = has(job->shape.out, part, job->shape.parts);
+        const bool staged = contains(job->shape.out, part, job->shape.parts);
         for (size_t i = 0; i < chunk->slice_bytes; i++, memory++) {
             *memory = result_of(staged ? *memory : 0, offset + i);
         }
     }
 }
 
-// Takes chunks of a job, and returns them in an order of the seed. Returns how many it returned, or a failure.
+// Takes chunks of a job, and returns them in random order. Returns their number or an error.
 static int work(struct world *w, struct job *job) {
     struct nb_staging_chunk held[8];
     int count = 0;
     int rc = 0;
     while (count < 8 && (rc = nb_staging_take(w->staging, &job->transfer, &held[count], &w->err)) == 1) {
-        replace(job, &held[count++]);
+        fill_results(job, &held[count++]);
     }
     for (int left = count; rc >= 0 && left > 0; left--) {
         int which = (int)(draw(&w->random) % (uint64_t)left);
@@ -201,7 +201,7 @@ static bool all_done(const struct world *w) {
     return true;
 }
 
-// Polls until all are done. A held stream is released when nothing else is left to be done.
+// Polls until all transfers are done. Releases the held stream when nothing else makes progress.
 static int finish(struct world *w, struct CUstream_st *held) {
     int quiet = 0;
     while (!all_done(w)) {
@@ -233,24 +233,24 @@ static void free_jobs(struct world *w) {
     }
 }
 
-static void end(struct world *w) {
+static void world_close(struct world *w) {
     enter(w);
     for (int i = 0; i < w->count; i++) {
-        succeed(w->driver.stream_synchronize(w->jobs[i].caller), "cuStreamSynchronize");
-        succeed(w->driver.host_unregister(w->jobs[i].input), "cuMemHostUnregister");
-        succeed(w->driver.host_unregister(w->jobs[i].output), "cuMemHostUnregister");
+        check_success(w->driver.stream_synchronize(w->jobs[i].caller), "cuStreamSynchronize");
+        check_success(w->driver.host_unregister(w->jobs[i].input), "cuMemHostUnregister");
+        check_success(w->driver.host_unregister(w->jobs[i].output), "cuMemHostUnregister");
     }
     nb_cuda_leave(&w->device);
     nb_staging_close(w->staging);
-    struct fake_alive alive = fake->alive();
-    CHECK(alive.registrations == 0 && alive.events == 0, "%d registrations, %d events", alive.registrations,
-          alive.events);
-    CHECK(fake->slow_copies() == 0, "%d copies of memory that is not pinned", fake->slow_copies());
+    struct fake_live_objects live_objects = fake->live_objects();
+    CHECK(live_objects.registrations == 0 && live_objects.events == 0, "%d registrations, %d events",
+          live_objects.registrations, live_objects.events);
+    CHECK(fake->pageable_copies() == 0, "%d pageable copies", fake->pageable_copies());
     free_jobs(w);
 }
 
-// A whole run of the jobs that a world has. Returns a failure of the staging, or 0.
-static int run(struct world *w) {
+// Runs all jobs of a world. Returns 0 or an error of the staging.
+static int run_jobs(struct world *w) {
     int rc = 0;
     for (int i = 0; rc == 0 && i < w->count; i++) {
         compute(w, &w->jobs[i]);
@@ -260,7 +260,7 @@ static int run(struct world *w) {
     enter(w);
     for (int i = 0; rc == 0 && i < w->count; i++) {
         use_result(w, &w->jobs[i]);
-        succeed(w->driver.stream_synchronize(w->jobs[i].caller), "cuStreamSynchronize");
+        check_success(w->driver.stream_synchronize(w->jobs[i].caller), "cuStreamSynchronize");
         CHECK(result_is_right(&w->jobs[i]), "job %d of %zu bytes", i, w->jobs[i].bytes);
     }
     nb_cuda_leave(&w->device);
@@ -273,16 +273,16 @@ static void test_sizes(void) {
     struct world w;
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
         for (size_t c = 0; c < sizeof chunks / sizeof chunks[0]; c++) {
-            begin(&w, s * 10 + c);
+            world_open(&w, s * 10 + c);
             add_job(&w, sizes[s]);
             CHECK(open_staging(&w, CHUNK, chunks[c], s % 2 == 0) == 0, "%s", w.err.text);
-            CHECK(run(&w) == 0, "%s", w.err.text);
-            end(&w);
+            CHECK(run_jobs(&w) == 0, "%s", w.err.text);
+            world_close(&w);
         }
     }
 }
 
-// The shapes of collectives among `size` ranks, as rank `rank` sees them.
+// The transfers that collectives of RANKS ranks need, for each rank.
 static void test_shapes(void) {
     enum { RANKS = 3, SHAPES = 6 };
     for (int rank = 0; rank < RANKS; rank++) {
@@ -300,42 +300,42 @@ static void test_shapes(void) {
         for (int i = 0; i < SHAPES; i++) {
             for (size_t part = 1; part < 400; part += 133) {
                 struct world w;
-                begin(&w, part + (size_t)i);
+                world_open(&w, part + (size_t)i);
                 for (int job = 0; job < 2; job++) {
                     struct shape shape = shapes[i];
                     const size_t bytes = part * (size_t)shape.parts;
-                    shape.turn = job == 0 ? 0 : bytes / 3;
+                    shape.rotation = job == 0 ? 0 : bytes / 3;
                     prepare_job(&w, &w.jobs[w.count++], bytes, &shape);
                 }
                 CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
-                CHECK(run(&w) == 0, "shape %d: %s", i, w.err.text);
-                end(&w);
+                CHECK(run_jobs(&w) == 0, "shape %d: %s", i, w.err.text);
+                world_close(&w);
             }
         }
     }
 }
 
-// Memory that cannot be pinned serves, with copies that block.
+// Memory that cannot be pinned is used with blocking copies.
 static void test_unpinned_memory(void) {
     struct world w;
-    begin(&w, 1);
+    world_open(&w, 1);
     add_job(&w, 5 * CHUNK + 3);
     fake->fail_call(1, NB_CUDA_OUT_OF_MEMORY);
     CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
     const char *why = nb_staging_unpinned(w.staging);
     CHECK(why != NULL && strstr(why, "cuMemHostRegister of ") != NULL, "%s", why);
-    CHECK(run(&w) == 0, "%s", w.err.text);
-    CHECK(fake->slow_copies() > 0, "the memory was pinned");
+    CHECK(run_jobs(&w) == 0, "%s", w.err.text);
+    CHECK(fake->pageable_copies() > 0, "no copy was pageable");
     enter(&w);
-    succeed(w.driver.stream_synchronize(w.jobs[0].caller), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(w.jobs[0].caller), "cuStreamSynchronize");
     nb_cuda_leave(&w.device);
     nb_staging_close(w.staging);
     free_jobs(&w);
 }
 
-static void test_nothing_to_move(void) {
+static void test_empty_transfer(void) {
     struct world w;
-    begin(&w, 1);
+    world_open(&w, 1);
     CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
     struct nb_staging_transfer transfer;
     const struct nb_staging_request nothing = {.parts = 1, .element_bytes = 1};
@@ -348,62 +348,63 @@ static void test_nothing_to_move(void) {
 static void test_seeds(void) {
     for (uint64_t seed = 0; seed < SEEDS; seed++) {
         struct world w;
-        begin(&w, seed);
+        world_open(&w, seed);
         const int jobs = 1 + (int)(draw(&w.random) % JOBS_MAX);
         const size_t chunk_bytes = 16 + draw(&w.random) % CHUNK;
         for (int i = 0; i < jobs; i++) {
             add_job(&w, 1 + draw(&w.random) % (chunk_bytes * 6));
         }
         CHECK(open_staging(&w, chunk_bytes, 1 + (int)(seed % 5), seed % 3 == 0) == 0, "%s", w.err.text);
-        CHECK(run(&w) == 0, "seed %d: %s", (int)seed, w.err.text);
-        end(&w);
+        CHECK(run_jobs(&w) == 0, "seed %d: %s", (int)seed, w.err.text);
+        world_close(&w);
     }
 }
 
-// What orders a copy. Each of these is switched off in the driver below, and the result must be wrong.
+// Rules that order copies. The fake driver disables each of them, and the result must then be wrong.
 enum rule { NONE, ARRIVAL, REUSE, CALLER_WAITS };
 
-// One job, with the stream held on which the rule depends. Returns whether the result is right.
-static bool right_without(enum rule held, enum rule broken) {
+// Runs one job while the stream of a rule is held. Returns true if the result is right.
+static bool result_is_right_with(enum rule held, enum rule broken) {
     struct world w;
-    begin(&w, 7);
+    world_open(&w, 7);
     add_job(&w, 3 * CHUNK + 5);
     struct job *job = &w.jobs[0];
     CHECK(open_staging(&w, CHUNK, held == REUSE ? 1 : 8, false) == 0, "%s", w.err.text);
     struct CUstream_st *const streams[] = {[ARRIVAL] = w.out, [REUSE] = w.back, [CALLER_WAITS] = w.back};
     fake->hold(streams[held], true);
-    fake->hasten(broken == ARRIVAL || broken == REUSE ? streams[held] : NULL);
+    fake->report_done(broken == ARRIVAL || broken == REUSE ? streams[held] : NULL);
     fake->drop_wait(broken == CALLER_WAITS);
     compute(&w, job);
-    // Where the rule is broken, nothing waits for the held stream.
+    // If the rule is broken, nothing waits for the held stream.
     CHECK(start(&w, job) == 0 && finish(&w, broken == NONE ? streams[held] : NULL) == 0, "%s", w.err.text);
     enter(&w);
     use_result(&w, job);
     if (held == CALLER_WAITS && broken == CALLER_WAITS) {
-        succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+        check_success(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
     }
-    fake->hasten(NULL);
+    fake->report_done(NULL);
     fake->hold(streams[held], false);
-    succeed(w.driver.stream_synchronize(w.out), "cuStreamSynchronize");
-    succeed(w.driver.stream_synchronize(w.back), "cuStreamSynchronize");
-    succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(w.out), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(w.back), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
     nb_cuda_leave(&w.device);
     bool right = result_is_right(job);
-    end(&w);
+    world_close(&w);
     return right;
 }
 
-static void test_each_rule_is_needed(void) {
+static void test_each_rule_is_necessary(void) {
     for (int rule = ARRIVAL; rule <= CALLER_WAITS; rule++) {
-        CHECK(right_without((enum rule)rule, NONE), "rule %d holds, and the result is wrong", rule);
-        CHECK(!right_without((enum rule)rule, (enum rule)rule), "rule %d is broken, and nothing shows it", rule);
+        CHECK(result_is_right_with((enum rule)rule, NONE), "the result is wrong with rule %d", rule);
+        CHECK(!result_is_right_with((enum rule)rule, (enum rule)rule), "the result is right without rule %d", rule);
     }
 }
 
-// Cancels the first of two jobs after some steps; its caller then writes to the buffer. Returns whether that stays.
-static bool written_after_cancel(uint64_t seed, bool drop_waits) {
+// Cancels the first of two jobs after some steps; then its caller writes to the buffer. Returns true if the buffer
+// keeps the caller's data.
+static bool buffer_kept_after_cancel(uint64_t seed, bool drop_waits) {
     struct world w;
-    begin(&w, seed);
+    world_open(&w, seed);
     add_job(&w, 5 * CHUNK + 3);
     add_job(&w, 3 * CHUNK + 1);
     struct job *job = &w.jobs[0];
@@ -426,48 +427,49 @@ static bool written_after_cancel(uint64_t seed, bool drop_waits) {
         CHECK(nb_staging_poll(w.staging, &w.err) >= 0, "%s", w.err.text);
         held += nb_staging_take(w.staging, &job->transfer, &chunk, &w.err);
     }
-    CHECK(held <= 3, "%d chunks of 3", held);
-    if (drop_waits) { // the first wait is the one for the copy back: chunks are looked at in their order
+    CHECK(held <= 3, "%d of 3 chunks were taken", held);
+    if (drop_waits) { // the first wait is for the copy back, because chunks are cancelled in order
         fake->drop_wait(1);
     }
     nb_staging_cancel(w.staging, &job->transfer);
     nb_staging_cancel(w.staging, &job->transfer);
     enter(&w);
     memset(job->input, 2, job->bytes);
-    succeed(w.driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
+    check_success(w.driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
     if (drop_waits) {
-        succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+        check_success(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
         fake->hold(w.back, false);
     }
     nb_cuda_leave(&w.device);
-    CHECK(finish(&w, NULL) == 0, "%s", w.err.text); // the second has the memory of the first
+    CHECK(finish(&w, NULL) == 0, "%s", w.err.text); // the second transfer reuses the chunks of the first
     enter(&w);
     use_result(&w, &w.jobs[1]);
     use_result(&w, job);
-    succeed(w.driver.stream_synchronize(w.out), "cuStreamSynchronize");
-    succeed(w.driver.stream_synchronize(w.back), "cuStreamSynchronize");
-    succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
-    succeed(w.driver.stream_synchronize(w.jobs[1].caller), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(w.out), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(w.back), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(w.jobs[1].caller), "cuStreamSynchronize");
     fake->peek(job->output, job->buffer, job->bytes);
     nb_cuda_leave(&w.device);
-    CHECK(result_is_right(&w.jobs[1]), "seed %d: the other transfer", (int)seed);
+    CHECK(result_is_right(&w.jobs[1]), "seed %d: wrong result of the other transfer", (int)seed);
     bool right = memcmp(job->output, job->input, job->bytes) == 0;
-    end(&w);
+    world_close(&w);
     return right;
 }
 
 static void test_cancel(void) {
     for (uint64_t seed = 0; seed < SEEDS / 5; seed++) {
-        CHECK(written_after_cancel(seed, false), "seed %d: a copy came after the cancel", (int)seed);
+        CHECK(buffer_kept_after_cancel(seed, false), "seed %d: a copy back overwrote the buffer after the cancel",
+              (int)seed);
     }
-    CHECK(!written_after_cancel(1, true), "a late copy went unseen");
+    CHECK(!buffer_kept_after_cancel(1, true), "a late copy back has no effect on the result");
 }
 
-// After a cancel the caller's stream waits for a copy out, so that the buffer may be freed in the stream's order.
-static void test_a_cancel_covers_copies_out(void) {
+// After a cancel, the caller's stream waits for a copy out, so that the buffer may be freed in stream order.
+static void test_cancel_waits_for_copies_out(void) {
     enum { YIELDS = 1000 };
     struct world w;
-    begin(&w, 3);
+    world_open(&w, 3);
     add_job(&w, 2 * CHUNK);
     struct job *job = &w.jobs[0];
     CHECK(open_staging(&w, CHUNK, 1, false) == 0, "%s", w.err.text);
@@ -479,24 +481,25 @@ static void test_a_cancel_covers_copies_out(void) {
     }
     nb_staging_cancel(w.staging, &job->transfer);
     enter(&w);
-    succeed(w.driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
+    check_success(w.driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
     for (int i = 0; i < YIELDS; i++) {
-        (void)sched_yield(); // a stream that does not wait goes ahead meanwhile
+        (void)sched_yield(); // time for a stream that does not wait
     }
     fake->hold(w.out, false);
-    succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    check_success(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
     nb_cuda_leave(&w.device);
     struct fake_entry entries[16];
     const size_t count = fake->log(0, entries, 16);
     CHECK(count >= 2 && count <= 16, "%zu operations", count);
-    CHECK(entries[count - 2].kind == FAKE_WAIT && entries[count - 2].stream == job->caller, "nothing made it wait");
+    CHECK(entries[count - 2].kind == FAKE_WAIT && entries[count - 2].stream == job->caller,
+          "the cancel adds no wait to the caller's stream");
     CHECK(entries[count - 1].kind == FAKE_TO_DEVICE && entries[count - 1].stream == job->caller,
           "the caller's stream did not wait");
-    end(&w);
+    world_close(&w);
 }
 
-// Ends a run that may have failed.
-static void abandon(struct world *w) {
+// Releases the staging after a run that may have failed.
+static void close_after_failure(struct world *w) {
     for (int i = 0; w->staging != NULL && i < w->count; i++) {
         if (w->jobs[i].started) {
             nb_staging_cancel(w->staging, &w->jobs[i].transfer);
@@ -505,17 +508,18 @@ static void abandon(struct world *w) {
     nb_staging_close(w->staging);
 }
 
-// What fails in a run: the n-th call, the n-th call of those that polling repeats, the n-th operation; 0: nothing.
+// Injected fault: the n-th call, the n-th of the calls that polling repeats, or the n-th operation; 0: none.
 struct fault {
     int call;
     int poll;
     int operation;
 };
 
-// A small run with a fault. Returns the staging's failure, and how many calls the staging had made at the end.
-static int run_failing(uint64_t seed, struct fault fault, int *calls) {
+// Runs two small jobs with a fault. Returns 0 or an error of the staging. *calls: number of calls that the staging
+// made.
+static int run_with_fault(uint64_t seed, struct fault fault, int *calls) {
     struct world w;
-    begin(&w, seed);
+    world_open(&w, seed);
     add_job(&w, 2 * CHUNK + 1);
     add_job(&w, CHUNK);
     compute(&w, &w.jobs[0]);
@@ -537,16 +541,16 @@ static int run_failing(uint64_t seed, struct fault fault, int *calls) {
     if (rc < 0 && w.staging != NULL) {
         struct nb_error again = {0};
         CHECK(nb_staging_poll(w.staging, &again) == rc && strcmp(again.text, w.err.text) == 0, "%s", again.text);
-        CHECK(start(&w, &w.jobs[1]) == rc, "a transfer was started after a failure");
+        CHECK(start(&w, &w.jobs[1]) == rc, "a transfer starts after a failure");
     }
-    abandon(&w);
+    close_after_failure(&w);
     fake->fail_call(0, 0);
     fake->fail_poll(0, 0);
     struct CUstream_st *const streams[] = {w.out, w.back, w.jobs[0].caller, w.jobs[1].caller};
-    if (fault.operation == 0) { // the device works, and nothing of the staging is under way
+    if (fault.operation == 0) { // the device works: no operation of the staging may be pending
         enter(&w);
         for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
-            succeed(w.driver.stream_synchronize(streams[i]), "cuStreamSynchronize");
+            check_success(w.driver.stream_synchronize(streams[i]), "cuStreamSynchronize");
         }
         nb_cuda_leave(&w.device);
     }
@@ -558,39 +562,42 @@ static int run_failing(uint64_t seed, struct fault fault, int *calls) {
 static void test_each_call_fails(void) {
     enum { CLOSING = 5, ROUNDS = 5 };
     int calls = 0;
-    int ignored = 0;
-    CHECK(run_failing(1, (struct fault){0}, &calls) == 0 && calls > 20, "%d calls", calls);
+    int unused_calls = 0;
+    CHECK(run_with_fault(1, (struct fault){0}, &calls) == 0 && calls > 20, "%d calls", calls);
     for (int call = 1; call <= calls + CLOSING; call++) {
         for (uint64_t seed = 0; seed < ROUNDS; seed++) {
-            int rc = run_failing(seed, (struct fault){.call = call}, &ignored);
-            bool fails = call > 1 && call <= calls; // the first one pins the memory
+            int rc = run_with_fault(seed, (struct fault){.call = call}, &unused_calls);
+            bool fails = call > 1 && call <= calls; // the first call pins the memory and may fail
             CHECK(rc == (fails ? -ENOMEM : 0), "call %d of %d: %d", call, calls, rc);
         }
     }
 }
 
-static void test_each_call_of_a_poll_fails(void) {
+static void test_each_polling_call_fails(void) {
     enum { CALLS = 60, CERTAIN = 10 };
-    int ignored = 0;
+    int unused_calls = 0;
     for (int call = 1; call <= CALLS; call++) {
-        int rc = run_failing((uint64_t)call, (struct fault){.poll = call}, &ignored);
+        int rc = run_with_fault((uint64_t)call, (struct fault){.poll = call}, &unused_calls);
         CHECK(rc == -ENOMEM || (rc == 0 && call > CERTAIN), "call %d: %d", call, rc);
     }
 }
 
-static void test_each_operation_breaks_the_device(void) {
-    enum { OPERATIONS = 24, CERTAIN = 7 }; // before the last of 4 copies out and 4 records is done
-    int ignored = 0;
+static void test_each_operation_fails_the_device(void) {
+    enum {
+        OPERATIONS = 24,
+        CERTAIN = 7
+    }; // number of operations that certainly run: before the last of 4 copies out and 4 records
+    int unused_calls = 0;
     for (int operation = 1; operation <= OPERATIONS; operation++) {
-        int rc = run_failing((uint64_t)operation, (struct fault){.operation = operation}, &ignored);
+        int rc = run_with_fault((uint64_t)operation, (struct fault){.operation = operation}, &unused_calls);
         CHECK(rc == -EIO || (rc == 0 && operation > CERTAIN), "operation %d: %d", operation, rc);
     }
 }
 
-static void test_misuse_is_refused(void) {
+static void test_invalid_arguments(void) {
     struct world w;
     struct nb_error err = {0};
-    begin(&w, 1);
+    world_open(&w, 1);
     add_job(&w, CHUNK + 1);
     struct nb_staging *none = NULL;
     const struct nb_staging_config configs[] = {
@@ -613,26 +620,26 @@ static void test_misuse_is_refused(void) {
     while (nb_staging_take(w.staging, &job->transfer, &chunk, &w.err) == 0) {
         CHECK(nb_now_ns() < w.until_ns && nb_staging_poll(w.staging, &w.err) >= 0, "%s", w.err.text);
     }
-    replace(job, &chunk);
+    fill_results(job, &chunk);
     CHECK(nb_staging_return(w.staging, &job->transfer, chunk.index, &w.err) == 0, "%s", w.err.text);
     CHECK(nb_staging_return(w.staging, &job->transfer, chunk.index, &err) == -EINVAL, "returned twice");
     CHECK(finish(&w, NULL) == 0, "%s", w.err.text);
-    end(&w);
+    world_close(&w);
 }
 
 int main(void) {
     fake = fake_controls_get();
-    test_misuse_is_refused();
-    test_nothing_to_move();
+    test_invalid_arguments();
+    test_empty_transfer();
     test_sizes();
     test_shapes();
     test_unpinned_memory();
-    test_each_rule_is_needed();
+    test_each_rule_is_necessary();
     test_cancel();
-    test_a_cancel_covers_copies_out();
+    test_cancel_waits_for_copies_out();
     test_each_call_fails();
-    test_each_call_of_a_poll_fails();
-    test_each_operation_breaks_the_device();
+    test_each_polling_call_fails();
+    test_each_operation_fails_the_device();
     test_seeds();
     fake->reset(0, 0);
     return 0;

@@ -1,23 +1,23 @@
-// The engine over real lanes: every kind of operation, on 1 to 5 ranks, in any order of submission.
+// Engine over real networks: every kind of operation, on 1 to 5 ranks, in any order of submission.
 #include <errno.h>
 #include <stdint.h>
 #include <unistd.h>
 
 #include "job.h"
 
-static float given(int rank, size_t i) {
+static float input_value(int rank, size_t i) {
     return (float)((i * 7 + (size_t)rank * 13) % 61);
 }
 
-static float summed(int size, size_t i) {
+static float sum_of_inputs(int size, size_t i) {
     float sum = 0;
     for (int r = 0; r < size; r++) {
-        sum += given(r, i);
+        sum += input_value(r, i);
     }
     return sum;
 }
 
-static void allreduce_of(struct test_rank *me, size_t count, int pieces) {
+static void check_allreduce(struct test_rank *me, size_t count, int pieces) {
     char name[NB_NAME_MAX];
     float *data = malloc((count + 1) * sizeof *data);
     struct nb_segment segments[8];
@@ -29,7 +29,7 @@ static void allreduce_of(struct test_rank *me, size_t count, int pieces) {
     }
     for (int round = 0; round < 3; round++) {
         for (size_t i = 0; i < count; i++) {
-            data[i] = given(me->rank, i);
+            data[i] = input_value(me->rank, i);
         }
         snprintf(name, sizeof name, "sum.%zu.%d", count, pieces);
         struct nb_op op = {.name = name,
@@ -40,7 +40,7 @@ static void allreduce_of(struct test_rank *me, size_t count, int pieces) {
                            .postscale = 2};
         test_done(me, test_submit(me, op));
         for (size_t i = 0; i < count; i++) {
-            float want = 2 * summed(me->size, i);
+            float want = 2 * sum_of_inputs(me->size, i);
             CHECK(data[i] == want, "rank %d of %d, %zu in %d: [%zu] is %g, not %g", me->rank, me->size, count, pieces,
                   i, (double)data[i], (double)want);
         }
@@ -48,31 +48,31 @@ static void allreduce_of(struct test_rank *me, size_t count, int pieces) {
     free(data);
 }
 
-static void all_sizes(struct test_rank *me) {
+static void allreduce_of_all_sizes(struct test_rank *me) {
     static const size_t counts[] = {0, 1, 2, 5, 1000, 4096, 65537, 300001, 2000003};
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
-        allreduce_of(me, counts[i], 1);
-        allreduce_of(me, counts[i], 3);
+        check_allreduce(me, counts[i], 1);
+        check_allreduce(me, counts[i], 3);
     }
 }
 
 static void other_kinds(struct test_rank *me) {
     size_t n = 50021;
     size_t size = (size_t)me->size;
-    int32_t *line = calloc(n * size, sizeof *line);
-    struct nb_segment all = {.base = line, .bytes = n * size * sizeof *line};
+    int32_t *data = calloc(n * size, sizeof *data);
+    struct nb_segment all = {.base = data, .bytes = n * size * sizeof *data};
     for (size_t i = 0; i < n; i++) {
-        line[(size_t)me->rank * n + i] = (int32_t)((size_t)me->rank * 100000 + i);
+        data[(size_t)me->rank * n + i] = (int32_t)((size_t)me->rank * 100000 + i);
     }
     struct nb_op op = {
         .name = "gather", .kind = NB_OP_ALLGATHER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
     test_done(me, test_submit(me, op));
     for (size_t i = 0; i < n * size; i++) {
-        CHECK(line[i] == (int32_t)(i / n * 100000 + i % n), "rank %d gathered %d at %zu", me->rank, line[i], i);
+        CHECK(data[i] == (int32_t)(i / n * 100000 + i % n), "rank %d, all-gather: %d at %zu", me->rank, data[i], i);
     }
     for (int root = 0; root < me->size; root++) {
         for (size_t i = 0; i < n * size; i++) {
-            line[i] = me->rank == root ? (int32_t)(i ^ (size_t)root) : -1;
+            data[i] = me->rank == root ? (int32_t)(i ^ (size_t)root) : -1;
         }
         op = (struct nb_op){.name = "cast",
                             .kind = NB_OP_BROADCAST,
@@ -82,11 +82,11 @@ static void other_kinds(struct test_rank *me) {
                             .segment_count = 1};
         test_done(me, test_submit(me, op));
         for (size_t i = 0; i < n * size; i++) {
-            CHECK(line[i] == (int32_t)(i ^ (size_t)root), "rank %d got %d at %zu", me->rank, line[i], i);
+            CHECK(data[i] == (int32_t)(i ^ (size_t)root), "rank %d, broadcast: %d at %zu", me->rank, data[i], i);
         }
     }
     for (size_t i = 0; i < n * size; i++) {
-        line[i] = (int32_t)i + me->rank;
+        data[i] = (int32_t)i + me->rank;
     }
     op = (struct nb_op){
         .name = "scatter", .kind = NB_OP_REDUCESCATTER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
@@ -94,16 +94,16 @@ static void other_kinds(struct test_rank *me) {
     for (size_t i = 0; i < n; i++) {
         size_t at = (size_t)me->rank * n + i;
         int32_t want = (int32_t)(at * size + size * (size - 1) / 2);
-        CHECK(line[at] == want, "rank %d part %zu is %d, not %d", me->rank, i, line[at], want);
+        CHECK(data[at] == want, "rank %d, reduce-scatter: element %zu is %d, not %d", me->rank, i, data[at], want);
     }
     op = (struct nb_op){.name = "barrier", .kind = NB_OP_BARRIER};
     test_done(me, test_submit(me, op));
-    free(line);
+    free(data);
 }
 
 enum { MANY = 50, MANY_COUNT = 3001 };
 
-static void any_order(struct test_rank *me) {
+static void operations_in_any_order(struct test_rank *me) {
     static const char *const names[] = {"a", "b", "c", "d", "e"};
     float *data = malloc(MANY * MANY_COUNT * sizeof *data);
     struct nb_work *works[MANY];
@@ -125,7 +125,7 @@ static void any_order(struct test_rank *me) {
             char name[32];
             snprintf(name, sizeof name, "%s.%d", names[which % 5], which);
             for (size_t i = 0; i < MANY_COUNT; i++) {
-                mine[i] = given(me->rank, i + (size_t)which);
+                mine[i] = input_value(me->rank, i + (size_t)which);
             }
             struct nb_segment segment = {.base = mine, .bytes = MANY_COUNT * sizeof *mine};
             struct nb_op op = {.name = name,
@@ -140,7 +140,7 @@ static void any_order(struct test_rank *me) {
             test_done(me, works[which]);
             for (size_t i = 0; i < MANY_COUNT; i++) {
                 float got = data[(size_t)which * MANY_COUNT + i];
-                CHECK(got == summed(me->size, i + (size_t)which), "rank %d, operation %d", me->rank, which);
+                CHECK(got == sum_of_inputs(me->size, i + (size_t)which), "rank %d, operation %d", me->rank, which);
             }
         }
     }
@@ -157,10 +157,10 @@ static void mismatches(struct test_rank *me) {
     CHECK(nb_work_wait(work, 20000, &err) == NB_EMISMATCH, "rank %d: %s", me->rank, err.text);
     CHECK(strstr(err.text, "256 bytes") != NULL && strstr(err.text, "128 bytes") != NULL, "text: %s", err.text);
     nb_work_release(work);
-    allreduce_of(me, 100, 1); // the job goes on
+    check_allreduce(me, 100, 1); // the job continues
     struct nb_op twice = {.name = "twice", .kind = NB_OP_BARRIER};
     struct nb_op after = {.name = "after", .kind = NB_OP_BARRIER};
-    if (me->rank == 0) { // the others submit "twice" only when "after" is over
+    if (me->rank == 0) { // the other ranks submit "twice" after "after" has completed
         struct nb_error dup = {0};
         struct nb_work *first = test_submit(me, twice);
         struct nb_work *second = NULL;
@@ -173,25 +173,25 @@ static void mismatches(struct test_rank *me) {
     }
 }
 
-static int network(const char *transport) {
-    bool shared = strcmp(transport, "shm") == 0; // test_shm has more of that
+static int test_network(const char *transport) {
+    bool shared = strcmp(transport, "shm") == 0; // test_shm.c tests more of it
     for (int size = 1; size <= 5; size++) {
         for (int streams = 1; streams <= (shared ? 1 : 4); streams += 3) {
-            struct test_rank like = test_on(transport);
-            like.size = size;
-            like.streams = streams;
-            like.run = all_sizes;
-            int rc = test_job(&like);
+            struct test_rank template = test_on(transport);
+            template.size = size;
+            template.streams = streams;
+            template.run = allreduce_of_all_sizes;
+            int rc = test_job(&template);
             if (rc != 0) {
                 return rc;
             }
-            like.run = other_kinds;
-            test_job(&like);
-            like.run = any_order;
-            test_job(&like);
-            like.run = mismatches;
+            template.run = other_kinds;
+            test_job(&template);
+            template.run = operations_in_any_order;
+            test_job(&template);
+            template.run = mismatches;
             if (size > 1) {
-                test_job(&like);
+                test_job(&template);
             }
             printf("%s: %d ranks, %d streams\n", transport, size, streams);
         }
@@ -199,8 +199,8 @@ static int network(const char *transport) {
     return 0;
 }
 
-// test_engine shm, tcp or ofi
+// Usage: test_engine shm|tcp|ofi
 int main(int argc, char **argv) {
     CHECK(argc == 2, "name one network");
-    return network(argv[1]);
+    return test_network(argv[1]);
 }

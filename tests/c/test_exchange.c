@@ -1,5 +1,5 @@
-// Exchanges between joined ranks give all of them the same result; if one fails, every rank names the same missing
-// rank.
+// Bootstrap exchanges (all-gather, barrier, clock): all ranks get the same result, or the same error that names the
+// missing rank.
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -23,7 +23,7 @@ static void *barrier(void *arg) {
     return NULL;
 }
 
-static void *ask_clock(void *arg) {
+static void *get_clock(void *arg) {
     struct rank *rank = arg;
     rank->rc = nb_boot_clock(&rank->boot, &rank->offset_ns, &rank->trip_ns, &rank->err);
     return NULL;
@@ -40,7 +40,7 @@ static void check_allgather(struct job *job, size_t bytes) {
         rank->in = in;
         rank->bytes = bytes;
     }
-    run_but(job, gather, -1);
+    run_all_but(job, gather, -1);
     for (int i = 0; i < job->size; i++) {
         struct rank *rank = &job->ranks[i];
         CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
@@ -56,12 +56,12 @@ static void check_allgather(struct job *job, size_t bytes) {
 }
 
 static void check_clock(struct job *job) {
-    run_but(job, ask_clock, -1);
+    run_all_but(job, get_clock, -1);
     for (int i = 0; i < job->size; i++) {
         const struct rank *rank = &job->ranks[i];
         CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
         CHECK(i == 0 ? rank->trip_ns == 0 : rank->trip_ns > 0, "round trip %lld", (long long)rank->trip_ns);
-        // One clock, two readings within a round trip: the halves differ by no more than half of it.
+        // The ranks share a clock, so the error of the offset is at most half of the round trip.
         CHECK(llabs((long long)rank->offset_ns) <= rank->trip_ns / 2 + 1, "rank %d is off by %lld ns in %lld", i,
               (long long)rank->offset_ns, (long long)rank->trip_ns);
     }
@@ -73,13 +73,13 @@ static void check_tokens(const struct job *job) {
     const struct nb_boot *last = &job->ranks[job->size - 1].boot;
     nb_boot_token(&job->ranks[0].boot, "lane", 0, 1, here);
     nb_boot_token(last, "lane", 0, 1, there);
-    CHECK(memcmp(here, there, sizeof here) == 0, "both sides compute the same token");
+    CHECK(memcmp(here, there, sizeof here) == 0, "the two sides compute different tokens");
     nb_boot_token(last, "lane", 1, 0, there);
-    CHECK(memcmp(here, there, sizeof here) != 0, "the other direction has another");
+    CHECK(memcmp(here, there, sizeof here) != 0, "both directions have the same token");
     nb_boot_token(last, "lane", 0, 2, there);
-    CHECK(memcmp(here, there, sizeof here) != 0, "another pair has another");
+    CHECK(memcmp(here, there, sizeof here) != 0, "another pair has the same token");
     nb_boot_token(last, "lanes", 0, 1, there);
-    CHECK(memcmp(here, there, sizeof here) != 0, "another purpose has another");
+    CHECK(memcmp(here, there, sizeof here) != 0, "another purpose has the same token");
 }
 
 static void check_control(const struct job *job) {
@@ -88,10 +88,9 @@ static void check_control(const struct job *job) {
         for (int side = 0; side < 2; side++) {
             int on = 0;
             socklen_t len = sizeof on;
-            CHECK(getsockopt(fds[side], IPPROTO_TCP, TCP_NODELAY, &on, &len) == 0 && on != 0,
-                  "small messages go at once");
-            CHECK((fcntl(fds[side], F_GETFL) & O_NONBLOCK) != 0, "the connection does not block");
-            CHECK((fcntl(fds[side], F_GETFD) & FD_CLOEXEC) != 0, "a child does not inherit the connection");
+            CHECK(getsockopt(fds[side], IPPROTO_TCP, TCP_NODELAY, &on, &len) == 0 && on != 0, "TCP_NODELAY is not set");
+            CHECK((fcntl(fds[side], F_GETFL) & O_NONBLOCK) != 0, "O_NONBLOCK is not set");
+            CHECK((fcntl(fds[side], F_GETFD) & FD_CLOEXEC) != 0, "FD_CLOEXEC is not set");
         }
     }
 }
@@ -102,12 +101,12 @@ static void test_sizes(void) {
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         struct job job;
         job_open(&job, sizes[i]);
-        run_but(&job, join, -1);
+        run_all_but(&job, join, -1);
         check_joined(&job);
         check_control(&job);
         check_allgather(&job, 1);
         check_allgather(&job, NB_BOOT_BLOB_MAX);
-        run_but(&job, barrier, -1);
+        run_all_but(&job, barrier, -1);
         CHECK(job.ranks[sizes[i] - 1].rc == 0, "barrier: %s", job.ranks[sizes[i] - 1].err.text);
         check_clock(&job);
         check_tokens(&job);
@@ -115,32 +114,32 @@ static void test_sizes(void) {
         job_close(&job);
     }
     CHECK(memcmp(sessions[0], sessions[1], 32) != 0 && memcmp(sessions[1], sessions[2], 32) != 0,
-          "no two jobs share a session");
+          "two jobs have the same session");
 }
 
-// Buffers of `bytes` for every rank; rank 1 gives `odd` bytes.
-static void run_gather(struct job *job, size_t bytes, size_t odd, int absent) {
+// Gathers `bytes` from every rank, but `rank_1_bytes` from rank 1.
+static void run_gather(struct job *job, size_t bytes, size_t rank_1_bytes, int absent) {
     static const char in[16];
     char out[RANKS_MAX][RANKS_MAX * sizeof in];
     for (int i = 0; i < job->size; i++) {
         job->ranks[i].in = in;
-        job->ranks[i].bytes = i == 1 ? odd : bytes;
+        job->ranks[i].bytes = i == 1 ? rank_1_bytes : bytes;
         job->ranks[i].out = out[i];
     }
-    run_but(job, gather, absent);
+    run_all_but(job, gather, absent);
 }
 
-static void test_exchange_fails(void) {
+static void test_failed_exchanges(void) {
     struct job job;
     job_open(&job, 4);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     run_gather(&job, 8, 9, -1);
     check_failed(&job, -1, NB_EMISMATCH, 1, "an all-gather of 9 bytes on rank 1, of 8 on this rank");
     job_close(&job);
 
     job_open(&job, 4);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     nb_boot_close(&job.ranks[2].boot);
     run_gather(&job, 8, 8, 2);
@@ -149,25 +148,25 @@ static void test_exchange_fails(void) {
 
     job_open(&job, 4);
     job.ranks[0].config.timeout_ms = 1000;
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
-    run_but(&job, barrier, 3);
+    run_all_but(&job, barrier, 3);
     check_failed(&job, 3, NB_ETIMEOUT, 3, "rank 3 of 4 did not arrive within 1 s");
     job_close(&job);
 
     job_open(&job, 3);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     check_joined(&job);
     nb_boot_close(&job.ranks[1].boot);
-    run_but(&job, ask_clock, 1);
+    run_all_but(&job, get_clock, 1);
     check_failed(&job, 1, NB_EPEER, 1, "rank 1 left");
     job_close(&job);
 
     job_open(&job, 3);
-    run_but(&job, join, -1);
+    run_all_but(&job, join, -1);
     start(&job.ranks[0], barrier);
     start(&job.ranks[1], barrier);
-    start(&job.ranks[2], ask_clock);
+    start(&job.ranks[2], get_clock);
     for (int i = 0; i < 3; i++) {
         finish(&job.ranks[i]);
     }
@@ -177,6 +176,6 @@ static void test_exchange_fails(void) {
 
 int main(void) {
     test_sizes();
-    test_exchange_fails();
+    test_failed_exchanges();
     return 0;
 }

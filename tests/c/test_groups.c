@@ -1,14 +1,14 @@
-// Communicators of a subset of ranks: every operation is exact in them, concurrently with other communicators, in
-// any order. Invalid ones are refused; ranks outside a communicator neither delay nor end it.
+// Communicators of a subset of ranks: every operation is exact, also concurrently with other communicators and in any
+// order. Invalid communicators are refused. Ranks outside a communicator neither delay nor end its operations.
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "sums.h"
 
-enum { BYTES = 8 << 20, BESIDE = 12, BESIDE_COUNT = 30001, LEAVER = 3 };
+enum { BYTES = 8 << 20, CONCURRENT = 12, CONCURRENT_COUNT = 30001, LEAVER = 3 };
 
-// The core's locks check their owner: a thread may only unlock what it has locked.
+// Makes the core's locks error-checking: a thread may unlock only what it has locked.
 int __real_pthread_mutex_init(pthread_mutex_t *lock, const pthread_mutexattr_t *how);
 int __wrap_pthread_mutex_init(pthread_mutex_t *lock, const pthread_mutexattr_t *how);
 int __real_pthread_mutex_unlock(pthread_mutex_t *lock);
@@ -16,8 +16,8 @@ int __wrap_pthread_mutex_unlock(pthread_mutex_t *lock);
 
 int __wrap_pthread_mutex_init(pthread_mutex_t *lock, const pthread_mutexattr_t *how) {
     pthread_mutexattr_t checked;
-    CHECK(how == NULL && pthread_mutexattr_init(&checked) == 0, "a lock with default attributes");
-    CHECK(pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK) == 0, "an error-checking lock");
+    CHECK(how == NULL && pthread_mutexattr_init(&checked) == 0, "the lock has attributes already");
+    CHECK(pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK) == 0, "set error checking");
     int rc = __real_pthread_mutex_init(lock, &checked);
     (void)pthread_mutexattr_destroy(&checked);
     return rc;
@@ -42,7 +42,7 @@ static const struct group groups[] = {
 };
 enum { GROUPS = sizeof groups / sizeof groups[0] };
 
-static int place_in(const struct group *group, int rank) {
+static int rank_in(const struct group *group, int rank) {
     for (int i = 0; i < group->count; i++) {
         if (group->ranks[i] == rank) {
             return i;
@@ -51,11 +51,11 @@ static int place_in(const struct group *group, int rank) {
     return -1;
 }
 
-// This rank as one of a group. False: it is none.
+// Initialises `member` for this rank in a group. False: this rank is not a member.
 static bool as_member(struct test_rank *me, const struct group *group, struct test_rank *member) {
     struct nb_error err = {0};
-    int place = place_in(group, me->rank);
-    if (place < 0) {
+    int position = rank_in(group, me->rank);
+    if (position < 0) {
         return false;
     }
     *member = *me;
@@ -67,134 +67,135 @@ static bool as_member(struct test_rank *me, const struct group *group, struct te
     }
     member->rank = nb_comm_rank(member->comm);
     member->size = nb_comm_size(member->comm);
-    CHECK(member->rank == place && member->size == group->count, "rank %d is %d of %d in comm %u", me->rank,
+    CHECK(member->rank == position && member->size == group->count, "rank %d is %d of %d in comm %u", me->rank,
           member->rank, member->size, group->id);
     return true;
 }
 
-static char *memory_of(size_t bytes) {
+static char *allocate(size_t bytes) {
     char *base = malloc(bytes);
     CHECK(base != NULL, "memory");
     return base;
 }
 
-// One group after the other; ranks that are in none of it go on to the next.
-static void one_by_one(struct test_rank *me) {
-    char *base = memory_of(ARENA_BYTES);
+// Runs the groups in sequence; ranks outside a group skip it.
+static void groups_in_sequence(struct test_rank *me) {
+    char *base = allocate(ARENA_BYTES);
     for (int round = 0; round < 2; round++) {
         for (int g = 0; g < GROUPS; g++) {
             struct test_rank member;
             if (as_member(me, &groups[(g + me->rank) % GROUPS], &member)) {
-                continue; // made in another order on each rank
+                continue; // each rank makes them in a different order
             }
         }
         for (int g = 0; g < GROUPS; g++) {
             struct test_rank member;
             if (as_member(me, &groups[g], &member)) {
-                kinds_in(&member, base, "kinds");
-                sizes_in(&member, base, "sizes");
-                scales_in(&member, (float *)(void *)base, "scaled");
+                check_all_kinds(&member, base, "kinds");
+                check_all_sizes(&member, base, "sizes");
+                check_scale_factors(&member, (float *)(void *)base, "scaled");
             }
         }
-        kinds_in(me, base, "all");
+        check_all_kinds(me, base, "all");
     }
     free(base);
 }
 
-// The same names under way in all groups and in the whole job at once, submitted in another order by each rank.
-static void side_by_side(struct test_rank *me) {
-    float *memory = (float *)(void *)memory_of((size_t)BESIDE * (GROUPS + 1) * BESIDE_COUNT * sizeof(float));
-    struct nb_work *works[BESIDE][GROUPS + 1] = {0};
-    struct nb_segment lines[BESIDE][GROUPS + 1];
+// Concurrent operations with the same names in all groups and in the job. Each rank submits them in a different order.
+static void concurrent_operations(struct test_rank *me) {
+    float *memory = (float *)(void *)allocate((size_t)CONCURRENT * (GROUPS + 1) * CONCURRENT_COUNT * sizeof(float));
+    struct nb_work *works[CONCURRENT][GROUPS + 1] = {0};
+    struct nb_segment segments[CONCURRENT][GROUPS + 1];
     struct test_rank members[GROUPS + 1];
-    for (int i = 0; i < BESIDE * (GROUPS + 1); i++) {
-        int at = (i * 5 + me->rank * 11) % (BESIDE * (GROUPS + 1));
+    for (int i = 0; i < CONCURRENT * (GROUPS + 1); i++) {
+        int at = (i * 5 + me->rank * 11) % (CONCURRENT * (GROUPS + 1));
         int k = at / (GROUPS + 1);
         int g = at % (GROUPS + 1);
         members[g] = *me;
         if (g < GROUPS && !as_member(me, &groups[g], &members[g])) {
             continue;
         }
-        float *line = memory + (size_t)at * BESIDE_COUNT;
-        size_t count = k % 3 == 0 ? 5 : BESIDE_COUNT;
+        float *data = memory + (size_t)at * CONCURRENT_COUNT;
+        size_t count = k % 3 == 0 ? 5 : CONCURRENT_COUNT;
         char name[32];
-        snprintf(name, sizeof name, "beside.%d", k);
+        snprintf(name, sizeof name, "concurrent.%d", k);
         for (size_t n = 0; n < count; n++) {
-            line[n] = given(members[g].rank, n);
+            data[n] = input_value(members[g].rank, n);
         }
-        lines[k][g] = (struct nb_segment){.base = line, .bytes = count * sizeof *line};
-        struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &lines[k][g]);
+        segments[k][g] = (struct nb_segment){.base = data, .bytes = count * sizeof *data};
+        struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &segments[k][g]);
         op.priority = k % 4;
         works[k][g] = test_submit(&members[g], op);
     }
-    for (int k = 0; k < BESIDE; k++) {
+    for (int k = 0; k < CONCURRENT; k++) {
         for (int g = 0; g <= GROUPS; g++) {
             if (works[k][g] == NULL) {
                 continue;
             }
             test_done(&members[g], works[k][g]);
-            const float *line = lines[k][g].base;
-            for (size_t n = 0; n < lines[k][g].bytes / sizeof *line; n++) {
-                double want = fold(NB_SUM, members[g].size, n);
-                CHECK((double)line[n] == want, "rank %d, comm %d, beside %d: [%zu] is %g, not %g", me->rank, g, k, n,
-                      (double)line[n], want);
+            const float *data = segments[k][g].base;
+            for (size_t n = 0; n < segments[k][g].bytes / sizeof *data; n++) {
+                double want = reduce_inputs(NB_SUM, members[g].size, n);
+                CHECK((double)data[n] == want, "rank %d, comm %d, operation %d: [%zu] is %g, not %g", me->rank, g, k, n,
+                      (double)data[n], want);
             }
         }
     }
     free(memory);
 }
 
-static void all_at_once(struct test_rank *me) {
-    for (int round = 0; round < 3; round++) { // by name, then by number
-        side_by_side(me);
+static void repeated_concurrent_operations(struct test_rank *me) {
+    for (int round = 0; round < 3; round++) { // later rounds use cached numbers instead of names
+        concurrent_operations(me);
     }
 }
 
-static void refused(struct test_rank *me) {
+static void invalid_communicators(struct test_rank *me) {
     struct nb_error err = {0};
-    const int falling[] = {2, 1};
+    const int descending[] = {2, 1};
     const int twice[] = {me->rank, me->rank};
     const int beyond[] = {me->rank, me->size};
     const int without[] = {(me->rank + 1) % me->size};
     const int mine[] = {me->rank};
-    CHECK(nb_comm_make(me->job, 5, falling, 2, &err) == -EINVAL, "ranks that fall");
+    CHECK(nb_comm_make(me->job, 5, descending, 2, &err) == -EINVAL, "descending ranks are accepted");
     err = (struct nb_error){0};
-    CHECK(nb_comm_make(me->job, 5, twice, 2, &err) == -EINVAL, "a rank twice");
+    CHECK(nb_comm_make(me->job, 5, twice, 2, &err) == -EINVAL, "a repeated rank is accepted");
     err = (struct nb_error){0};
-    CHECK(nb_comm_make(me->job, 5, beyond, 2, &err) == -EINVAL, "a rank that is not there");
+    CHECK(nb_comm_make(me->job, 5, beyond, 2, &err) == -EINVAL, "an unknown rank is accepted");
     CHECK(strstr(err.text, "rank 4 of communicator 5") != NULL, "%s", err.text);
-    CHECK(nb_comm_make(me->job, 5, without, 1, &err) == -EINVAL, "without this rank");
-    CHECK(nb_comm_make(me->job, 0, mine, 1, &err) == -EINVAL, "number 0 is that of all ranks");
-    CHECK(nb_comm_make(me->job, 5, mine, 0, &err) == -EINVAL, "nobody");
-    CHECK(nb_comm_find(me->job, 5) == NULL && nb_comm_find(me->job, 0) == nb_job_world(me->job), "what there is");
+    CHECK(nb_comm_make(me->job, 5, without, 1, &err) == -EINVAL, "a communicator without this rank is accepted");
+    CHECK(nb_comm_make(me->job, 0, mine, 1, &err) == -EINVAL, "number 0 is accepted");
+    CHECK(nb_comm_make(me->job, 5, mine, 0, &err) == -EINVAL, "an empty communicator is accepted");
+    CHECK(nb_comm_find(me->job, 5) == NULL && nb_comm_find(me->job, 0) == nb_job_world(me->job),
+          "nb_comm_find returns a wrong communicator");
     CHECK(nb_comm_make(me->job, 50 + (uint32_t)me->rank, mine, 1, &err) == 0, "%s", err.text);
-    CHECK(nb_comm_make(me->job, 50 + (uint32_t)me->rank, mine, 1, &err) == -EEXIST, "a number twice");
-    // A root counts in the comm.
+    CHECK(nb_comm_make(me->job, 50 + (uint32_t)me->rank, mine, 1, &err) == -EEXIST, "a number is accepted twice");
+    // A root is a rank in the communicator.
     struct test_rank member;
     struct nb_work *work;
     if (as_member(me, &groups[2], &member)) {
         struct nb_op op = test_op("root", NB_OP_BROADCAST, NULL);
         op.root = 3;
-        CHECK(nb_submit(member.comm, &op, &work, &err) == -EINVAL, "rank 3 of 3");
+        CHECK(nb_submit(member.comm, &op, &work, &err) == -EINVAL, "root 3 of 3 ranks is accepted");
     }
-    // What ranks of a comm submit unlike is refused there, and nowhere else.
+    // A mismatch between ranks of a communicator fails only that operation.
     if (as_member(me, &groups[2], &member)) {
-        float line[4] = {0};
-        struct nb_segment all = {.base = line, .bytes = me->rank == 3 ? 8 : 16};
+        float data[4] = {0};
+        struct nb_segment all = {.base = data, .bytes = me->rank == 3 ? 8 : 16};
         err = (struct nb_error){0};
-        int rc = test_try(&member, test_op("unlike", NB_OP_ALLREDUCE, &all), &err);
-        CHECK(rc == NB_EMISMATCH && strstr(err.text, "mismatched sizes of 'unlike'") != NULL, "%d %s", rc, err.text);
-        all.bytes = sizeof line;
+        int rc = test_try(&member, test_op("mismatch", NB_OP_ALLREDUCE, &all), &err);
+        CHECK(rc == NB_EMISMATCH && strstr(err.text, "mismatched sizes of 'mismatch'") != NULL, "%d %s", rc, err.text);
+        all.bytes = sizeof data;
         struct nb_op op = test_op("shaped", NB_OP_ALLREDUCE, &all);
         op.shape = me->rank == 3 ? 31 : 13;
         rc = test_try(&member, op, &err);
         CHECK(rc == NB_EMISMATCH && strstr(err.text, "mismatched shapes of 'shaped'") != NULL, "%d %s", rc, err.text);
     }
-    test_barrier(me, "all is well");
+    test_barrier(me, "after");
 }
 
-// Ranks take comm 6 to have other ranks: the job fails, and says so.
-static void differ(struct test_rank *me) {
+// The ranks define communicator 6 differently: the job fails, and the error names it.
+static void different_definitions(struct test_rank *me) {
     const int mine[2][3] = {{0, 1, 2}, {0, 1, 3}};
     struct nb_error err = {0};
     int which = me->rank == 3;
@@ -205,16 +206,16 @@ static void differ(struct test_rank *me) {
     CHECK(nb_comm_make(me->job, 6, mine[which], 3, &err) == 0, "%s", err.text);
     struct test_rank member = *me;
     member.comm = nb_comm_find(me->job, 6);
-    int rc = test_try(&member, test_op("unlike", NB_OP_BARRIER, NULL), &err);
+    int rc = test_try(&member, test_op("mismatch", NB_OP_BARRIER, NULL), &err);
     CHECK(rc == NB_EMISMATCH && strstr(err.text, "communicator 6 has different ranks on rank") != NULL, "%d %s", rc,
           err.text);
 }
 
-// A rank leaves while a comm that has it not works on; then what needs it fails, and names it.
-static void leaves(struct test_rank *me) {
+// A rank leaves while a communicator without it continues. Then an operation that needs the rank fails and names it.
+static void rank_outside_leaves(struct test_rank *me) {
     struct test_rank member;
     struct nb_error err = {0};
-    char *base = memory_of(BYTES);
+    char *base = allocate(BYTES);
     if (me->rank == LEAVER) {
         free(base);
         return;
@@ -222,16 +223,16 @@ static void leaves(struct test_rank *me) {
     CHECK(as_member(me, &groups[GROUPS - 1], &member), "rank %d", me->rank);
     for (int round = 0; round < 20; round++) {
         struct nb_op op = {.name = "on", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-        one(&member, op, base, BYTES / sizeof(float) / 8, whole);
+        check_operation(&member, op, base, BYTES / sizeof(float) / 8, contiguous);
     }
-    test_barrier(&member, "done"); // rank 0's word of it comes before its word of what follows
+    test_barrier(&member, "done"); // so that rank 0 completes it before it reports the failure
     int rc = test_try(me, test_op("all", NB_OP_BARRIER, NULL), &err);
     CHECK(rc == NB_EPEER && err.peer == LEAVER, "rank %d: %d, rank %d: %s", me->rank, rc, err.peer, err.text);
     free(base);
 }
 
-// One rank of a comm has not come: another comm, and one that waits in a barrier, are not held up.
-static void delayed(struct test_rank *me) {
+// A rank that is late for an operation in one communicator does not delay other communicators.
+static void late_rank_delays_no_other(struct test_rank *me) {
     struct test_rank member;
     struct nb_work *late = NULL;
     if (me->rank != LEAVER && as_member(me, &groups[2], &member)) {
@@ -242,7 +243,7 @@ static void delayed(struct test_rank *me) {
     }
     test_barrier(me, "all");
     int code;
-    CHECK(late == NULL || !nb_work_test(late, &code), "rank %d has not come", LEAVER);
+    CHECK(late == NULL || !nb_work_test(late, &code), "the barrier finished without rank %d", LEAVER);
     test_barrier(me, "seen");
     if (me->rank == LEAVER && as_member(me, &groups[2], &member)) {
         test_barrier(&member, "late");
@@ -250,11 +251,11 @@ static void delayed(struct test_rank *me) {
     if (late != NULL) {
         test_done(me, late);
     }
-    test_barrier(me, "over"); // nothing starts any more where rank 0 has left
+    test_barrier(me, "finished"); // after rank 0 leaves, no operation can start
 }
 
-// Rank 0 says what starts: without it nothing does, in no comm.
-static void first_leaves(struct test_rank *me) {
+// Without rank 0, the coordinator, no operation starts in any communicator.
+static void rank_0_leaves(struct test_rank *me) {
     struct test_rank member;
     struct nb_error err = {0};
     test_barrier(me, "all");
@@ -262,35 +263,35 @@ static void first_leaves(struct test_rank *me) {
         return;
     }
     int rc = 0;
-    while (rc == 0) { // until it has left
+    while (rc == 0) { // until rank 0 has left
         rc = test_try(&member, test_op("on", NB_OP_BARRIER, NULL), &err);
     }
     CHECK(rc == NB_EPEER && err.peer == 0, "rank %d: %d, rank %d: %s", me->rank, rc, err.peer, err.text);
 }
 
-static int run(struct test_rank like, void (*what)(struct test_rank *me)) {
-    like.size = 4;
-    like.run = what;
-    return test_job(&like);
+static int run(struct test_rank template, void (*what)(struct test_rank *me)) {
+    template.size = 4;
+    template.run = what;
+    return test_job(&template);
 }
 
 int main(int argc, char **argv) {
     static const enum nb_algorithm_id pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING,
                                                 NB_ALGORITHM_HALVING, NB_ALGORITHM_INLINE};
-    struct test_rank like = test_on(argc > 1 ? argv[1] : "tcp");
+    struct test_rank template = test_on(argc > 1 ? argv[1] : "tcp");
     for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {
-        like.algorithm = pins[i];
-        int rc = run(like, one_by_one);
+        template.algorithm = pins[i];
+        int rc = run(template, groups_in_sequence);
         if (rc != 0) {
             return rc;
         }
     }
-    like.algorithm = NB_ALGORITHM_NONE;
-    CHECK(run(like, all_at_once) == 0, "all at once");
-    CHECK(run(like, refused) == 0, "refusals");
-    CHECK(run(like, leaves) == 0, "a rank that leaves");
-    CHECK(run(like, delayed) == 0, "a rank that is late");
-    CHECK(run(like, first_leaves) == 0, "rank 0 leaves");
-    CHECK(run(like, differ) == 0, "ranks that differ");
+    template.algorithm = NB_ALGORITHM_NONE;
+    CHECK(run(template, repeated_concurrent_operations) == 0, "concurrent operations");
+    CHECK(run(template, invalid_communicators) == 0, "invalid communicators");
+    CHECK(run(template, rank_outside_leaves) == 0, "rank leaves");
+    CHECK(run(template, late_rank_delays_no_other) == 0, "late rank");
+    CHECK(run(template, rank_0_leaves) == 0, "rank 0 leaves");
+    CHECK(run(template, different_definitions) == 0, "different ranks");
     return 0;
 }

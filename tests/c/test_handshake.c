@@ -1,5 +1,5 @@
-// The handshake of a TCP lane: data recorded from one connection is useless for another, and neither side accepts a
-// wrong proof. A replayed, altered or reflected handshake is refused and counted; ranks of the job still connect.
+// Handshake of a TCP lane: neither side accepts a wrong proof, and a handshake is valid for one connection only.
+// Replayed, altered and reflected handshakes are refused and counted. Ranks of the job still connect.
 #include <limits.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -9,45 +9,45 @@
 #include "flows.h"
 #include "transport/transport.h"
 
-enum { LANES = 2, STRIDE = NB_LANE_ADDR_MAX + 8, LANE_AT = 8, SEEN_MAX = 512, TURNS = 200 };
+enum { LANES = 2, STRIDE = NB_LANE_ADDR_MAX + 8, LANE_AT = 8, RECORDED_MAX = 512, PASSES = 200 };
 
-// What rank 1 sends to the port that is observed.
+// Bytes that rank 1 sends to the recorded port.
 static struct {
     uint16_t port;
-    unsigned char bytes[SEEN_MAX];
+    unsigned char bytes[RECORDED_MAX];
     size_t count;
     size_t first; // of the first message
-} seen;
+} recorded;
 
 ssize_t __real_send(int fd, const void *data, size_t bytes, int flags);
 ssize_t __wrap_send(int fd, const void *data, size_t bytes, int flags);
 
-// So many answers of listeners are lost, as if the connection had been dropped for being late.
-static int answers_to_lose;
-// So many connections end behind the answer, which arrives.
-static int answers_to_end;
+// How many of the listeners' next answers fail to be sent, as if the connection had been dropped for being late.
+static int failing_answers;
+// How many of the next answers arrive but are followed by closing the connection.
+static int closing_answers;
 
 ssize_t __wrap_send(int fd, const void *data, size_t bytes, int flags) {
     struct wire_tcp_hello hello;
     bool answer = bytes == sizeof(struct wire_tcp_answer);
     memcpy(&hello, data, bytes < sizeof hello ? bytes : sizeof hello);
     answer = answer && !(bytes == sizeof hello && hello.magic == NB_WIRE_TCP_MAGIC);
-    if (answer && answers_to_lose > 0) {
-        answers_to_lose--;
+    if (answer && failing_answers > 0) {
+        failing_answers--;
         errno = ECONNRESET;
         return -1;
     }
     struct nb_sockaddr to = {.len = sizeof to.in6};
     ssize_t n = __real_send(fd, data, bytes, flags);
-    if (answer && answers_to_end > 0) {
-        answers_to_end--;
+    if (answer && closing_answers > 0) {
+        closing_answers--;
         (void)shutdown(fd, SHUT_RDWR);
     }
-    if (seen.port != 0 && n > 0 && getpeername(fd, &to.any, &to.len) == 0 && nb_sock_port(&to) == seen.port &&
-        seen.count + (size_t)n <= SEEN_MAX) {
-        memcpy(seen.bytes + seen.count, data, (size_t)n);
-        seen.count += (size_t)n;
-        seen.first = seen.first == 0 ? (size_t)n : seen.first;
+    if (recorded.port != 0 && n > 0 && getpeername(fd, &to.any, &to.len) == 0 && nb_sock_port(&to) == recorded.port &&
+        recorded.count + (size_t)n <= RECORDED_MAX) {
+        memcpy(recorded.bytes + recorded.count, data, (size_t)n);
+        recorded.count += (size_t)n;
+        recorded.first = recorded.first == 0 ? (size_t)n : recorded.first;
     }
     return n;
 }
@@ -58,7 +58,7 @@ struct pair {
     unsigned char addresses[2][LANES * STRIDE];
 };
 
-// Rank 0 at any ports, or, with one lane, at that one; rank 1, where it is to be there, at any.
+// Opens the lanes of the first `ranks` ranks. `bind` may name the port, if there is one rank with one lane.
 static void pair_begin(struct pair *pair, int lanes, const char *bind, int ranks) {
     struct nb_error err = {0};
     memset(pair, 0, sizeof *pair);
@@ -78,10 +78,10 @@ static void pair_open(struct pair *pair) {
     pair_begin(pair, LANES, "127.0.0.1:0", 2);
 }
 
-static void pair_turn(struct pair *pair) {
+static void pair_progress(struct pair *pair) {
     for (int rank = 0; rank < 2; rank++) {
         if (pair->world.nodes[rank].lanes != NULL) {
-            flows_turn(&pair->world.nodes[rank]);
+            flows_progress(&pair->world.nodes[rank]);
         }
     }
 }
@@ -94,22 +94,22 @@ static struct nb_sockaddr port_of(const struct pair *pair, int rank, int lane) {
     return port;
 }
 
-static void meet(struct pair *pair, int from, int to) {
+static void connect_rank(struct pair *pair, int from, int to) {
     struct nb_error err = {0};
     CHECK(nb_lanes_peer_open(pair->world.nodes[to].lanes, from, pair->addresses[from], &err) == 0, "%s", err.text);
 }
 
-static void all_ready(struct pair *pair) {
+static void await_ready(struct pair *pair) {
     int64_t deadline = flows_deadline();
     while (!nb_lanes_peer_ready(pair->world.nodes[0].lanes, 1) || !nb_lanes_peer_ready(pair->world.nodes[1].lanes, 0)) {
-        pair_turn(pair);
-        CHECK(nb_now_ns() < deadline, "two ranks never meet");
+        pair_progress(pair);
+        CHECK(nb_now_ns() < deadline, "the ranks do not connect");
     }
     CHECK(pair->world.nodes[0].lost == 0 && pair->world.nodes[1].lost == 0, "a lane was lost");
 }
 
-// Another port in a lane's place: what connects there does not come to the rank.
-static int trap_open(struct pair *pair, int rank, int lane) {
+// Replaces a lane's port in the exchanged address by that of a fake listener. Returns its descriptor.
+static int fake_listener_open(struct pair *pair, int rank, int lane) {
     struct nb_sockaddr port;
     struct nb_error err = {0};
     CHECK(nb_sock_parse("127.0.0.1:0", &port, &err) == 0, "%s", err.text);
@@ -122,181 +122,183 @@ static int trap_open(struct pair *pair, int rank, int lane) {
     return fd;
 }
 
-static int outsider(struct pair *pair, const struct nb_sockaddr *port) {
+static int attacker_connect(struct pair *pair, const struct nb_sockaddr *port) {
     int fd = nb_sock_connect(port, NULL, NULL, NULL);
     struct pollfd poller = {.fd = fd, .events = POLLOUT};
     CHECK(fd >= 0 && poll(&poller, 1, 10000) == 1 && nb_sock_connected(fd) == 0, "connect: %m");
-    pair_turn(pair);
+    pair_progress(pair);
     return fd;
 }
 
-// Says what was seen, waiting for an answer where one was waited for. True: it was hung up on, so it came to nothing.
+// Replays the recorded bytes, and waits for an answer where the recorded rank waited. True: the connection was closed,
+// so the handshake was refused.
 static bool replay(struct pair *pair, int fd, const unsigned char *bytes) {
-    char heard[256];
-    bool over = false;
-    (void)__real_send(fd, bytes, seen.first, MSG_NOSIGNAL);
-    for (int turn = 0; turn < TURNS && recv(fd, heard, sizeof heard, MSG_DONTWAIT) < 0 && errno == EAGAIN; turn++) {
-        pair_turn(pair);
+    char answer[256];
+    bool closed = false;
+    (void)__real_send(fd, bytes, recorded.first, MSG_NOSIGNAL);
+    for (int pass = 0; pass < PASSES && recv(fd, answer, sizeof answer, MSG_DONTWAIT) < 0 && errno == EAGAIN; pass++) {
+        pair_progress(pair);
     }
-    (void)__real_send(fd, bytes + seen.first, seen.count - seen.first, MSG_NOSIGNAL);
-    for (int turn = 0; turn < TURNS && !over; turn++) {
-        pair_turn(pair);
-        ssize_t n = recv(fd, heard, sizeof heard, MSG_DONTWAIT);
-        over = n == 0 || (n < 0 && errno != EAGAIN);
+    (void)__real_send(fd, bytes + recorded.first, recorded.count - recorded.first, MSG_NOSIGNAL);
+    for (int pass = 0; pass < PASSES && !closed; pass++) {
+        pair_progress(pair);
+        ssize_t n = recv(fd, answer, sizeof answer, MSG_DONTWAIT);
+        closed = n == 0 || (n < 0 && errno != EAGAIN);
     }
     close(fd);
-    return over;
+    return closed;
 }
 
-// Rank 1 connects to lane 0 of rank 0 alone, and all that it says there is seen.
-static void observe(struct pair *pair) {
+// Records all bytes that rank 1 sends on lane 0 of rank 0. It cannot reach lane 1.
+static void record_handshake(struct pair *pair) {
     unsigned char before[LANES * STRIDE];
     memcpy(before, pair->addresses[0], sizeof before);
     struct nb_sockaddr port = port_of(pair, 0, 0);
-    int trap = trap_open(pair, 0, 1);
-    memset(&seen, 0, sizeof seen);
-    seen.port = nb_sock_port(&port);
-    meet(pair, 0, 1);
-    for (int turn = 0; turn < TURNS; turn++) {
-        pair_turn(pair);
+    int fake_listener = fake_listener_open(pair, 0, 1);
+    memset(&recorded, 0, sizeof recorded);
+    recorded.port = nb_sock_port(&port);
+    connect_rank(pair, 0, 1);
+    for (int pass = 0; pass < PASSES; pass++) {
+        pair_progress(pair);
     }
-    seen.port = 0;
-    CHECK(seen.count > 0, "nothing was seen");
-    close(trap);
+    recorded.port = 0;
+    CHECK(recorded.count > 0, "nothing was recorded");
+    close(fake_listener);
     memcpy(pair->addresses[0], before, sizeof before);
 }
 
-static void test_observed(void) {
+static void test_replay_is_refused(void) {
     struct pair *pair = malloc(sizeof *pair);
-    unsigned char other[SEEN_MAX];
+    unsigned char other[RECORDED_MAX];
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    observe(pair);
+    record_handshake(pair);
     struct nb_sockaddr first = port_of(pair, 0, 0);
     struct nb_sockaddr second = port_of(pair, 0, 1);
-    memcpy(other, seen.bytes, seen.count);
+    memcpy(other, recorded.bytes, recorded.count);
     other[LANE_AT] = 1;
-    CHECK(replay(pair, outsider(pair, &second), other), "a proof of lane 0 is replayed on lane 1");
-    CHECK(replay(pair, outsider(pair, &second), seen.bytes), "lane 0's handshake is taken at lane 1");
-    CHECK(replay(pair, outsider(pair, &first), seen.bytes), "a handshake is taken twice");
-    CHECK(nb_lanes_refused(pair->world.nodes[0].lanes) == 3, "%llu were counted",
+    CHECK(replay(pair, attacker_connect(pair, &second), other), "a proof of lane 0 is replayed on lane 1");
+    CHECK(replay(pair, attacker_connect(pair, &second), recorded.bytes), "lane 0's handshake is accepted on lane 1");
+    CHECK(replay(pair, attacker_connect(pair, &first), recorded.bytes), "a handshake is accepted twice");
+    CHECK(nb_lanes_refused(pair->world.nodes[0].lanes) == 3, "%llu refusals were counted",
           (unsigned long long)nb_lanes_refused(pair->world.nodes[0].lanes));
     flows_close(&pair->world);
     free(pair);
 }
 
-// The same ranks, session, lane and address: all that differs is when.
-static void test_observed_before(void) {
+// A handshake recorded earlier, with the same ranks, session, lane and address, is refused.
+static void test_replay_on_a_later_lane_is_refused(void) {
     struct pair *pair = malloc(sizeof *pair);
     char text[NB_SOCK_TEXT];
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    observe(pair);
+    record_handshake(pair);
     struct nb_sockaddr port = port_of(pair, 0, 0);
     nb_sock_format(&port, text);
     flows_close(&pair->world);
     pair_begin(pair, 1, text, 1);
-    CHECK(replay(pair, outsider(pair, &port), seen.bytes), "a handshake of the past is taken");
+    CHECK(replay(pair, attacker_connect(pair, &port), recorded.bytes), "an earlier handshake is accepted");
     flows_close(&pair->world);
     free(pair);
 }
 
-// Any bit that differs.
-static void test_altered(void) {
+// A handshake with one bit changed in any byte is refused.
+static void test_altered_handshake_is_refused(void) {
     struct pair *pair = malloc(sizeof *pair);
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    observe(pair);
+    record_handshake(pair);
     struct nb_sockaddr port = port_of(pair, 0, 1);
-    for (size_t at = 0; at < seen.count; at++) {
-        unsigned char altered[SEEN_MAX];
-        memcpy(altered, seen.bytes, seen.count);
+    for (size_t at = 0; at < recorded.count; at++) {
+        unsigned char altered[RECORDED_MAX];
+        memcpy(altered, recorded.bytes, recorded.count);
         altered[LANE_AT] = 1;
         altered[at] ^= 0x10;
-        CHECK(replay(pair, outsider(pair, &port), altered), "byte %zu may be another", at);
+        CHECK(replay(pair, attacker_connect(pair, &port), altered), "a handshake with byte %zu changed is accepted",
+              at);
     }
     flows_close(&pair->world);
     free(pair);
 }
 
-// What answers at a lane's address in its place: bytes at random, or the hello itself.
-static void test_false_listener(bool reflects) {
+// A fake listener at a lane's address answers with wrong bytes, or reflects the hello.
+static void test_fake_listener_is_refused(bool reflect) {
     struct pair *pair = malloc(sizeof *pair);
     unsigned char bytes[64] = {0};
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    int trap = trap_open(pair, 0, 1);
-    meet(pair, 0, 1);
+    int fake_listener = fake_listener_open(pair, 0, 1);
+    connect_rank(pair, 0, 1);
     int fd = -1;
-    for (int turn = 0; turn < TURNS && pair->world.nodes[1].lost == 0; turn++) {
-        pair_turn(pair);
-        fd = fd < 0 ? accept4(trap, NULL, NULL, SOCK_NONBLOCK) : fd;
+    for (int pass = 0; pass < PASSES && pair->world.nodes[1].lost == 0; pass++) {
+        pair_progress(pair);
+        fd = fd < 0 ? accept4(fake_listener, NULL, NULL, SOCK_NONBLOCK) : fd;
         ssize_t n = fd >= 0 ? recv(fd, bytes, sizeof bytes, MSG_DONTWAIT) : 0;
         if (n > 0) {
-            memset(bytes, reflects ? bytes[0] : 7, reflects ? 1 : (size_t)n);
+            memset(bytes, reflect ? bytes[0] : 7, reflect ? 1 : (size_t)n);
             (void)__real_send(fd, bytes, (size_t)n, MSG_NOSIGNAL);
         }
     }
-    CHECK(pair->world.nodes[1].lost == 1, "a listener that proves nothing is taken for rank 0");
+    CHECK(pair->world.nodes[1].lost == 1, "a fake listener is accepted as rank 0");
     close(fd);
-    close(trap);
+    close(fake_listener);
     flows_close(&pair->world);
     free(pair);
 }
 
-static void test_ranks_meet(void) {
+static void test_ranks_connect(void) {
     struct pair *pair = malloc(sizeof *pair);
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    meet(pair, 0, 1);
-    meet(pair, 1, 0);
-    all_ready(pair);
+    connect_rank(pair, 0, 1);
+    connect_rank(pair, 1, 0);
+    await_ready(pair);
     CHECK(nb_lanes_refused(pair->world.nodes[0].lanes) == 0, "a rank was refused");
     flows_close(&pair->world);
     free(pair);
 }
 
-// A rank that answers late is dropped while others wait for its place. It connects again, and no lane is lost.
-static void test_dropped_while_late(void) {
+// A rank that answers late is dropped, as if other connections needed its place. It reconnects, and no lane is lost.
+static void test_dropped_rank_reconnects(void) {
     struct pair *pair = malloc(sizeof *pair);
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    answers_to_lose = 5;
-    answers_to_end = 5;
-    meet(pair, 0, 1);
-    meet(pair, 1, 0);
-    all_ready(pair);
-    CHECK(answers_to_lose == 0 && answers_to_end == 0, "%d answers were never sent", answers_to_lose + answers_to_end);
+    failing_answers = 5;
+    closing_answers = 5;
+    connect_rank(pair, 0, 1);
+    connect_rank(pair, 1, 0);
+    await_ready(pair);
+    CHECK(failing_answers == 0 && closing_answers == 0, "%d answers were not sent", failing_answers + closing_answers);
     flows_close(&pair->world);
     free(pair);
 }
 
-// It gives up in the end.
-static void test_dropped_each_time(void) {
+// A rank that is dropped each time gives up.
+static void test_reconnection_is_limited(void) {
     struct pair *pair = malloc(sizeof *pair);
     int64_t deadline = flows_deadline();
     CHECK(pair != NULL, "memory");
     pair_open(pair);
-    answers_to_lose = INT_MAX;
-    meet(pair, 0, 1);
-    meet(pair, 1, 0);
+    failing_answers = INT_MAX;
+    connect_rank(pair, 0, 1);
+    connect_rank(pair, 1, 0);
     while (pair->world.nodes[0].lost < LANES || pair->world.nodes[1].lost < LANES) {
-        pair_turn(pair);
-        CHECK(nb_now_ns() < deadline, "a connection is tried without end");
+        pair_progress(pair);
+        CHECK(nb_now_ns() < deadline, "the ranks reconnect without a limit");
     }
-    answers_to_lose = 0;
+    failing_answers = 0;
     flows_close(&pair->world);
     free(pair);
 }
 
 int main(void) {
-    test_ranks_meet();
-    test_dropped_while_late();
-    test_dropped_each_time();
-    test_observed();
-    test_observed_before();
-    test_altered();
-    test_false_listener(false);
-    test_false_listener(true);
+    test_ranks_connect();
+    test_dropped_rank_reconnects();
+    test_reconnection_is_limited();
+    test_replay_is_refused();
+    test_replay_on_a_later_lane_is_refused();
+    test_altered_handshake_is_refused();
+    test_fake_listener_is_refused(false);
+    test_fake_listener_is_refused(true);
     return 0;
 }

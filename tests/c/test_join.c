@@ -1,5 +1,5 @@
-// Ranks without further data join: the others' all-reduces continue with zeros for them until all ranks have joined.
-// All learn which rank joined last, and continue together.
+// Join: ranks without further data join, and the others' all-reduces use zeros for them until all ranks have joined.
+// All ranks get the rank that joined last, and continue together.
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
@@ -9,9 +9,9 @@
 
 enum { SIZE = 4, EACH = 4, BYTES = 4 << 20 };
 
-// Of rank r: EACH × (r + 1) sums, in the order that `turn` gives.
-static int owed(int rank, int turn) {
-    return EACH * ((rank + turn) % SIZE + 1);
+// Number of all-reduces of a rank before it joins: a multiple of EACH, rotated between ranks by `round`.
+static int sums_before_join(int rank, int round) {
+    return EACH * ((rank + round) % SIZE + 1);
 }
 
 static int join(struct test_rank *me) {
@@ -23,12 +23,12 @@ static int join(struct test_rank *me) {
     return last;
 }
 
-static void sum(struct test_rank *me, int turn, int k, float *line, size_t count) {
-    struct nb_segment all = {.base = line, .bytes = count * sizeof *line};
+static void sum(struct test_rank *me, int round, int k, float *data, size_t count) {
+    struct nb_segment all = {.base = data, .bytes = count * sizeof *data};
     char name[32];
     snprintf(name, sizeof name, "sum.%d", k);
     for (size_t i = 0; i < count; i++) {
-        line[i] = given(me->rank, i);
+        data[i] = input_value(me->rank, i);
     }
     struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
     op.prescale = 2;
@@ -36,53 +36,53 @@ static void sum(struct test_rank *me, int turn, int k, float *line, size_t count
     for (size_t i = 0; i < count; i++) {
         double want = 0;
         for (int r = 0; r < me->size; r++) {
-            want += owed(r, turn) > k ? 2 * given(r, i) : 0;
+            want += sums_before_join(r, round) > k ? 2 * input_value(r, i) : 0;
         }
-        CHECK((double)line[i] == want, "rank %d, turn %d, %s: [%zu] is %g, not %g", me->rank, turn, name, i,
-              (double)line[i], want);
+        CHECK((double)data[i] == want, "rank %d, round %d, %s: [%zu] is %g, not %g", me->rank, round, name, i,
+              (double)data[i], want);
     }
 }
 
-static void uneven(struct test_rank *me) {
+static void ranks_join_in_turn(struct test_rank *me) {
     static const size_t counts[] = {1, 1000, 5003, BYTES / sizeof(float) - 3};
-    float *line = malloc(BYTES);
-    CHECK(line != NULL, "memory");
-    for (int turn = 0; turn < 2 * SIZE; turn++) { // from the third on by number
-        for (int k = 0; k < owed(me->rank, turn); k++) {
-            sum(me, turn, k, line, counts[k % 4]);
+    float *data = malloc(BYTES);
+    CHECK(data != NULL, "memory");
+    for (int round = 0; round < 2 * SIZE; round++) { // from the third round on, names have cached numbers
+        for (int k = 0; k < sums_before_join(me->rank, round); k++) {
+            sum(me, round, k, data, counts[k % 4]);
         }
         int last = join(me);
-        CHECK(owed(last, turn) == EACH * SIZE, "turn %d: rank %d did not come last", turn, last);
+        CHECK(sums_before_join(last, round) == EACH * SIZE, "round %d: rank %d cannot have joined last", round, last);
         test_barrier(me, "together");
     }
-    free(line);
+    free(data);
 }
 
-// What needs data of a rank that has joined is refused; sums and barriers of the others are not, nor is what follows.
-static void refused(struct test_rank *me) {
+// Operations that need data of a joined rank are refused. Barriers of the other ranks and later operations succeed.
+static void operations_that_need_all_ranks(struct test_rank *me) {
     static const enum nb_op_kind kinds[] = {NB_OP_ALLGATHER, NB_OP_BROADCAST, NB_OP_REDUCESCATTER, NB_OP_ALLTOALL};
-    float line[2 * SIZE] = {0};
+    float data[2 * SIZE] = {0};
     struct nb_error err = {0};
     for (int k = 0; k < 4 && me->rank > 0; k++) {
-        struct nb_segment all = {.base = line, .bytes = sizeof line};
+        struct nb_segment all = {.base = data, .bytes = sizeof data};
         int rc = test_try(me, test_op("needs all", kinds[k], &all), &err);
         CHECK(rc == NB_EMISMATCH && strstr(err.text, "after rank 0 has joined") != NULL, "%d: %s", rc, err.text);
     }
-    if (me->rank > 0) { // each under a name that the others do not use: nobody waits for these
+    if (me->rank > 0) { // under a name of this rank only: it is refused without other submissions
         char name[32];
         snprintf(name, sizeof name, "needs all.%d", me->rank);
-        struct nb_segment all = {.base = line, .bytes = sizeof line};
+        struct nb_segment all = {.base = data, .bytes = sizeof data};
         int rc = test_try(me, test_op(name, NB_OP_ALLGATHER, &all), &err);
         CHECK(rc == NB_EMISMATCH && strstr(err.text, "after rank 0 has joined") != NULL, "%s", err.text);
         test_barrier(me, "without rank 0");
     }
     int last = join(me);
     CHECK(last > 0, "rank %d joined last", last);
-    test_barrier(me, "all is well");
+    test_barrier(me, "after");
 }
 
-// In a comm of some ranks, too.
-static void in_a_group(struct test_rank *me) {
+// A rank joins: all-reduces in a communicator with it use zeros.
+static void communicator_with_joined_rank(struct test_rank *me) {
     const int ranks[] = {0, 2};
     struct nb_error err = {0};
     if (me->rank % 2 == 0) {
@@ -91,18 +91,18 @@ static void in_a_group(struct test_rank *me) {
     test_barrier(me, "made");
     if (me->rank == 0) {
         struct test_rank member = *me;
-        float line[3] = {1, 2, 3};
-        struct nb_segment all = {.base = line, .bytes = sizeof line};
+        float data[3] = {1, 2, 3};
+        struct nb_segment all = {.base = data, .bytes = sizeof data};
         member.comm = nb_comm_find(me->job, 4);
         for (int round = 0; round < 4; round++) {
             test_do(&member, test_op("of two", NB_OP_ALLREDUCE, &all));
-            CHECK(line[0] == 1 && line[2] == 3, "with zeros: %g %g", (double)line[0], (double)line[2]);
+            CHECK(data[0] == 1 && data[2] == 3, "wrong sum with zeros: %g %g", (double)data[0], (double)data[2]);
         }
     }
-    CHECK(join(me) != 2, "rank 2 did not come last");
+    CHECK(join(me) != 2, "rank 2 cannot have joined last");
 }
 
-// Rank 0 never submits an operation of this name: it only makes the stand-in for it.
+// Rank 0 does not submit this operation: its engine submits it with zeros after rank 0 has joined.
 static const char too_large[] = "too large";
 
 int __real_nb_work_make(struct nb_comm *comm, const struct nb_op *op, const struct nb_algorithm *algorithm,
@@ -117,11 +117,12 @@ int __wrap_nb_work_make(struct nb_comm *comm, const struct nb_op *op, const stru
     return __real_nb_work_make(comm, op, algorithm, out, err);
 }
 
-// A rank that has joined and cannot make its stand-in fails the job on all ranks, and leaks no memory.
-static void cannot_stand_in(struct test_rank *me) {
+// If the engine of a joined rank cannot submit the operation with zeros, the job fails on all ranks and no memory
+// leaks.
+static void contribution_fails(struct test_rank *me) {
     int32_t last = -1;
-    float line[SIZE] = {0};
-    struct nb_segment all = {.base = me->rank == 0 ? (void *)&last : line, .bytes = me->rank == 0 ? 4 : sizeof line};
+    float data[SIZE] = {0};
+    struct nb_segment all = {.base = me->rank == 0 ? (void *)&last : data, .bytes = me->rank == 0 ? 4 : sizeof data};
     struct nb_op op = test_op(me->rank == 0 ? "join" : too_large, me->rank == 0 ? NB_OP_JOIN : NB_OP_ALLREDUCE, &all);
     struct nb_error err = {0};
     op.dtype = me->rank == 0 ? NB_I32 : NB_F32;
@@ -129,30 +130,31 @@ static void cannot_stand_in(struct test_rank *me) {
     CHECK(rc == -ENOMEM && strstr(err.text, "no memory for it") != NULL, "rank %d: %d %s", me->rank, rc, err.text);
 }
 
-static void bad(struct test_rank *me) {
-    float line[3] = {0};
-    struct nb_segment all = {.base = line, .bytes = sizeof line};
+static void invalid_join(struct test_rank *me) {
+    float data[3] = {0};
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
     struct nb_error err = {0};
     CHECK(test_try(me, test_op("join", NB_OP_JOIN, &all), &err) == -EINVAL, "%s", err.text);
-    test_barrier(me, "all is well");
+    test_barrier(me, "after");
 }
 
 int main(int argc, char **argv) {
     static const enum nb_algorithm_id pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_HALVING};
-    void (*const parts[])(struct test_rank *) = {uneven, refused, in_a_group, cannot_stand_in, bad};
-    struct test_rank like = test_on(argc > 1 ? argv[1] : "tcp");
-    like.size = SIZE;
+    void (*const parts[])(struct test_rank *) = {ranks_join_in_turn, operations_that_need_all_ranks,
+                                                 communicator_with_joined_rank, contribution_fails, invalid_join};
+    struct test_rank template = test_on(argc > 1 ? argv[1] : "tcp");
+    template.size = SIZE;
     for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {
         for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++) {
-            like.algorithm = pins[i];
-            like.run = parts[p];
-            int rc = test_job(&like);
+            template.algorithm = pins[i];
+            template.run = parts[p];
+            int rc = test_job(&template);
             if (rc != 0) {
                 return rc;
             }
         }
     }
-    like.size = 1;
-    like.run = bad;
-    return test_job(&like);
+    template.size = 1;
+    template.run = invalid_join;
+    return test_job(&template);
 }

@@ -1,5 +1,5 @@
-// The size of one lane's next segment: by its rate and by the bytes left, and never so small that the handling costs
-// more.
+// Lane rates: the size of a lane's next segment follows from its rate and from the bytes left. A segment is never so
+// small that its overhead dominates.
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -13,18 +13,18 @@
 
 enum { LANES = 4, BLOCK = 4096, SEGMENT = 256 * 1024 };
 
-// A network that reports the bytes that each lane still holds.
+// A network that reports how many sent bytes each lane still holds on this host.
 static size_t held_by[LANES];
-static int queries;
+static int held_queries;
 
 static size_t held(const struct nb_lane *lane, int peer) {
     (void)peer;
-    queries++;
+    held_queries++;
     return held_by[lane->index];
 }
 
 static const struct nb_lane_ops ops = {.name = "reporting", .held = held};
-static const struct nb_lane_ops silent = {.name = "silent"};
+static const struct nb_lane_ops without_held = {.name = "silent"};
 
 struct world {
     struct nb_lane lane[LANES];
@@ -34,11 +34,11 @@ struct world {
     struct nb_flow flow;
 };
 
-// Rates in bytes per ns, that is in GB/s.
-static void world_make(struct world *world, const double *rates, int used) {
+// Rates in bytes per ns (GB/s).
+static void world_init(struct world *world, const double *rates, int used) {
     memset(world, 0, sizeof *world);
     memset(held_by, 0, sizeof held_by);
-    queries = 0;
+    held_queries = 0;
     world->lanes.config.ops = &ops;
     world->lanes.peers = &world->peer;
     world->lanes.config.segment_bytes = SEGMENT;
@@ -57,7 +57,7 @@ static void world_make(struct world *world, const double *rates, int used) {
     }
 }
 
-static size_t segment_or(struct world *world, int lane, size_t left, int *sooner) {
+static size_t segment_with_alternative(struct world *world, int lane, size_t left, int *sooner) {
     *sooner = -1;
     world->flow.left = (uint32_t)(left / BLOCK);
     return nb_rate_segment(&world->lanes, &world->peer, lane, sooner);
@@ -65,21 +65,21 @@ static size_t segment_or(struct world *world, int lane, size_t left, int *sooner
 
 static size_t segment(struct world *world, int lane, size_t left) {
     int sooner = -1;
-    return segment_or(world, lane, left, &sooner);
+    return segment_with_alternative(world, lane, left, &sooner);
 }
 
-static void test_one_lane_needs_no_care(void) {
+static void test_single_lane_gets_full_segments(void) {
     struct world world;
     const double rates[] = {0.05};
-    world_make(&world, rates, 1);
-    CHECK(segment(&world, 0, BLOCK) == SEGMENT, "one lane was cut short");
+    world_init(&world, rates, 1);
+    CHECK(segment(&world, 0, BLOCK) == SEGMENT, "a single lane gets a short segment");
 }
 
-static void test_a_slow_lane_ends_with_the_others(void) {
+static void test_slow_lane_finishes_with_the_others(void) {
     struct world world;
     const double rates[] = {0.05, 0.05, 0.05, 0.0125};
-    world_make(&world, rates, LANES);
-    CHECK(segment(&world, 3, 64 << 20) == SEGMENT, "with much left, a slow lane takes long segments too");
+    world_init(&world, rates, LANES);
+    CHECK(segment(&world, 3, 64 << 20) == SEGMENT, "a slow lane gets short segments far from the end");
     size_t left = 4 << 20;
     size_t before = SEGMENT;
     while (left > 16 * BLOCK) {
@@ -88,21 +88,21 @@ static void test_a_slow_lane_ends_with_the_others(void) {
         double all_ns = (double)left / 0.1625;
         CHECK(slow <= before && slow <= fast, "%zu left: slow %zu, fast %zu, before %zu", left, slow, fast, before);
         CHECK(slow <= 16 * 1024 || (double)slow / rates[3] <= all_ns,
-              "%zu left: the slow lane works for longer than all together", left);
+              "%zu left: the slow lane needs longer than all lanes together", left);
         before = slow;
         left -= left / 8;
     }
     CHECK(before == 16 * 1024, "the last segment of the slow lane has %zu bytes", before);
 }
 
-// Pulls for all lanes in turn until none takes anything, with nothing ever sent: what is under way at the end.
-static void test_what_is_under_way_counts(void) {
+// Pulls for all lanes in turn until none takes a segment, without completing any: checks the bytes in flight.
+static void test_bytes_in_flight_count(void) {
     struct world world;
     const double rates[] = {0.05, 0.05, 0.05, 0.0125};
     size_t left = 8 << 20;
     size_t total = left;
     bool took = true;
-    world_make(&world, rates, LANES);
+    world_init(&world, rates, LANES);
     while (took && left > 0) {
         took = false;
         for (int i = 0; i < LANES; i++) {
@@ -115,43 +115,44 @@ static void test_what_is_under_way_counts(void) {
     }
     for (int i = 0; i < LANES; i++) {
         double part_ns = (double)world.paths[i].in_flight / rates[i];
-        CHECK(part_ns < (double)total / 0.1625 * 1.1, "lane %d has work for %.1f ms, all for %.1f", i, part_ns / 1e6,
-              (double)total / 0.1625 / 1e6);
+        CHECK(part_ns < (double)total / 0.1625 * 1.1, "lane %d has work for %.1f ms, all lanes for %.1f ms", i,
+              part_ns / 1e6, (double)total / 0.1625 / 1e6);
     }
     CHECK(left < 8 * SEGMENT, "%zu bytes were assigned to no lane", left);
     world.paths[3].in_flight = 1 << 20;
-    CHECK(segment(&world, 3, 1 << 20) == 0, "a lane with too much under way takes more");
+    CHECK(segment(&world, 3, 1 << 20) == 0, "a lane with too much in flight takes more");
     world.paths[3].in_flight = 0;
-    CHECK(segment(&world, 3, BLOCK) > 0, "a lane with nothing under way takes nothing");
+    CHECK(segment(&world, 3, BLOCK) > 0, "a lane with nothing in flight takes nothing");
 }
 
-// A slow lane has nothing under way, but this host still has what it sent.
-static void test_what_this_host_still_has_counts(void) {
+// A slow lane has no requests in flight, but this host still holds the bytes that it has sent.
+static void test_bytes_held_on_this_host_count(void) {
     struct world world;
     const double rates[] = {0.05, 0.05, 0.05, 0.0125};
     int sooner = -1;
-    world_make(&world, rates, LANES);
-    CHECK(segment(&world, 3, 512 * 1024) > 0, "a lane with nothing before it takes nothing");
+    world_init(&world, rates, LANES);
+    CHECK(segment(&world, 3, 512 * 1024) > 0, "an idle lane takes nothing");
     world.paths[3].in_flight = 1 << 20;
     nb_rate_sent(&world.lanes, &world.paths[3], 1 << 20);
-    CHECK(world.paths[3].rate.held == 1 << 20, "of what was sent %zu bytes count", world.paths[3].rate.held);
+    CHECK(world.paths[3].rate.held == 1 << 20, "%zu of the sent bytes are counted as held", world.paths[3].rate.held);
     world.paths[3].rate.bytes_per_ns = rates[3];
     held_by[3] = 1 << 20;
-    CHECK(segment_or(&world, 3, 512 * 1024, &sooner) == 0, "a lane that has 84 ms of work before it takes more");
+    CHECK(segment_with_alternative(&world, 3, 512 * 1024, &sooner) == 0,
+          "a lane that still has 84 ms of work takes more");
     CHECK(sooner >= 0 && sooner < 3, "lane %d is predicted to finish sooner", sooner);
-    CHECK(segment(&world, sooner, 512 * 1024) > 0, "and it takes nothing");
-    CHECK(segment(&world, 3, 64 << 20) > 0, "far from the end it takes nothing");
+    CHECK(segment(&world, sooner, 512 * 1024) > 0, "the lane that finishes sooner takes nothing");
+    CHECK(segment(&world, 3, 64 << 20) > 0, "the slow lane takes nothing far from the end");
     held_by[3] = 0;
-    world.paths[3].rate.held_ns = 0; // the answer is old
-    CHECK(segment(&world, 3, 512 * 1024) > 0, "once that has gone it takes nothing still");
+    world.paths[3].rate.held_ns = 0; // expires the last query
+    CHECK(segment(&world, 3, 512 * 1024) > 0, "the lane takes nothing after its bytes have left");
 }
 
-// However much lies before each of them: one lane takes what is left, and the others name it.
-static void test_what_is_left_is_never_left(void) {
+// For any amounts of held bytes, one lane takes the bytes left, and the other lanes defer to it.
+static void test_one_lane_takes_the_last_bytes(void) {
     struct world world;
     const double rates[] = {0.05, 0.02, 0.07, 0.0125};
     unsigned seed = 1;
-    world_make(&world, rates, LANES);
+    world_init(&world, rates, LANES);
     for (int trial = 0; trial < 2000; trial++) {
         size_t left = BLOCK * (size_t)(1 + trial % 200);
         int sooner[LANES];
@@ -161,117 +162,119 @@ static void test_what_is_left_is_never_left(void) {
             world.paths[i].rate.held = held_by[i] = (seed >> 8) % (trial % 3 == 0 ? 4096 : 2 << 20);
         }
         for (int i = 0; i < LANES; i++) {
-            takes[i] = segment_or(&world, i, left, &sooner[i]);
+            takes[i] = segment_with_alternative(&world, i, left, &sooner[i]);
         }
         for (int i = 0; i < LANES; i++) {
             CHECK(takes[i] > 0 || (sooner[i] >= 0 && sooner[i] != i && takes[sooner[i]] > 0),
-                  "trial %d: lane %d leaves %zu bytes to lane %d, which leaves them", trial, i, left, sooner[i]);
+                  "trial %d: lane %d defers %zu bytes to lane %d, which takes none", trial, i, left, sooner[i]);
             world.flow.left = (uint32_t)(left / BLOCK);
-            CHECK(nb_rate_segment(&world.lanes, &world.peer, i, NULL) > 0, "lane %d leaves what it must take", i);
+            CHECK(nb_rate_segment(&world.lanes, &world.peer, i, NULL) > 0,
+                  "lane %d takes nothing without an alternative", i);
         }
     }
 }
 
-static void test_lanes_are_asked_near_the_end_only(void) {
+static void test_held_bytes_are_queried_near_the_end(void) {
     struct world world;
     const double rates[] = {0.05, 0.05, 0.05, 0.05};
-    world_make(&world, rates, LANES);
+    world_init(&world, rates, LANES);
     for (int i = 0; i < LANES; i++) {
         world.paths[i].rate.held = 1;
     }
     (void)segment(&world, 0, 64 << 20);
-    CHECK(queries == 0, "with 64 MiB left %d lanes were queried", queries);
+    CHECK(held_queries == 0, "with 64 MiB left %d lanes were queried", held_queries);
     (void)segment(&world, 0, 1 << 20);
-    CHECK(queries == LANES, "with 1 MiB left %d lanes were queried", queries);
+    CHECK(held_queries == LANES, "with 1 MiB left %d lanes were queried", held_queries);
 }
 
-static void test_fast_lanes_take_no_crumbs(void) {
+static void test_fast_lanes_take_no_tiny_segments(void) {
     struct world world;
     const double rates[] = {2, 2};
-    world_make(&world, rates, 2);
+    world_init(&world, rates, 2);
     size_t least = segment(&world, 0, BLOCK);
     CHECK(least > 150 * 1024 && least <= SEGMENT, "a lane of 2 GB/s takes %zu bytes", least);
 }
 
-static void test_no_segment_is_longer_than_what_was_asked_for(void) {
+static void test_segments_keep_the_configured_size(void) {
     struct world world;
     const double rates[] = {2, 0};
-    world_make(&world, rates, 2);
+    world_init(&world, rates, 2);
     world.lanes.config.segment_bytes = BLOCK;
-    CHECK(segment(&world, 0, 1 << 20) == BLOCK && segment(&world, 1, 1 << 20) == BLOCK, "a segment is longer");
+    CHECK(segment(&world, 0, 1 << 20) == BLOCK && segment(&world, 1, 1 << 20) == BLOCK,
+          "a segment exceeds the configured size");
 }
 
-static void test_a_lane_that_is_not_known_counts_like_any(void) {
+static void test_lane_of_unknown_rate_counts_as_average(void) {
     struct world world;
     const double rates[] = {1, 0};
-    world_make(&world, rates, 2);
-    CHECK(segment(&world, 1, 512 * 1024) == 128 * 1024, "it takes %zu bytes of 512 KiB",
+    world_init(&world, rates, 2);
+    CHECK(segment(&world, 1, 512 * 1024) == 128 * 1024, "the unknown lane takes %zu bytes of 512 KiB",
           segment(&world, 1, 512 * 1024));
     world.paths[1].open = false;
-    CHECK(segment(&world, 0, 512 * 1024) == SEGMENT, "a lost lane keeps a part for itself");
+    CHECK(segment(&world, 0, 512 * 1024) == SEGMENT, "bytes are reserved for a lost lane");
 }
 
-static const struct nb_lanes quiet = {.config = {.ops = &silent}};
+static const struct nb_lanes idle_lanes = {.config = {.ops = &without_held}};
 
-static void sent_after(struct path *path, int64_t ns, size_t bytes) {
-    path->rate.since_ns = nb_now_ns() - ns; // as if it had been posted then
-    nb_rate_sent(&quiet, path, bytes);
+static void complete_after(struct path *path, int64_t ns, size_t bytes) {
+    path->rate.since_ns = nb_now_ns() - ns; // backdates the post
+    nb_rate_sent(&idle_lanes, path, bytes);
 }
 
-static void test_a_rate_is_what_was_sent_while_there_was_work(void) {
+static void test_rate_needs_enough_bytes(void) {
     struct path path = {.open = true};
     nb_rate_posted(&path, 64 * 1024);
-    sent_after(&path, 10 * 1000 * 1000, 64 * 1024);
-    CHECK(path.in_flight == 0 && path.rate.bytes_per_ns == 0, "one short segment gives a rate");
+    complete_after(&path, 10 * 1000 * 1000, 64 * 1024);
+    CHECK(path.in_flight == 0 && path.rate.bytes_per_ns == 0, "a rate follows from one short segment");
     nb_rate_posted(&path, 1 << 20);
     nb_rate_posted(&path, 1 << 20);
     nb_rate_refused(&path, 1 << 20);
     CHECK(path.in_flight == 1 << 20, "%zu bytes in flight", path.in_flight);
-    sent_after(&path, 10 * 1000 * 1000, 1 << 20);
-    CHECK(path.in_flight == 0 && path.rate.bytes_per_ns > 0, "a MiB gives no rate");
+    complete_after(&path, 10 * 1000 * 1000, 1 << 20);
+    CHECK(path.in_flight == 0 && path.rate.bytes_per_ns > 0, "no rate follows from 1 MiB");
 }
 
-static void test_requests_that_end_together_tell_no_other_rate(void) {
+static void test_requests_that_complete_together(void) {
     struct path path = {.open = true};
     for (int burst = 0; burst < 100; burst++) {
         nb_rate_posted(&path, 4 << 20);
-        sent_after(&path, 100 * 1000 * 1000, 1 << 20); // that is 42 MB/s for all four
-        nb_rate_sent(&quiet, &path, 1 << 20);
-        nb_rate_sent(&quiet, &path, 1 << 20);
-        nb_rate_sent(&quiet, &path, 1 << 20);
-        // The machine may have been elsewhere for a while, which makes it less, never more.
+        complete_after(&path, 100 * 1000 * 1000, 1 << 20); // 42 MB/s for all four
+        nb_rate_sent(&idle_lanes, &path, 1 << 20);
+        nb_rate_sent(&idle_lanes, &path, 1 << 20);
+        nb_rate_sent(&idle_lanes, &path, 1 << 20);
+        // Other load on the machine can only lower the rate.
         CHECK(path.rate.bytes_per_ns < 0.042, "burst %d: the rate is %.3f bytes a ns", burst, path.rate.bytes_per_ns);
     }
-    CHECK(path.rate.bytes_per_ns > 0, "400 MiB give no rate");
+    CHECK(path.rate.bytes_per_ns > 0, "no rate follows from 400 MiB");
 }
 
-static void test_an_old_rate_fades(void) {
+static void test_old_rate_fades(void) {
     struct path path = {.open = true};
     for (int i = 0; i < 100; i++) {
         nb_rate_posted(&path, 1 << 20);
-        sent_after(&path, 100 * 1000 * 1000, 1 << 20);
+        complete_after(&path, 100 * 1000 * 1000, 1 << 20);
     }
     double slow = path.rate.bytes_per_ns;
     for (int i = 0; i < 20; i++) {
         nb_rate_posted(&path, 8 << 20);
-        sent_after(&path, 100 * 1000 * 1000, 8 << 20);
+        complete_after(&path, 100 * 1000 * 1000, 8 << 20);
     }
-    CHECK(path.rate.bytes_per_ns > 4 * slow, "after two seconds at eight times the rate it is %.1f times as high",
+    CHECK(path.rate.bytes_per_ns > 4 * slow, "after 2 s at 8 times the rate, the estimate is only %.1f times as high",
           path.rate.bytes_per_ns / slow);
 }
 
 int main(void) {
-    test_one_lane_needs_no_care();
-    test_a_slow_lane_ends_with_the_others();
-    test_what_is_under_way_counts();
-    test_what_this_host_still_has_counts();
-    test_what_is_left_is_never_left();
-    test_lanes_are_asked_near_the_end_only();
-    test_fast_lanes_take_no_crumbs();
-    test_no_segment_is_longer_than_what_was_asked_for();
-    test_a_lane_that_is_not_known_counts_like_any();
-    test_a_rate_is_what_was_sent_while_there_was_work();
-    test_requests_that_end_together_tell_no_other_rate();
-    test_an_old_rate_fades();
+    test_single_lane_gets_full_segments();
+    test_slow_lane_finishes_with_the_others();
+    test_bytes_in_flight_count();
+    test_bytes_held_on_this_host_count();
+    test_one_lane_takes_the_last_bytes();
+    test_held_bytes_are_queried_near_the_end();
+    test_fast_lanes_take_no_tiny_segments();
+    test_segments_keep_the_configured_size();
+    test_lane_of_unknown_rate_counts_as_average();
+    test_rate_needs_enough_bytes();
+    test_requests_that_complete_together();
+    test_old_rate_fades();
     return 0;
 }

@@ -1,8 +1,8 @@
-// A rank that has finished may leave while other ranks still process its data: their operation completes. A rank
-// that leaves before an operation completes fails it, and the failure names that rank.
+// Ranks that leave the job. A rank that has finished may leave while other ranks still process its data: their
+// operation completes. A rank that leaves before an operation completes fails it, and the error names that rank.
 //
-// Three ranks share memory. Rank 2 moves only where time passes (nb_shared_tick), and rank 1 holds the last part back until
-// rank 2 has done its own: so ranks 0 and 1 are over, and rank 0 has left, before rank 2 takes what lies ready for it.
+// Three ranks share memory. Rank 2 makes progress only in nb_shared_tick. Rank 1 delays the last part until rank 2 has
+// done its own part. So ranks 0 and 1 finish, and rank 0 leaves, before rank 2 reads the data that are ready for it.
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -14,14 +14,14 @@
 #include "engine/shared_fold.h"
 #include "job.h"
 
-enum { SIZE = 3, HOLDS = 1, SLOW = 2, WORDS = 1000 };
+enum { SIZE = 3, HOLDER = 1, SLOW = 2, WORDS = 1000 };
 
-static _Atomic bool slow_is_ready; // rank 2 has done its part, and stands outside of the operation
+static _Atomic bool slow_is_ready; // rank 2 has done its part and makes no progress until its next tick
 
-static _Atomic bool holds_sits; // rank 1 starts operations and makes no progress on them
+static _Atomic bool holder_idle; // rank 1 starts operations and makes no progress on them
 
-static bool sits(const struct nb_job *job) {
-    return job->rank == HOLDS && atomic_load(&holds_sits);
+static bool is_idle(const struct nb_job *job) {
+    return job->rank == HOLDER && atomic_load(&holder_idle);
 }
 
 bool __real_nb_shared_progress(struct nb_job *job);
@@ -34,15 +34,15 @@ void __real_nb_fold_reduce(struct shared *l, struct nb_work *work, uint64_t wind
 void __wrap_nb_fold_reduce(struct shared *l, struct nb_work *work, uint64_t window);
 
 bool __wrap_nb_shared_progress(struct nb_job *job) {
-    return job->rank != SLOW && !sits(job) && __real_nb_shared_progress(job);
+    return job->rank != SLOW && !is_idle(job) && __real_nb_shared_progress(job);
 }
 
 bool __wrap_nb_shared_arm(struct nb_job *job) {
-    return job->rank == SLOW || sits(job) || __real_nb_shared_arm(job);
+    return job->rank == SLOW || is_idle(job) || __real_nb_shared_arm(job);
 }
 
 void __wrap_nb_shared_tick(struct nb_job *job, int64_t now) {
-    if (sits(job)) {
+    if (is_idle(job)) {
         return;
     }
     __real_nb_shared_tick(job, now);
@@ -53,36 +53,36 @@ void __wrap_nb_shared_tick(struct nb_job *job, int64_t now) {
 
 void __wrap_nb_fold_reduce(struct shared *l, struct nb_work *work, uint64_t window) {
     int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
-    while (l->rank == HOLDS && l->size == SIZE && !atomic_load(&slow_is_ready)) {
+    while (l->rank == HOLDER && l->size == SIZE && !atomic_load(&slow_is_ready)) {
         CHECK(nb_now_ns() < until, "rank %d does not do its part", SLOW);
         nb_pause();
     }
     __real_nb_fold_reduce(l, work, window);
 }
 
-static void cast_and_leave(struct test_rank *me) {
-    int32_t line[WORDS];
-    struct nb_segment all = {.base = line, .bytes = sizeof line};
+static void broadcast_and_leave(struct test_rank *me) {
+    int32_t data[WORDS];
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
     for (int i = 0; i < WORDS; i++) {
-        line[i] = me->rank == 0 ? i : -1;
+        data[i] = me->rank == 0 ? i : -1;
     }
     struct nb_op op = test_op("last", NB_OP_BROADCAST, &all);
     op.dtype = NB_I32;
     test_do(me, op);
     for (int i = 0; i < WORDS; i++) {
-        CHECK(line[i] == i, "rank %d: [%d] is %d", me->rank, i, line[i]);
+        CHECK(data[i] == i, "rank %d: [%d] is %d", me->rank, i, data[i]);
     }
 }
 
-// Rank 1 leaves in the middle of a staged operation. Rank 0 has done its own part and names rank 1 in the failure.
-static void leave_inside(struct test_rank *me) {
+// Rank 1 leaves during a staged operation. Rank 0 has done its own part, and its error names rank 1.
+static void leave_during_operation(struct test_rank *me) {
     int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
-    float line[WORDS] = {0};
-    struct nb_segment all = {.base = line, .bytes = sizeof line};
+    float data[WORDS] = {0};
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
     struct nb_error err = {0};
     test_barrier(me, "both are here");
     struct nb_work *work = test_submit(me, test_op("half", NB_OP_ALLREDUCE, &all));
-    if (me->rank == HOLDS) {
+    if (me->rank == HOLDER) {
         while (atomic_load(&nb_shared_area(me->job->shared, 0)->filled) == 0) {
             CHECK(nb_now_ns() < until, "rank 0 does not do its part");
             nb_pause();
@@ -93,17 +93,17 @@ static void leave_inside(struct test_rank *me) {
         return;
     }
     int rc = test_finish(work, &err);
-    CHECK(rc == NB_EPEER && err.peer == HOLDS && strstr(err.text, "left the job before 'half'") != NULL, "%d %s", rc,
+    CHECK(rc == NB_EPEER && err.peer == HOLDER && strstr(err.text, "left the job before 'half'") != NULL, "%d %s", rc,
           err.text);
 }
 
 int main(void) {
-    struct test_rank like = test_on("shm");
-    like.size = SIZE;
-    like.run = cast_and_leave;
-    int rc = test_job(&like);
-    atomic_store(&holds_sits, true);
-    like.size = 2;
-    like.run = leave_inside;
-    return rc == 0 ? test_job(&like) : rc;
+    struct test_rank template = test_on("shm");
+    template.size = SIZE;
+    template.run = broadcast_and_leave;
+    int rc = test_job(&template);
+    atomic_store(&holder_idle, true);
+    template.size = 2;
+    template.run = leave_during_operation;
+    return rc == 0 ? test_job(&template) : rc;
 }

@@ -1,4 +1,4 @@
-// The loop calls ready watches and never removed ones, and another thread can wake it.
+// Event loop: it calls ready watches and never removed ones, and another thread can wake it.
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -27,11 +27,11 @@ static void on_ready(struct nb_watch *watch, uint32_t events) {
     end->called++;
     end->seen = events;
     if ((events & EPOLLIN) != 0) {
-        CHECK(read(watch->fd, &byte, 1) == 1, "a byte is there");
+        CHECK(read(watch->fd, &byte, 1) == 1, "no byte to read");
     }
 }
 
-// Whoever is called first takes both away.
+// Removes both watches; only the first one is called.
 static void on_ready_remove(struct nb_watch *watch, uint32_t events) {
     struct end *end = NB_CONTAINER(watch, struct end, watch);
     end->called++;
@@ -52,30 +52,32 @@ static void end_write(const struct end *end) {
     CHECK(write(end->write_fd, "x", 1) == 1, "write: %m");
 }
 
-static void test_ready(void) {
+static void test_ready_watches(void) {
     struct nb_loop loop;
     struct end a;
     CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
     end_open(&a, &loop, on_ready);
-    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 0, "nothing is ready");
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 0, "a watch is called without an event");
     end_write(&a);
     CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 1 && a.seen == EPOLLIN, "called %d times", a.called);
     nb_loop_change(&loop, &a.watch, 0);
-    CHECK(a.watch.events == 0, "the watch has the requested events");
+    CHECK(a.watch.events == 0, "the watch does not have the requested events");
     end_write(&a);
-    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 1, "no event was requested");
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 1, "a watch without requested events is called");
     nb_loop_change(&loop, &a.watch, EPOLLIN);
-    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2, "requested again");
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2,
+          "the watch is not called after its events are requested again");
     close(a.write_fd);
-    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && (a.seen & EPOLLHUP) != 0, "the other end has closed: %x", a.seen);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && (a.seen & EPOLLHUP) != 0,
+          "the close of the other end is not reported: %x", a.seen);
     nb_loop_remove(&loop, &a.watch);
-    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 3, "a removed watch is not called");
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 3, "a removed watch is called");
     close(a.watch.fd);
-    CHECK(nb_loop_add(&loop, &a.watch, EPOLLIN, NULL) < 0, "a closed descriptor cannot be watched");
+    CHECK(nb_loop_add(&loop, &a.watch, EPOLLIN, NULL) < 0, "a closed descriptor is accepted");
     nb_loop_fini(&loop);
 }
 
-static void test_removed_in_the_batch(void) {
+static void test_watch_removed_during_dispatch(void) {
     struct nb_loop loop;
     struct end a;
     struct end b;
@@ -86,34 +88,34 @@ static void test_removed_in_the_batch(void) {
     b.other = &a;
     end_write(&a);
     end_write(&b);
-    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1, "one of the two was handled");
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1, "not exactly one watch was handled");
     CHECK(a.called + b.called == 1, "called: %d, %d", a.called, b.called);
-    CHECK(nb_loop_wait(&loop, 0) == 0, "no event is left");
-    close(a.called != 0 ? a.watch.fd : b.watch.fd); // the other's was closed by the handler
+    CHECK(nb_loop_wait(&loop, 0) == 0, "an event is left");
+    close(a.called != 0 ? a.watch.fd : b.watch.fd); // the handler closed the other one
     close(a.write_fd);
     close(b.write_fd);
     nb_loop_fini(&loop);
 }
 
-// Readable, and nothing there that its owner can take.
-static void on_ready_in_vain(struct nb_watch *watch, uint32_t events) {
+// The descriptor is readable, but the handler finds no usable data.
+static void on_ready_empty(struct nb_watch *watch, uint32_t events) {
     struct end *end = NB_CONTAINER(watch, struct end, watch);
     (void)events;
     end->called++;
     nb_loop_count_empty(end->loop);
 }
 
-static void test_in_vain(void) {
+static void test_empty_events(void) {
     struct nb_loop loop;
     struct end a;
     struct end b;
     CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
-    end_open(&a, &loop, on_ready_in_vain);
+    end_open(&a, &loop, on_ready_empty);
     end_open(&b, &loop, on_ready);
     end_write(&a);
-    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 0 && a.called == 1, "it was no news");
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 0 && a.called == 1, "an empty event was counted");
     end_write(&b);
-    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2 && b.called == 1, "the other one was");
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2 && b.called == 1, "the event with data was not counted");
     close(a.watch.fd);
     close(a.write_fd);
     close(b.watch.fd);
@@ -133,17 +135,17 @@ static void test_wake(void) {
     CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
     end_open(&a, &loop, on_ready);
     CHECK(pthread_create(&thread, NULL, wake, &loop) == 0, "thread");
-    CHECK(nb_loop_wait(&loop, -1) == 0 && a.called == 0, "woken: no watch is called");
+    CHECK(nb_loop_wait(&loop, -1) == 0 && a.called == 0, "a wake-up calls a watch");
     CHECK(pthread_join(thread, NULL) == 0, "join");
     nb_loop_wake(&loop);
     nb_loop_wake(&loop);
     end_write(&a);
     while (a.called == 0) {
-        CHECK(nb_loop_wait(&loop, LIMIT_MS) <= 1, "the wake-up is not an event");
+        CHECK(nb_loop_wait(&loop, LIMIT_MS) <= 1, "the wake-up counts as an event");
     }
     (void)nb_loop_wait(&loop, 0);
     struct pollfd poller = {.fd = loop.epoll_fd, .events = POLLIN};
-    CHECK(poll(&poller, 1, 0) == 0, "nothing is left of a wake that was seen");
+    CHECK(poll(&poller, 1, 0) == 0, "the wake-up is not cleared");
     nb_loop_remove(&loop, &a.watch);
     close(a.watch.fd);
     close(a.write_fd);
@@ -151,9 +153,9 @@ static void test_wake(void) {
 }
 
 int main(void) {
-    test_ready();
-    test_removed_in_the_batch();
-    test_in_vain();
+    test_ready_watches();
+    test_watch_removed_during_dispatch();
+    test_empty_events();
     test_wake();
     return 0;
 }

@@ -1,5 +1,5 @@
-// The NCCL net plugin, driven as NCCL's proxy drives it: two processes for each case, which exchange handles over a
-// socket. test_nccl tcp|ofi runs all cases; test_nccl tcp|ofi CASE VERSION runs one.
+// NCCL net plugin, called as NCCL's proxy calls it. Each case has two processes, which exchange handles over a socket.
+// test_nccl tcp|ofi runs all cases; test_nccl tcp|ofi CASE VERSION runs one.
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
@@ -32,20 +32,20 @@ struct side {
 // One comm in each direction.
 struct pair {
     void *listener;
-    unsigned char handle[NCCL_HANDLE_BYTES]; // of the other side
+    unsigned char handle[NCCL_HANDLE_BYTES]; // of the other side's listener
     void *send;
     void *recv;
 };
 
-static void give(const void *data, size_t bytes) {
-    CHECK(pair_give(data, bytes), "write: %s", strerror(errno));
+static void send_bytes(const void *data, size_t bytes) {
+    CHECK(pair_send(data, bytes), "write: %s", strerror(errno));
 }
 
-static void take(void *data, size_t bytes) {
-    CHECK(pair_take(data, bytes), "the other side has ended");
+static void receive_bytes(void *data, size_t bytes) {
+    CHECK(pair_receive(data, bytes), "the other side has ended");
 }
 
-// Slows down what this process sends over its connections, so that BIG bytes are in flight for seconds.
+// Limits the send rate of this process's connections, so that BIG bytes are in flight for seconds.
 static void send_slowly(void) {
     const unsigned long bytes_per_s = 8 * 1024 * 1024;
     int slowed = 0;
@@ -58,17 +58,17 @@ static void send_slowly(void) {
             slowed++;
         }
     }
-    CHECK(slowed > 0, "no connection to slow down");
+    CHECK(slowed > 0, "no connection to pace");
 }
 
-// Both sides are here.
-static void meet(void) {
+// Waits until both sides have reached this point.
+static void barrier(void) {
     char mine = 'm';
-    give(&mine, 1);
-    take(&mine, 1);
+    send_bytes(&mine, 1);
+    receive_bytes(&mine, 1);
 }
 
-static void in_time(const struct side *side, const char *what) {
+static void check_time(const struct side *side, const char *what) {
     CHECK(nb_now_ns() < side->until_ns, "%s takes too long", what);
 }
 
@@ -76,8 +76,8 @@ static void open_listener(struct side *side, struct pair *pair) {
     unsigned char handle[NCCL_HANDLE_BYTES];
     CHECK(proxy_listen(&side->proxy, 0, handle, &pair->listener) == 0, "listen");
     CHECK(pair->listener != NULL, "no listening comm");
-    give(handle, sizeof handle);
-    take(pair->handle, sizeof pair->handle);
+    send_bytes(handle, sizeof handle);
+    receive_bytes(pair->handle, sizeof pair->handle);
 }
 
 // Connects both directions from one thread, as NCCL does.
@@ -91,7 +91,7 @@ static void open_comms(struct side *side, struct pair *pair) {
         if (pair->recv == NULL) {
             CHECK(proxy_accept(&side->proxy, pair->listener, &pair->recv) == 0, "accept");
         }
-        in_time(side, "connecting");
+        check_time(side, "connecting");
     }
 }
 
@@ -106,29 +106,29 @@ static void close_pair(struct side *side, struct pair *pair) {
     CHECK(proxy_close_listen(&side->proxy, pair->listener) == 0, "closeListen");
 }
 
-static unsigned char byte_of(int sender, int message, size_t at) {
+static unsigned char pattern(int sender, int message, size_t at) {
     return (unsigned char)(at * 7 + (at >> 8) + (size_t)message * 31 + (size_t)sender * 101);
 }
 
 static void fill(unsigned char *data, int sender, int message, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) {
-        data[i] = byte_of(sender, message, i);
+        data[i] = pattern(sender, message, i);
     }
 }
 
 static void check_bytes(const unsigned char *data, int sender, int message, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) {
-        CHECK(data[i] == byte_of(sender, message, i), "message %d: byte %zu of %zu differs", message, i, bytes);
+        CHECK(data[i] == pattern(sender, message, i), "message %d: byte %zu of %zu differs", message, i, bytes);
     }
 }
 
-// Messages in both directions at once, with a receive that is larger than its send.
+// Concurrent messages in both directions; each receive is larger than its send.
 struct exchange {
     int count;
     size_t (*size)(int message);
     size_t most;
     int depth;     // in flight
-    int broken_fd; // shut down in the middle; 0: none
+    int broken_fd; // shut down halfway; 0: none
 };
 
 static void exchange(struct side *side, const struct pair *pair, const struct exchange *plan) {
@@ -172,7 +172,7 @@ static void exchange(struct side *side, const struct pair *pair, const struct ex
             done[1]++;
         }
         CHECK(result == 0, "test of a receive: %d", result);
-        in_time(side, "an exchange");
+        check_time(side, "an exchange");
     }
     CHECK(proxy_deregister(&side->proxy, pair->send, mhandles[0]) == 0, "deregMr");
     CHECK(proxy_deregister(&side->proxy, pair->recv, mhandles[1]) == 0, "deregMr");
@@ -189,7 +189,7 @@ static size_t mixed_sizes(int message) {
     return (size_t)message * 7919 % 40000;
 }
 
-static size_t steps(int message) {
+static size_t equal_sizes(int message) {
     (void)message;
     return 256 * 1024;
 }
@@ -199,7 +199,7 @@ static void case_sizes(struct side *side) {
     struct pair pair;
     open_pair(side, &pair);
     exchange(side, &pair, &plan);
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
@@ -208,11 +208,11 @@ static void case_in_flight(struct side *side) {
     struct pair pair;
     open_pair(side, &pair);
     exchange(side, &pair, &plan);
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
-// Several comms of one handle share a link; a closed one leaves the others alone.
+// Several comms of one handle share a link; closing one does not affect the others.
 static void case_one_handle(struct side *side) {
     enum { COMMS = 4 };
     static const struct exchange plan = {.count = 12, .size = mixed_sizes, .most = 40000, .depth = 8};
@@ -230,7 +230,7 @@ static void case_one_handle(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pairs[0].listener) == 0, "closeListen");
 }
 
-// As many requests as the plugin takes: at least 32, then NULL without an error, and room again afterwards.
+// The plugin accepts at least 32 requests, then returns NULL without an error, and accepts requests again afterwards.
 static void case_null_request(struct side *side) {
     struct pair pair;
     open_pair(side, &pair);
@@ -240,28 +240,28 @@ static void case_null_request(struct side *side) {
     void *request = &byte;
     void *comm = side->index == 0 ? pair.recv : pair.send;
     while (request != NULL) {
-        CHECK(count <= NB_NET_REQUESTS, "no end of requests");
+        CHECK(count <= NB_NET_REQUESTS, "the plugin accepts too many requests");
         request = NULL;
         int rc = side->index == 0 ? proxy_irecv(&side->proxy, comm, &byte, 1, &request)
                                   : proxy_isend(&side->proxy, comm, &byte, 1, &request);
         CHECK(rc == 0, "post: %d", rc);
         requests[count] = request;
         count += request != NULL;
-        if (count == 1 && request != NULL && side->index == 0) { // nothing was sent yet: pending, not an error
+        if (count == 1 && request != NULL && side->index == 0) { // nothing was sent yet: the receive is pending
             int done = 1;
             CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0 && !done, "a receive without a send is done");
-            meet();
+            barrier();
         } else if (count == 0) {
-            meet();
+            barrier();
         }
         if (count == 1 && side->index == 1 && request != NULL) {
             break;
         }
     }
     if (side->index == 0) {
-        CHECK(count >= PROXY_REQUESTS, "only %d requests", count);
+        CHECK(count >= PROXY_REQUESTS, "only %d requests were accepted", count);
     } else {
-        meet(); // side 0 has tested its first receive
+        barrier(); // side 0 has tested its first receive
         for (; count < NB_NET_REQUESTS; count += requests[count] != NULL) {
             CHECK(proxy_isend(&side->proxy, comm, &byte, 1, &requests[count]) == 0, "isend");
         }
@@ -270,10 +270,10 @@ static void case_null_request(struct side *side) {
         int done = 0;
         while (!done) {
             CHECK(proxy_test(&side->proxy, requests[i], &done, NULL) == 0, "test");
-            in_time(side, "a transfer");
+            check_time(side, "a transfer");
         }
     }
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
@@ -290,7 +290,7 @@ static void *worker_main(void *arg) {
     return NULL;
 }
 
-// Several proxies of one process, one for each GPU: each thread has comms of its own, and all share a link.
+// Several proxies in one process, one for each GPU: each thread has its own comms, and all threads share a link.
 static void case_threads(struct side *side) {
     enum { WORKERS = 3 };
     struct worker workers[WORKERS];
@@ -304,15 +304,15 @@ static void case_threads(struct side *side) {
     for (int i = 0; i < WORKERS; i++) {
         pthread_join(workers[i].thread, NULL);
     }
-    meet();
+    barrier();
     for (int i = 0; i < WORKERS; i++) {
         close_pair(side, &workers[i].pair);
     }
 }
 
-// Two communicators between the same processes, from version 11 on: one that is aborted leaves the other alone.
+// Two communicators between the same processes (version 11 and later): aborting one does not affect the other.
 static void case_two_communicators(struct side *side) {
-    static const struct exchange plan = {.count = 12, .size = steps, .most = 256 * 1024, .depth = 4};
+    static const struct exchange plan = {.count = 12, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
     struct side other = *side;
     struct pair pairs[2];
     int result = 0;
@@ -323,38 +323,38 @@ static void case_two_communicators(struct side *side) {
     CHECK(data != NULL, "memory");
     struct proxy_queue queue = {.comm = side->index == 0 ? pairs[0].send : pairs[0].recv, .sends = side->index == 0};
     CHECK(proxy_post(&side->proxy, &queue, data, BIG, &result), "post");
-    meet();
+    barrier();
     close_pair(side, &pairs[0]);
     exchange(&other, &pairs[1], &plan);
-    meet();
+    barrier();
     close_pair(&other, &pairs[1]);
     CHECK(proxy_finalize(&other.proxy) == 0, "finalize");
     free(data);
 }
 
-// A new listening comm and new connections after others are closed.
-static void case_again(struct side *side) {
-    static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
+// New listeners and connections after earlier ones are closed.
+static void case_reconnect(struct side *side) {
+    static const struct exchange plan = {.count = 4, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
     for (int i = 0; i < 5; i++) {
         struct pair pair;
         open_pair(side, &pair);
         exchange(side, &pair, &plan);
-        close_pair(side, &pair); // the other side may be slower: nothing waits for it
+        close_pair(side, &pair); // returns although the other side may still be busy
     }
 }
 
-static bool errors_now(struct side *side, struct proxy_queue *queue) {
+static bool has_failed(struct side *side, struct proxy_queue *queue) {
     int result = 0;
     int bytes = 0;
     while (proxy_poll(&side->proxy, queue, &bytes, &result) && result == 0) {
     }
-    in_time(side, "an error");
+    check_time(side, "an error");
     return result != 0;
 }
 
-// A side closes with transfers in flight; the other gets an error, and both connect anew.
+// One side closes with transfers in flight; the other side gets an error, and both reconnect.
 static void case_close_in_flight(struct side *side) {
-    static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
+    static const struct exchange plan = {.count = 4, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
     struct pair pair;
     open_pair(side, &pair);
     char *data = calloc(1, BIG);
@@ -367,29 +367,30 @@ static void case_close_in_flight(struct side *side) {
         send_slowly();
     }
     CHECK(proxy_post(&side->proxy, &queue, data, BIG, &result), "post");
-    meet();
+    barrier();
     if (side->index == 0) {
         int bytes = 0;
-        CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "it is not in flight");
+        CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "the transfer is not in flight");
         CHECK(proxy_deregister(&side->proxy, pair.send, mhandle) == 0, "deregMr");
         close_pair(side, &pair);
-        memset(data, 1, BIG); // nothing reads it any more
+        memset(data, 1, BIG); // the plugin does not read it after the close
         free(data);
     } else {
-        while (!errors_now(side, &queue)) {
+        while (!has_failed(side, &queue)) {
         }
         close_pair(side, &pair);
         CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr after the close");
         free(data);
     }
-    meet();
+    barrier();
     open_pair(side, &pair);
     exchange(side, &pair, &plan);
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
-// The receiver deregisters memory that bytes are on their way to, or that a receive waits with: nothing writes it later.
+// The receiver deregisters memory of a receive whose data are in flight, or were not sent yet. Nothing is written to it
+// afterwards.
 static void case_deregister(struct side *side) {
     struct pair pair;
     int result = 0;
@@ -406,41 +407,42 @@ static void case_deregister(struct side *side) {
             volatile char *last = data + 64 * 1024;
             while (!waiting && *last == 0) { // until bytes land
                 CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "test: %d", result);
-                in_time(side, "the first bytes");
+                check_time(side, "the first bytes");
             }
             CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr");
             memset(data, 7, BIG);
-            meet();
-            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result != 0, "no error");
-            meet();
+            barrier();
+            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result != 0,
+                  "the receive of deregistered memory has no error");
+            barrier();
             for (size_t i = 0; i < BIG; i++) {
-                CHECK(data[i] == 7, "byte %zu was written later", i);
+                CHECK(data[i] == 7, "byte %zu was written after the deregistration", i);
             }
         } else {
             memset(data, 1, BIG);
             if (waiting) {
-                meet();
+                barrier();
             } else {
                 send_slowly();
             }
             (void)proxy_post(&side->proxy, &queue, data, BIG, &result);
-            while (!waiting && !errors_now(side, &queue)) {
+            while (!waiting && !has_failed(side, &queue)) {
             }
             if (!waiting) {
-                meet();
+                barrier();
             }
-            for (int i = 0; waiting && i < 1000; i++) { // to a sink
+            for (int i = 0; waiting && i < 1000; i++) { // the receiver discards the data
                 (void)proxy_poll(&side->proxy, &queue, &bytes, &result);
             }
-            meet();
+            barrier();
         }
         close_pair(side, &pair);
-        meet();
+        barrier();
     }
     free(data);
 }
 
-// A receive that nothing was sent for is closed, or its sender is; neither side waits.
+// A comm closes with a pending receive, on the receiver's or the sender's side. Neither side blocks.
 static void case_close_waiting(struct side *side) {
     struct pair pair;
     char byte = 0;
@@ -448,13 +450,13 @@ static void case_close_waiting(struct side *side) {
     open_pair(side, &pair);
     struct proxy_queue in = {.comm = pair.recv};
     CHECK(proxy_post(&side->proxy, &in, &byte, 1, &result), "irecv");
-    meet();
+    barrier();
     if (side->index == 0) {
         close_pair(side, &pair);
-        meet();
+        barrier();
         return;
     }
-    while (!errors_now(side, &in)) {
+    while (!has_failed(side, &in)) {
     }
     void *request = NULL;
     while (proxy_isend(&side->proxy, pair.send, &byte, 1, &request) == 0) {
@@ -462,15 +464,15 @@ static void case_close_waiting(struct side *side) {
         if (request != NULL && proxy_test(&side->proxy, request, &done, NULL) != 0) {
             break;
         }
-        in_time(side, "an error of a send");
+        check_time(side, "an error of a send");
     }
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
-// A child of a fork owns nothing, and takes nothing away.
+// A forked child cannot use the comms, and closing them there does not affect the parent.
 static void case_fork(struct side *side) {
-    static const struct exchange plan = {.count = 8, .size = steps, .most = 256 * 1024, .depth = 4};
+    static const struct exchange plan = {.count = 8, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
     struct pair pair;
     char byte = 0;
     open_pair(side, &pair);
@@ -487,14 +489,14 @@ static void case_fork(struct side *side) {
     }
     exchange(side, &pair, &plan);
     int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with %d", status);
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with status %d", status);
     exchange(side, &pair, &plan);
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
-// Side 1 dies, or only stops, in the middle of a transfer.
-static void die_in_flight(struct side *side, int signal_number) {
+// Side 1 is killed or stopped during a transfer.
+static void fault_in_flight(struct side *side, int signal_number) {
     struct pair pair;
     int result = 0;
     pid_t pid = getpid();
@@ -505,23 +507,23 @@ static void die_in_flight(struct side *side, int signal_number) {
     struct proxy_queue out = {.comm = pair.send, .sends = true};
     CHECK(proxy_post(&side->proxy, &in, data, BIG, &result), "irecv");
     if (side->index == 1) {
-        give(&pid, sizeof pid);
+        send_bytes(&pid, sizeof pid);
         CHECK(proxy_post(&side->proxy, &out, data, 8192, &result), "isend");
         for (int bytes = 0;;) {
             (void)proxy_poll(&side->proxy, &out, &bytes, &result);
             (void)proxy_poll(&side->proxy, &in, &bytes, &result);
         }
     }
-    take(&pid, sizeof pid);
+    receive_bytes(&pid, sizeof pid);
     CHECK(proxy_post(&side->proxy, &out, data, BIG, &result), "isend");
     int bytes = 0;
     while (!proxy_poll(&side->proxy, &in, &bytes, &result)) {
         CHECK(result == 0, "test: %d", result);
-        in_time(side, "the first transfer");
+        check_time(side, "the first transfer");
     }
     CHECK(proxy_post(&side->proxy, &in, data, BIG, &result), "irecv");
     CHECK(kill(pid, signal_number) == 0, "kill");
-    while (!errors_now(side, &in)) {
+    while (!has_failed(side, &in)) {
     }
     char named[32];
     snprintf(named, sizeof named, "(process %d)", (int)pid);
@@ -532,14 +534,14 @@ static void die_in_flight(struct side *side, int signal_number) {
 }
 
 static void case_kill(struct side *side) {
-    die_in_flight(side, SIGKILL);
+    fault_in_flight(side, SIGKILL);
 }
 
-static void case_silence(struct side *side) {
-    die_in_flight(side, SIGSTOP);
+static void case_stop(struct side *side) {
+    fault_in_flight(side, SIGSTOP);
 }
 
-static int dial(const struct nb_net_handle *handle) {
+static int connect_to(const struct nb_net_handle *handle) {
     struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(handle->port)};
     CHECK(handle->family == AF_INET, "not IPv4");
     memcpy(&to.sin_addr, handle->address, sizeof to.sin_addr);
@@ -548,45 +550,46 @@ static int dial(const struct nb_net_handle *handle) {
     return fd;
 }
 
-// What a stranger may know of a hello: all but the token. Its join cannot be right.
-static void stranger_hello(const struct nb_net_handle *handle, unsigned char hello[152]) {
+// A hello with everything that an unauthenticated client may know: all but the token. Its proof is invalid.
+static void unauthenticated_hello(const struct nb_net_handle *handle, unsigned char hello[152]) {
     const uint32_t head[4] = {0x4e424e4c, 1, 4, 1}; // magic, version, lanes, process
     memcpy(hello, head, sizeof head);
     memcpy(hello + 48, &handle->listener, sizeof handle->listener);
 }
 
-// Strangers at the listener cost time at most.
-static void case_garbage(struct side *side) {
-    enum { STRANGERS = 16 };
-    static const struct exchange plan = {.count = 8, .size = steps, .most = 256 * 1024, .depth = 4};
+// Unauthenticated clients at the listener can only delay the ranks.
+static void case_unauthenticated_clients(struct side *side) {
+    enum { CLIENTS = 16 };
+    static const struct exchange plan = {.count = 8, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
     struct pair pair;
     struct nb_net_handle handle;
-    int fds[STRANGERS];
+    int fds[CLIENTS];
     unsigned char noise[4096];
     open_listener(side, &pair);
     memcpy(&handle, pair.handle, sizeof handle);
     fill(noise, 1, 5, sizeof noise);
-    for (int i = 0; i < STRANGERS; i++) {
-        fds[i] = dial(&handle);
+    for (int i = 0; i < CLIENTS; i++) {
+        fds[i] = connect_to(&handle);
         unsigned char data[sizeof noise];
         size_t bytes = i % 4 == 0 ? 0 : i % 4 == 1 ? 17 : sizeof noise;
         memcpy(data, noise, sizeof data);
         if (i % 4 == 3) {
-            stranger_hello(&handle, data);
+            unauthenticated_hello(&handle, data);
         }
         (void)!send(fds[i], data, bytes, MSG_NOSIGNAL);
     }
     open_comms(side, &pair);
     exchange(side, &pair, &plan);
-    meet();
-    for (int i = 0; i < STRANGERS; i++) {
+    barrier();
+    for (int i = 0; i < CLIENTS; i++) {
         close(fds[i]);
     }
     close_pair(side, &pair);
 }
 
-// A connected TCP socket of this process: to that port, or (0) neither to it nor from `mine`.
-static int find_flow(uint16_t to, uint16_t mine, bool lane) {
+// Finds a connected TCP socket of this process. lane: one that is neither to port `to` nor from port `mine`. Otherwise:
+// the control connection, to port `to`.
+static int find_connection(uint16_t to, uint16_t mine, bool lane) {
     for (int fd = SOCKET + 1; fd < 256; fd++) {
         struct sockaddr_in here = {0};
         struct sockaddr_in there = {0};
@@ -602,8 +605,8 @@ static int find_flow(uint16_t to, uint16_t mine, bool lane) {
     return -1;
 }
 
-// A peer that does not keep to the protocol after the handshake: an error, and nothing is written where it should not.
-static void case_noise(struct side *side) {
+// A peer violates the protocol after the handshake: an error, and no write beyond a receive's memory.
+static void case_protocol_violation(struct side *side) {
     enum { ROUNDS = 24 };
     struct {
         uint32_t type;
@@ -621,10 +624,10 @@ static void case_noise(struct side *side) {
         memcpy(&handle, pair.handle, sizeof handle);
         struct proxy_queue in = {.comm = pair.recv};
         CHECK(proxy_post(&side->proxy, &in, data, 32, &result), "irecv");
-        meet();
+        barrier();
         if (side->index == 0) {
-            int control = find_flow(handle.port, 0, false);
-            CHECK(control >= 0, "no control connection");
+            int control = find_connection(handle.port, 0, false);
+            CHECK(control >= 0, "control connection not found");
             memset(&message, 0, sizeof message);
             fill(message.rest, 0, i, sizeof message.rest);
             message.type = (uint32_t)(i % 8);
@@ -633,62 +636,64 @@ static void case_noise(struct side *side) {
             message.bytes = i % 3 == 0 ? 33 : i % 3 == 1 ? NB_NET_INLINE + 1 : 1 << 20;
             CHECK(write(control, &message, sizeof message) > 0, "write: %s", strerror(errno));
         } else {
-            while (!errors_now(side, &in)) {
+            while (!has_failed(side, &in)) {
             }
             for (size_t at = 32; at < sizeof data; at++) {
-                CHECK(data[at] == 0, "round %d wrote behind the receive", i);
+                CHECK(data[at] == 0, "round %d wrote beyond the receive", i);
             }
         }
-        meet();
+        barrier();
         close_pair(side, &pair);
-        meet();
+        barrier();
     }
 }
 
-// A lane breaks in the middle: the others take its segments over.
+// A lane breaks during an exchange: the other lanes carry its segments.
 static void case_lost_lane(struct side *side) {
-    static const struct exchange plan = {.count = 64, .size = steps, .most = 256 * 1024, .depth = 8};
+    static const struct exchange plan = {.count = 64, .size = equal_sizes, .most = 256 * 1024, .depth = 8};
     struct pair pair;
     open_pair(side, &pair);
     exchange(side, &pair, &plan);
-    meet();
+    barrier();
     struct nb_net_handle handle;
     memcpy(&handle, pair.handle, sizeof handle);
     uint16_t mine = 0;
     struct exchange broken = plan;
-    give(&handle.port, sizeof handle.port);
-    take(&mine, sizeof mine); // what the other side has connected to: this side's listener
+    send_bytes(&handle.port, sizeof handle.port);
+    receive_bytes(&mine, sizeof mine); // port of this side's listener
     if (side->index == 0) {
-        broken.broken_fd = find_flow(handle.port, mine, true);
-        CHECK(broken.broken_fd > 0, "no lane was found");
+        broken.broken_fd = find_connection(handle.port, mine, true);
+        CHECK(broken.broken_fd > 0, "lane not found");
     }
     exchange(side, &pair, &broken);
     exchange(side, &pair, &plan);
-    meet();
+    barrier();
     close_pair(side, &pair);
 }
 
-// Side 1 has another secret.
-static void case_secret(struct side *side) {
+// The two sides have different secrets: they do not connect.
+static void case_different_secrets(struct side *side) {
     struct pair pair;
     void *comm = NULL;
     int rc = 0;
     open_listener(side, &pair);
     while (rc == 0) {
         rc = proxy_connect(&side->proxy, 0, pair.handle, &comm);
-        CHECK(comm == NULL, "connected with another secret");
+        CHECK(comm == NULL, "connected with a different secret");
         void *accepted = NULL;
-        CHECK(proxy_accept(&side->proxy, pair.listener, &accepted) == 0 && accepted == NULL, "accepted a stranger");
-        in_time(side, "an error");
+        CHECK(proxy_accept(&side->proxy, pair.listener, &accepted) == 0 && accepted == NULL,
+              "accepted a peer with a different secret");
+        check_time(side, "an error");
     }
     char mine = 'm';
-    give(&mine, 1);
+    send_bytes(&mine, 1);
     int flags = fcntl(SOCKET, F_GETFL);
     CHECK(fcntl(SOCKET, F_SETFL, flags | O_NONBLOCK) == 0, "fcntl");
-    while (read(SOCKET, &mine, 1) != 1) { // the other side still needs an answer
+    while (read(SOCKET, &mine, 1) != 1) { // this side's listener must still answer the other side
         void *accepted = NULL;
-        CHECK(proxy_accept(&side->proxy, pair.listener, &accepted) == 0 && accepted == NULL, "accepted a stranger");
-        in_time(side, "the other side");
+        CHECK(proxy_accept(&side->proxy, pair.listener, &accepted) == 0 && accepted == NULL,
+              "accepted a peer with a different secret");
+        check_time(side, "the other side");
     }
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -710,18 +715,20 @@ static const struct test_case cases[] = {
     {.name = "threads", .run = case_threads},
     {.name = "two_communicators", .run = case_two_communicators},
     {.name = "null_request", .run = case_null_request},
-    {.name = "again", .run = case_again, .all_versions = true},
+    {.name = "reconnect", .run = case_reconnect, .all_versions = true},
     {.name = "close_in_flight", .run = case_close_in_flight},
     {.name = "deregister", .run = case_deregister},
     {.name = "close_waiting", .run = case_close_waiting},
     {.name = "fork", .run = case_fork},
     {.name = "kill", .run = case_kill, .killed = SIGKILL},
-    {.name = "silence", .run = case_silence, .killed = SIGKILL, .timeout_s = "5"},
-    {.name = "garbage", .run = case_garbage},
-    {.name = "noise", .run = case_noise, .tcp_only = true},
+    {.name = "stop", .run = case_stop, .killed = SIGKILL, .timeout_s = "5"},
+    {.name = "unauthenticated_clients", .run = case_unauthenticated_clients},
+    {.name = "protocol_violation", .run = case_protocol_violation, .tcp_only = true},
     {.name = "lost_lane", .run = case_lost_lane, .tcp_only = true},
-    {.name = "secret", .run = case_secret, .secrets = {"the secret of this job", "another job's secret"}},
-    {.name = "same_secret", .run = case_again, .secrets = {"the secret of this job", "the secret of this job"}},
+    {.name = "different_secrets",
+     .run = case_different_secrets,
+     .secrets = {"the secret of this job", "another job's secret"}},
+    {.name = "same_secret", .run = case_reconnect, .secrets = {"the secret of this job", "the secret of this job"}},
 };
 
 static const struct {
@@ -751,10 +758,10 @@ static int run_side(const struct test_case *test, int version, int index) {
 
 static pid_t start(const char *program, const char *network, const struct test_case *test, int version, int index,
                    int fd) {
-    char words[2][8];
-    snprintf(words[0], sizeof words[0], "%d", version);
-    snprintf(words[1], sizeof words[1], "%d", index);
-    char *argv[] = {(char *)program, (char *)network, (char *)test->name, words[0], words[1], NULL};
+    char numbers[2][8];
+    snprintf(numbers[0], sizeof numbers[0], "%d", version);
+    snprintf(numbers[1], sizeof numbers[1], "%d", index);
+    char *argv[] = {(char *)program, (char *)network, (char *)test->name, numbers[0], numbers[1], NULL};
     posix_spawn_file_actions_t actions;
     pid_t pid = -1;
     setenv("NETBOTTLENECK_TRANSPORT", network, 1);
@@ -771,22 +778,22 @@ static pid_t start(const char *program, const char *network, const struct test_c
 static void run_case(const char *program, const char *network, const struct test_case *test, int version) {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "socketpair");
-    int high[2] = {fcntl(ends[0], F_DUPFD_CLOEXEC, 10), fcntl(ends[1], F_DUPFD_CLOEXEC, 10)};
+    int fds[2] = {fcntl(ends[0], F_DUPFD_CLOEXEC, 10), fcntl(ends[1], F_DUPFD_CLOEXEC, 10)};
     close(ends[0]);
     close(ends[1]);
     int64_t began = nb_now_ns();
     pid_t pids[2];
     for (int i = 0; i < 2; i++) {
-        pids[i] = start(program, network, test, version, i, high[i]);
+        pids[i] = start(program, network, test, version, i, fds[i]);
     }
-    close(high[0]);
-    close(high[1]);
+    close(fds[0]);
+    close(fds[1]);
     for (int i = 0; i < 2; i++) {
         int status = -1;
         CHECK(waitpid(pids[i], &status, 0) == pids[i], "waitpid");
         bool as_planned = i == 1 && test->killed != 0 ? WIFSIGNALED(status) && WTERMSIG(status) == test->killed
                                                       : WIFEXITED(status) && WEXITSTATUS(status) == 0;
-        CHECK(as_planned, "%s, version %d, over %s: side %d ended with %#x", test->name, version, network, i,
+        CHECK(as_planned, "%s, version %d, over %s: side %d ended with status %#x", test->name, version, network, i,
               (unsigned)status);
     }
     printf("%s v%d %s: %.2f s\n", test->name, version, network, (double)(nb_now_ns() - began) / 1e9);
@@ -805,7 +812,7 @@ int main(int argc, char **argv) {
         }
         for (int t = 0; wanted && t < TABLES && !(cases[i].tcp_only && strcmp(network, "tcp") != 0); t++) {
             bool newest = t == TABLES - 1;
-            bool all = cases[i].all_versions && strcmp(network, "tcp") == 0; // the tables are the same over each
+            bool all = cases[i].all_versions && strcmp(network, "tcp") == 0; // each network has the same tables
             if (argc > 3 ? tables[t].version == atoi(argv[3]) : all || newest) {
                 run_case("/proc/self/exe", network, &cases[i], tables[t].version);
             }

@@ -1,5 +1,5 @@
-// The profiler, called as NCCL calls it, on a clock that the test sets: what it records is known to the nanosecond. Each
-// case is a process, as a process has one profiler.
+// NCCL profiler plugin, called as NCCL calls it. The test controls the clock, so recorded times are checked exactly.
+// Each case runs in its own process, because a process has one profiler.
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -20,9 +20,9 @@
 
 enum { EVENTS = 1 << 16, MS = 1000 * 1000, PATH_BYTES = 64, THREADS = 4, ROUNDS = 300, IN_FLIGHT = 8, POOL = 4096 };
 
-// The clock, and the calls that no function may make after opening.
+// The simulated clock, and the functions that the profiler may not call after it is opened.
 static _Atomic int64_t clock_ns;
-static _Thread_local bool hot;
+static _Thread_local bool forbidden;
 int __wrap_clock_gettime(clockid_t id, struct timespec *to);
 void *__wrap_malloc(size_t bytes);
 void *__wrap_calloc(size_t count, size_t bytes);
@@ -41,64 +41,64 @@ int __wrap_clock_gettime(clockid_t id, struct timespec *to) {
 }
 
 void *__wrap_malloc(size_t bytes) {
-    CHECK(!hot, "malloc");
+    CHECK(!forbidden, "malloc");
     return __real_malloc(bytes);
 }
 
 void *__wrap_calloc(size_t count, size_t bytes) {
-    CHECK(!hot, "calloc");
+    CHECK(!forbidden, "calloc");
     return __real_calloc(count, bytes);
 }
 
 void __wrap_free(void *memory) {
-    CHECK(!hot, "free");
+    CHECK(!forbidden, "free");
     __real_free(memory);
 }
 
 int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex) {
-    CHECK(!hot, "a lock");
+    CHECK(!forbidden, "pthread_mutex_lock");
     return __real_pthread_mutex_lock(mutex);
 }
 
-static void pass(int64_t ms) {
+static void advance_clock(int64_t ms) {
     atomic_fetch_add(&clock_ns, ms * MS);
 }
 
-// The ring of this process.
+// Trace file of this process.
 static char path[PATH_BYTES];
 
-struct record {
+struct recording {
     const struct nb_ring_header *header;
     const struct nb_event *events;
 };
 
-static struct record record_open(void) {
+static struct recording recording_open(void) {
     struct stat status;
     FILE *file = fopen(path, "rb");
     CHECK(file != NULL && fstat(fileno(file), &status) == 0, "%s: %s", path, strerror(errno));
     const char *base = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, fileno(file), 0);
     CHECK(base != MAP_FAILED, "mmap");
     (void)fclose(file);
-    return (struct record){.header = (const void *)base, .events = (const void *)(base + NB_RING_HEADER)};
+    return (struct recording){.header = (const void *)base, .events = (const void *)(base + NB_RING_HEADER)};
 }
 
-static uint64_t taken(const struct record *record) {
-    return atomic_load(&record->header->taken);
+static uint64_t event_count(const struct recording *recording) {
+    return atomic_load(&recording->header->taken);
 }
 
-// The nth event of a kind; NULL: there are fewer.
-static const struct nb_event *nth(const struct record *record, enum nb_event_kind kind, int n) {
-    for (uint64_t i = 0; i < taken(record) && i < EVENTS; i++) {
-        if (record->events[i].kind == kind && n-- == 0) {
-            return &record->events[i];
+// Returns the nth event of a kind, or NULL.
+static const struct nb_event *find_event(const struct recording *recording, enum nb_event_kind kind, int n) {
+    for (uint64_t i = 0; i < event_count(recording) && i < EVENTS; i++) {
+        if (recording->events[i].kind == kind && n-- == 0) {
+            return &recording->events[i];
         }
     }
     return NULL;
 }
 
-static const struct nb_event *event_of(const struct record *record, enum nb_event_kind kind, int n) {
-    const struct nb_event *event = nth(record, kind, n);
-    CHECK(event != NULL, "there are not %d events of kind %d", n + 1, (int)kind);
+static const struct nb_event *expect_event(const struct recording *recording, enum nb_event_kind kind, int n) {
+    const struct nb_event *event = find_event(recording, kind, n);
+    CHECK(event != NULL, "fewer than %d events of kind %d", n + 1, (int)kind);
     return event;
 }
 
@@ -115,7 +115,7 @@ static struct profiled table_of(int version) {
     return (struct profiled){.version = version, .table = tables[version - NCCL_PROFILER_OLDEST]};
 }
 
-static struct profiled opened(int version) {
+static struct profiled profiler_open(int version) {
     struct profiled nccl = table_of(version);
     CHECK(profiled_init(&nccl, 0xfeedu, "data parallel", 2, 1, log_nothing) == NCCL_SUCCESS, "init");
     CHECK(nccl.ctx != NULL, "no context");
@@ -128,68 +128,72 @@ static void check_step(const struct nb_event *step, int64_t first_ms, int64_t se
           (unsigned long long)step->e);
 }
 
-// A send whose waits are for the GPU, the peer and the wire, and a receive whose waits are for arrival, flush and GPU.
-static void waits_of_known_length(int version) {
-    struct profiled nccl = opened(version);
+// A send waits for the GPU, the peer and the wire; a receive waits for the arrival, the flush and the GPU. All waits
+// are recorded exactly.
+static void test_waits(int version) {
+    struct profiled nccl = profiler_open(version);
     CHECK(nccl.mask != 0, "no events requested");
-    hot = true;
+    forbidden = true;
     void *group = profiled_group(&nccl);
     void *task = profiled_all_reduce(&nccl, group, 7, 1000, 2, 99);
     profiled_stop(&nccl, task); // enqueued
     void *send = profiled_op(&nccl, task, 1, 0, 1, getpid());
-    pass(1);
+    advance_clock(1);
     void *step = profiled_step(&nccl, send, 3);
     profiled_state(&nccl, step, NCCL_STATE_SEND_GPU_WAIT, 111);
-    pass(40);
+    advance_clock(40);
     profiled_state(&nccl, step, NCCL_STATE_SEND_PEER_WAIT, 111);
-    pass(15);
-    profiled_state(&nccl, step, NCCL_STATE_SEND_PEER_WAIT, 111); // NCCL tries again
-    pass(5);
+    advance_clock(15);
+    profiled_state(&nccl, step, NCCL_STATE_SEND_PEER_WAIT, 111); // NCCL retries
+    advance_clock(5);
     profiled_state(&nccl, step, NCCL_STATE_SEND_WAIT, 4000);
-    pass(30);
+    advance_clock(30);
     profiled_stop(&nccl, step);
     profiled_stop(&nccl, send);
     void *receive = profiled_op(&nccl, task, 1, 0, 0, getpid());
     step = profiled_step(&nccl, receive, 4);
     profiled_state(&nccl, step, NCCL_STATE_RECV_WAIT, 111);
-    pass(25);
+    advance_clock(25);
     profiled_state(&nccl, step, NCCL_STATE_RECV_FLUSH_WAIT, 2000);
-    pass(5);
+    advance_clock(5);
     profiled_state(&nccl, step, NCCL_STATE_RECV_GPU_WAIT, 2000);
-    pass(10);
+    advance_clock(10);
     profiled_stop(&nccl, step);
     profiled_stop(&nccl, receive);
     void *kernel = profiled_kernel(&nccl, task, 1, 5000);
-    pass(2);
+    advance_clock(2);
     profiled_kernel_stop(&nccl, kernel, 95000);
-    hot = false;
+    forbidden = false;
 
-    struct record record = record_open();
-    const struct nb_event *comm = event_of(&record, NB_EV_NCCL_COMM, 0);
+    struct recording recording = recording_open();
+    const struct nb_event *comm = expect_event(&recording, NB_EV_NCCL_COMM, 0);
     CHECK(comm->key == 0xfeedu && comm->b == (1 | (uint64_t)2 << 32) && memcmp(&comm->d, "data parallel", 13) == 0,
-          "the communicator");
-    const struct nb_event *event = event_of(&record, NB_EV_NCCL_TASK, 0);
+          "wrong event of the communicator");
+    const struct nb_event *event = expect_event(&recording, NB_EV_NCCL_TASK, 0);
     uint64_t number = event->key;
-    CHECK(number != 0 && event->b == 4000 && event->d == 7, "the task");
-    CHECK(event->c == (1 | 7 << 8 | 2 << 16 | 3 << 24 | (uint64_t)2 << 32), "what it is: %llx",
+    CHECK(number != 0 && event->b == 4000 && event->d == 7, "wrong event of the task");
+    CHECK(event->c == (1 | 7 << 8 | 2 << 16 | 3 << 24 | (uint64_t)2 << 32), "wrong description: %llx",
           (unsigned long long)event->c);
-    CHECK(event->e == (version == 7 ? 99 : 0), "its tag: %llu", (unsigned long long)event->e);
-    const struct nb_event *sent = event_of(&record, NB_EV_NCCL_STEP, 0);
+    CHECK(event->e == (version == 7 ? 99 : 0), "wrong tag: %llu", (unsigned long long)event->e);
+    const struct nb_event *sent = expect_event(&recording, NB_EV_NCCL_STEP, 0);
     check_step(sent, 40, 20, 30);
-    CHECK(sent->key == number && sent->a == 3 && sent->b == (1 | 1 << 8 | 4000 << 16), "the step sent");
-    const struct nb_event *received = event_of(&record, NB_EV_NCCL_STEP, 1);
+    CHECK(sent->key == number && sent->a == 3 && sent->b == (1 | 1 << 8 | 4000 << 16), "wrong event of the send step");
+    const struct nb_event *received = expect_event(&recording, NB_EV_NCCL_STEP, 1);
     check_step(received, 25, 5, 10);
-    CHECK(received->key == number && received->a == 4 && received->b == (1 | 2000 << 16), "the step received");
-    const struct nb_event *channel = event_of(&record, NB_EV_NCCL_KERNEL, 0);
-    CHECK(channel->key == number && channel->a == 1 && channel->c == 5000 && channel->d == 95000, "the kernel");
-    CHECK(channel->b == 2 * MS, "what the host saw of it");
-    CHECK(nth(&record, NB_EV_NCCL_STEP, 2) == NULL && taken(&record) == 5, "more events than NCCL's");
+    CHECK(received->key == number && received->a == 4 && received->b == (1 | 2000 << 16),
+          "wrong event of the receive step");
+    const struct nb_event *channel = expect_event(&recording, NB_EV_NCCL_KERNEL, 0);
+    CHECK(channel->key == number && channel->a == 1 && channel->c == 5000 && channel->d == 95000,
+          "wrong event of the kernel");
+    CHECK(channel->b == 2 * MS, "wrong duration on the host's clock");
+    CHECK(find_event(&recording, NB_EV_NCCL_STEP, 2) == NULL && event_count(&recording) == 5,
+          "unexpected events were recorded");
     CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
 }
 
-// Steps overlap, as NCCL keeps several messages in flight: each has its own waits.
-static void steps_in_flight(int version) {
-    struct profiled nccl = opened(version);
+// Steps overlap, because NCCL keeps several messages in flight. Each step has its own waits.
+static void test_overlapping_steps(int version) {
+    struct profiled nccl = profiler_open(version);
     void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
     void *steps[IN_FLIGHT];
@@ -199,61 +203,61 @@ static void steps_in_flight(int version) {
             profiled_state(&nccl, steps[i], NCCL_STATE_SEND_GPU_WAIT, 0);
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
-            pass(1);
+            advance_clock(1);
             profiled_state(&nccl, steps[i], NCCL_STATE_SEND_PEER_WAIT, 0);
             profiled_state(&nccl, steps[i], NCCL_STATE_SEND_WAIT, 8);
         }
         for (int i = 0; i < IN_FLIGHT; i++) {
-            pass(1);
+            advance_clock(1);
             profiled_stop(&nccl, steps[i]);
         }
     }
-    struct record record = record_open();
+    struct recording recording = recording_open();
     for (int n = 0; n < 3 * IN_FLIGHT; n++) {
         int i = n % IN_FLIGHT;
-        const struct nb_event *step = event_of(&record, NB_EV_NCCL_STEP, n);
+        const struct nb_event *step = expect_event(&recording, NB_EV_NCCL_STEP, n);
         CHECK(step->a == (uint64_t)n, "step %llu is event %d", (unsigned long long)step->a, n);
         check_step(step, i + 1, 0, IN_FLIGHT);
     }
 }
 
-// NCCL starts the step again at each attempt to post its receive; one step has waited all the time.
-static void receive_that_is_not_accepted(int version) {
-    struct profiled nccl = opened(version);
+// NCCL restarts the step at each attempt to post its receive. The attempts are recorded as one step with one wait.
+static void test_repeated_receive_attempts(int version) {
+    struct profiled nccl = profiler_open(version);
     void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 0, getpid());
     void *step = profiled_step(&nccl, op, 0);
-    pass(3);
+    advance_clock(3);
     step = profiled_step(&nccl, op, 0);
-    pass(4);
+    advance_clock(4);
     profiled_state(&nccl, step, NCCL_STATE_RECV_WAIT, 0);
-    pass(5);
+    advance_clock(5);
     profiled_state(&nccl, step, NCCL_STATE_RECV_FLUSH_WAIT, 32);
     profiled_state(&nccl, step, NCCL_STATE_RECV_GPU_WAIT, 32);
-    pass(6);
+    advance_clock(6);
     profiled_stop(&nccl, step);
-    struct record record = record_open();
-    check_step(event_of(&record, NB_EV_NCCL_STEP, 0), 12, 0, 6);
-    CHECK(nth(&record, NB_EV_NCCL_STEP, 1) == NULL, "recorded twice");
+    struct recording recording = recording_open();
+    check_step(expect_event(&recording, NB_EV_NCCL_STEP, 0), 12, 0, 6);
+    CHECK(find_event(&recording, NB_EV_NCCL_STEP, 1) == NULL, "recorded twice");
 }
 
-// With PXN, a proxy moves what another process enqueued: the parent means nothing here.
-static void task_of_another_process(int version) {
-    struct profiled nccl = opened(version);
+// With PXN, a proxy moves data that another process enqueued, whose parent handle is invalid in this process.
+static void test_task_of_another_process(int version) {
+    struct profiled nccl = profiler_open(version);
     void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid() + 1);
     void *step = profiled_step(&nccl, op, 0);
-    pass(1);
+    advance_clock(1);
     profiled_stop(&nccl, step);
-    struct record record = record_open();
-    const struct nb_event *event = event_of(&record, NB_EV_NCCL_STEP, 0);
-    CHECK(event->key == 0, "taken for a task of this process");
-    check_step(event, 1, 0, 0); // no state was reported: all of it is the first
+    struct recording recording = recording_open();
+    const struct nb_event *event = expect_event(&recording, NB_EV_NCCL_STEP, 0);
+    CHECK(event->key == 0, "attributed to a task of this process");
+    check_step(event, 1, 0, 0); // without reported states, all time counts as the first wait
 }
 
-// Handles that ended, that were never given, and events below what was dropped.
-static void handles_that_name_nothing(int version) {
-    struct profiled nccl = opened(version);
+// Calls with invalid handles are ignored: handles of ended events, random numbers, and NULL parents.
+static void test_invalid_handles(int version) {
+    struct profiled nccl = profiler_open(version);
     void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
     void *step = profiled_step(&nccl, op, 0);
@@ -263,36 +267,39 @@ static void handles_that_name_nothing(int version) {
     profiled_state(&nccl, step, NCCL_STATE_SEND_WAIT, 8);
     profiled_stop(&nccl, step);
     profiled_stop(&nccl, op);
-    CHECK(profiled_step(&nccl, op, 1) == NULL && profiled_step(&nccl, NULL, 1) == NULL, "a step of nothing");
-    CHECK(profiled_step(&nccl, task, 1) == NULL, "a step of a collective");
+    CHECK(profiled_step(&nccl, op, 1) == NULL && profiled_step(&nccl, NULL, 1) == NULL,
+          "a step without an operation got a handle");
+    CHECK(profiled_step(&nccl, task, 1) == NULL, "a step of a collective got a handle");
     for (uintptr_t handle = 0; handle < 1 << 18; handle++) {
         profiled_state(&nccl, (void *)(handle * 61), NCCL_STATE_KERNEL_STOP, 8);
         (void)profiled_table(&nccl)->stop_event((void *)(handle * 61));
     }
-    CHECK(profiled_table(&nccl)->record_state(NULL, NCCL_STATE_SEND_WAIT, NULL) == NCCL_SUCCESS, "state of NULL");
-    struct record record = record_open();
-    CHECK(nth(&record, NB_EV_NCCL_STEP, 1) == NULL, "a step was recorded twice");
+    CHECK(profiled_table(&nccl)->record_state(NULL, NCCL_STATE_SEND_WAIT, NULL) == NCCL_SUCCESS,
+          "record_state of NULL failed");
+    struct recording recording = recording_open();
+    CHECK(find_event(&recording, NB_EV_NCCL_STEP, 1) == NULL, "a step was recorded twice");
 }
 
-// As many operations as there is room for; the next is dropped and counted; NCCL gets no handle, and no error.
-static void more_than_there_is_room_for(int version) {
-    struct profiled nccl = opened(version);
+// An operation beyond the limit is dropped and counted. NCCL gets a NULL handle and no error.
+static void test_too_many_operations(int version) {
+    struct profiled nccl = profiler_open(version);
     static void *ops[POOL];
     void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
     for (int i = 0; i < POOL; i++) {
         ops[i] = profiled_op(&nccl, task, 0, 0, 1, getpid());
         CHECK(ops[i] != NULL, "operation %d was dropped", i);
     }
-    struct record record = record_open();
-    uint64_t before = taken(&record);
-    CHECK(profiled_op(&nccl, task, 0, 0, 1, getpid()) == NULL, "there was room");
-    CHECK(taken(&record) == before + 1 && record.events[before].kind == NB_EV_NONE, "not counted as dropped");
+    struct recording recording = recording_open();
+    uint64_t before = event_count(&recording);
+    CHECK(profiled_op(&nccl, task, 0, 0, 1, getpid()) == NULL, "an operation beyond the limit got a handle");
+    CHECK(event_count(&recording) == before + 1 && recording.events[before].kind == NB_EV_NONE,
+          "the drop was not counted");
     profiled_stop(&nccl, ops[17]);
     CHECK(profiled_op(&nccl, task, 0, 0, 1, getpid()) != NULL, "no room after one has ended");
 
-    // A communicator that is aborted leaves its operations: closing it makes room.
+    // An aborted communicator does not end its operations; closing it releases them.
     CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
-    nccl = opened(version);
+    nccl = profiler_open(version);
     CHECK(profiled_op(&nccl, NULL, 0, 0, 1, getpid()) != NULL, "no room after the communicator was closed");
 }
 
@@ -318,13 +325,13 @@ static void *work(void *arg) {
     return NULL;
 }
 
-// Communicators have threads of their own; a step keeps its own collective.
-static void several_threads(int version) {
+// Each communicator has its own thread. Steps are attributed to the right communicator.
+static void test_several_threads(int version) {
     struct worker workers[THREADS];
     pthread_t threads[THREADS];
     uint64_t comms[THREADS];
     for (int i = 0; i < THREADS; i++) {
-        workers[i] = (struct worker){.nccl = opened(version), .rank = i};
+        workers[i] = (struct worker){.nccl = profiler_open(version), .rank = i};
     }
     for (int i = 0; i < THREADS; i++) {
         CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0, "thread");
@@ -332,51 +339,54 @@ static void several_threads(int version) {
     for (int i = 0; i < THREADS; i++) {
         CHECK(pthread_join(threads[i], NULL) == 0, "join");
     }
-    struct record record = record_open();
-    CHECK(taken(&record) == THREADS + THREADS * ROUNDS * 3, "%llu events", (unsigned long long)taken(&record));
+    struct recording recording = recording_open();
+    CHECK(event_count(&recording) == THREADS + THREADS * ROUNDS * 3, "%llu events",
+          (unsigned long long)event_count(&recording));
     static uint64_t comm_of[EVENTS];
     for (int i = 0; i < THREADS; i++) {
-        comms[i] = event_of(&record, NB_EV_NCCL_COMM, i)->a;
+        comms[i] = expect_event(&recording, NB_EV_NCCL_COMM, i)->a;
     }
     for (int n = 0; n < THREADS * ROUNDS; n++) {
-        const struct nb_event *task = event_of(&record, NB_EV_NCCL_TASK, n);
+        const struct nb_event *task = expect_event(&recording, NB_EV_NCCL_TASK, n);
         comm_of[task->key] = task->a;
-        CHECK((task->c >> 32) < THREADS && comms[task->c >> 32] == task->a, "a task of another communicator");
+        CHECK((task->c >> 32) < THREADS && comms[task->c >> 32] == task->a,
+              "a task is attributed to another communicator");
     }
     for (int n = 0; n < THREADS * ROUNDS; n++) {
-        const struct nb_event *step = event_of(&record, NB_EV_NCCL_STEP, n);
-        CHECK(comm_of[step->key] == comms[step->b & 0xff], "a step of another communicator");
+        const struct nb_event *step = expect_event(&recording, NB_EV_NCCL_STEP, n);
+        CHECK(comm_of[step->key] == comms[step->b & 0xff], "a step is attributed to another communicator");
     }
 }
 
-// The record is the parent's.
-static void forked_child(int version) {
-    struct profiled nccl = opened(version);
+// A forked child records nothing.
+static void test_forked_child(int version) {
+    struct profiled nccl = profiler_open(version);
     void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
-    struct record record = record_open();
-    uint64_t before = taken(&record);
+    struct recording recording = recording_open();
+    uint64_t before = event_count(&recording);
     pid_t pid = fork();
     CHECK(pid >= 0, "fork");
     if (pid == 0) {
-        CHECK(profiled_step(&nccl, op, 0) == NULL && profiled_all_reduce(&nccl, NULL, 1, 8, 1, 0) == NULL, "recorded");
+        CHECK(profiled_step(&nccl, op, 0) == NULL && profiled_all_reduce(&nccl, NULL, 1, 8, 1, 0) == NULL,
+              "the child recorded an event");
         profiled_stop(&nccl, op);
         CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
         _exit(0);
     }
     int status = 0;
-    CHECK(waitpid(pid, &status, 0) == pid && status == 0, "the child ended with %d", status);
-    CHECK(taken(&record) == before, "the child has written");
-    CHECK(profiled_step(&nccl, op, 0) != NULL, "the parent has lost its operation");
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0, "the child ended with status %d", status);
+    CHECK(event_count(&recording) == before, "the child has recorded an event");
+    CHECK(profiled_step(&nccl, op, 0) != NULL, "the parent's operation is gone");
 }
 
-// Loaded without a request for events: NCCL reports nothing.
-static void not_asked_for(int version) {
+// The plugin is loaded but recording is not requested: NCCL reports no events.
+static void test_recording_not_requested(int version) {
     struct profiled nccl = table_of(version);
     CHECK(unsetenv("NETBOTTLENECK_NCCL_EVENTS") == 0, "unsetenv");
     CHECK(profiled_init(&nccl, 1, NULL, 2, 0, log_nothing) == NCCL_SUCCESS, "init");
-    CHECK(nccl.mask == 0 && nccl.ctx == NULL, "events are requested");
-    CHECK(profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0) == NULL, "an event");
+    CHECK(nccl.mask == 0 && nccl.ctx == NULL, "the plugin requests events");
+    CHECK(profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0) == NULL, "an event got a handle");
 }
 
 static int warnings;
@@ -388,8 +398,8 @@ static void log_warnings(int level, unsigned long subsystems, const char *file, 
     warnings += level == NCCL_LOG_WARN;
 }
 
-// What is not possible is a warning in NCCL's log, and never NCCL's failure.
-static void impossible_settings(int version) {
+// Invalid settings cause a warning in NCCL's log; NCCL's init succeeds.
+static void test_invalid_settings(int version) {
     struct profiled nccl = table_of(version);
     CHECK(setenv("NETBOTTLENECK_NCCL_EVENTS", "/nonexistent/%h-%p.ring", 1) == 0, "setenv");
     CHECK(setenv("NETBOTTLENECK_NCCL_PROFILER", "nonexistent", 1) == 0, "setenv");
@@ -397,18 +407,19 @@ static void impossible_settings(int version) {
     CHECK(nccl.mask == 0 && nccl.ctx == NULL && warnings == 2, "%d warnings", warnings);
 }
 
-static void run(const char *name, void (*one)(int), int version) {
+static void run(const char *name, void (*run_case)(int), int version) {
     pid_t pid = fork();
     CHECK(pid >= 0, "fork");
     if (pid == 0) {
         (void)snprintf(path, sizeof path, "/tmp/test_nccl_profiler-%d.ring", (int)getpid());
         CHECK(setenv("NETBOTTLENECK_NCCL_EVENTS", "/tmp/test_nccl_profiler-%p.ring", 1) == 0, "setenv");
-        one(version);
+        run_case(version);
         (void)unlink(path);
         _exit(0);
     }
     int status = 0;
-    CHECK(waitpid(pid, &status, 0) == pid && status == 0, "%s, version %d, ended with %d", name, version, status);
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0, "%s, version %d, ended with status %d", name, version,
+          status);
 }
 
 int main(void) {
@@ -416,16 +427,16 @@ int main(void) {
         const char *name;
         void (*run)(int);
     } cases[] = {
-        {"waits_of_known_length", waits_of_known_length},
-        {"steps_in_flight", steps_in_flight},
-        {"receive_that_is_not_accepted", receive_that_is_not_accepted},
-        {"task_of_another_process", task_of_another_process},
-        {"handles_that_name_nothing", handles_that_name_nothing},
-        {"more_than_there_is_room_for", more_than_there_is_room_for},
-        {"several_threads", several_threads},
-        {"forked_child", forked_child},
-        {"not_asked_for", not_asked_for},
-        {"impossible_settings", impossible_settings},
+        {"waits", test_waits},
+        {"overlapping_steps", test_overlapping_steps},
+        {"repeated_receive_attempts", test_repeated_receive_attempts},
+        {"task_of_another_process", test_task_of_another_process},
+        {"invalid_handles", test_invalid_handles},
+        {"too_many_operations", test_too_many_operations},
+        {"several_threads", test_several_threads},
+        {"forked_child", test_forked_child},
+        {"recording_not_requested", test_recording_not_requested},
+        {"invalid_settings", test_invalid_settings},
     };
     char events[16];
     (void)snprintf(events, sizeof events, "%d", EVENTS);

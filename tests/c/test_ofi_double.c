@@ -1,22 +1,22 @@
-// Failures of libfabric: each call fails in turn while a lane opens and while memory is mapped, and writes fail at
-// completion. Nothing is closed twice or left open, and no byte is wrong. The test double detects misuse.
+// Failures of libfabric, over a test double. Each call fails in turn while a lane opens and while memory is mapped;
+// writes fail at completion. No object is closed twice or left open, and all data are right. The double detects misuse.
 #include "flows.h"
 #ifdef NB_HAVE_OFI
 #include "ofi_double.h"
-#include "outsider.h"
+#include "raw_endpoint.h"
 #include "transport/lanes_internal.h"
 
 enum { BLOCK = 512, BLOCKS = 64, LANES = 2, CALLS_MAX = 200, BREAKS = 40 };
 
-// Opens a lane where the nth call of a kind fails. True: that call was made.
+// Opens a lane while the nth call of a kind fails. Returns true if that call was made.
 static bool open_fails(enum double_call call, int nth) {
-    struct outsider lane;
+    struct raw_endpoint lane;
     struct nb_error err = {0};
     double_fail(call, nth);
-    int rc = outsider_open(&lane, 0, 0, 2, NULL, &err);
+    int rc = raw_endpoint_open(&lane, 0, 0, 2, NULL, &err);
     bool failed = double_state.failed;
     CHECK(rc == 0 || failed, "call %d, %d: %s", (int)call, nth, err.text);
-    CHECK(rc == 0 || err.text[0] != '\0', "call %d, %d: no reason is given", (int)call, nth);
+    CHECK(rc == 0 || err.text[0] != '\0', "call %d, %d: the error has no text", (int)call, nth);
     double_fail(DOUBLE_NONE, 0);
     if (rc == 0) {
         nb_ofi_ops.close(lane.lane);
@@ -24,8 +24,8 @@ static bool open_fails(enum double_call call, int nth) {
     return failed;
 }
 
-// Every call fails once, while the lane opens.
-static void test_opening(void) {
+// While a lane opens, every call fails once.
+static void test_open_failures(void) {
     for (int call = DOUBLE_GETINFO; call < DOUBLE_INSERT; call++) {
         int nth = 1;
         do {
@@ -36,19 +36,20 @@ static void test_opening(void) {
     }
 }
 
-// Memory whose registration fails is an error; the lane goes on, and maps it the next time.
-static void test_mapping(void) {
+// A failed registration returns an error. The lane remains usable, and the next attempt maps the memory.
+static void test_map_failures(void) {
     static const enum double_call calls[] = {DOUBLE_OPEN, DOUBLE_MR_BIND, DOUBLE_MR_ENABLE};
     static unsigned char memory[BLOCK];
     for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
-        struct outsider lane;
+        struct raw_endpoint lane;
         struct nb_region region = {0};
         struct nb_error err = {0};
         double_begin(i, 4);
-        CHECK(outsider_open(&lane, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+        CHECK(raw_endpoint_open(&lane, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
         double_fail(calls[i], 1);
         int rc = nb_ofi_ops.map(lane.lane, memory, sizeof memory, &region, &err);
-        CHECK(rc < 0 && region.handle == NULL && err.text[0] != '\0', "call %d: mapped", (int)calls[i]);
+        CHECK(rc < 0 && region.handle == NULL && err.text[0] != '\0', "call %d: mapped in spite of the failure",
+              (int)calls[i]);
         rc = nb_ofi_ops.map(lane.lane, memory, sizeof memory, &region, &err);
         CHECK(rc == 0, "call %d: %s", (int)calls[i], err.text);
         nb_ofi_ops.unmap(lane.lane, &region);
@@ -57,14 +58,14 @@ static void test_mapping(void) {
     }
 }
 
-static void turn_all(struct flow_world *world) {
+static void progress_all(struct flow_world *world) {
     for (int rank = 0; rank < 2; rank++) {
-        flows_turn(&world->nodes[rank]);
+        flows_progress(&world->nodes[rank]);
     }
 }
 
-// The nth write fails: its lane is lost for both ranks, and the other one carries what it had.
-static void test_failing_write(int nth, size_t data_bytes) {
+// The nth write fails: both ranks lose its lane, and the other lane carries its segments.
+static void test_failed_write_loses_its_lane(int nth, size_t data_bytes) {
     struct nb_boot boots[2] = {{.rank = 0, .size = 2}, {.rank = 1, .size = 2}};
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
@@ -86,20 +87,20 @@ static void test_failing_write(int nth, size_t data_bytes) {
     }
     int64_t deadline = flows_deadline();
     while (!flows_done(&world->nodes[0]) || !flows_done(&world->nodes[1])) {
-        turn_all(world);
-        CHECK(nb_now_ns() < deadline, "write %d fails: %d and %d flows are over", nth, world->nodes[0].finished,
+        progress_all(world);
+        CHECK(nb_now_ns() < deadline, "write %d failed: only %d and %d flows finished", nth, world->nodes[0].finished,
               world->nodes[1].finished);
     }
-    CHECK(!double_state.failed || world->nodes[0].lost + world->nodes[1].lost > 0, "write %d fails: no lane is lost",
+    CHECK(!double_state.failed || world->nodes[0].lost + world->nodes[1].lost > 0, "write %d failed: no lane is lost",
           nth);
-    CHECK(nb_lanes_left(world->nodes[0].lanes, 1) >= LANES - 1, "write %d fails: both lanes are lost", nth);
+    CHECK(nb_lanes_left(world->nodes[0].lanes, 1) >= LANES - 1, "write %d failed: both lanes are lost", nth);
     flows_close(world);
     double_end();
     free(world);
 }
 
-// Shows `from` where `to` is, which is rank `peer`.
-static void meet(struct outsider *from, const struct outsider *to, int peer) {
+// Connects `from` to the endpoint of rank `peer`.
+static void connect_to(struct raw_endpoint *from, const struct raw_endpoint *to, int peer) {
     unsigned char address[NB_LANE_ADDR_MAX];
     struct nb_error err = {0};
     size_t bytes = 0;
@@ -107,21 +108,22 @@ static void meet(struct outsider *from, const struct outsider *to, int peer) {
     CHECK(nb_ofi_ops.peer_open(from->lane, peer, address, bytes, &err) == 0, "%s", err.text);
 }
 
-// A lane that is closed between a write that has landed and the message that tells of it answers the write all the same.
-static void test_closing_before_telling(bool telling_fails) {
+// Writes have landed, but the message that reports their arrivals is not sent yet. A lane that closes or fails then
+// still completes the writes.
+static void test_close_before_arrival_report(bool peer_fails) {
     enum { WRITES = 8 };
     static unsigned char memory[BLOCK];
     static unsigned char source[BLOCK];
-    struct outsider sender;
-    struct outsider receiver;
+    struct raw_endpoint sender;
+    struct raw_endpoint receiver;
     struct nb_region region = {0};
     struct nb_error err = {0};
     double_begin(0, 4);
-    CHECK(outsider_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
-    CHECK(outsider_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(raw_endpoint_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(raw_endpoint_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
     CHECK(nb_ofi_ops.map(receiver.lane, memory, sizeof memory, &region, &err) == 0, "%s", err.text);
-    meet(&sender, &receiver, 1);
-    double_state.deaf = true;
+    connect_to(&sender, &receiver, 1);
+    double_state.send_blocked = true;
     int64_t deadline = flows_deadline();
     for (int i = 0; i < WRITES;) {
         struct nb_request *request = &sender.requests[i];
@@ -133,14 +135,14 @@ static void test_closing_before_telling(bool telling_fails) {
                                        .remote_key = region.key};
         i += nb_ofi_ops.post(sender.lane, request) == 0;
         (void)nb_ofi_ops.progress(sender.lane);
-        CHECK(nb_now_ns() < deadline, "%d writes were taken", i);
+        CHECK(nb_now_ns() < deadline, "only %d writes were accepted", i);
     }
     while (nb_ofi_lane_of(sender.lane)->landed < WRITES) {
         (void)nb_ofi_ops.progress(sender.lane);
-        CHECK(nb_now_ns() < deadline, "%d writes landed", nb_ofi_lane_of(sender.lane)->landed);
+        CHECK(nb_now_ns() < deadline, "only %d writes landed", nb_ofi_lane_of(sender.lane)->landed);
     }
     CHECK(sender.sent == 0 && nb_ofi_ops.arm(sender.lane) == -EAGAIN, "a write completed without a report");
-    if (telling_fails) {
+    if (peer_fails) {
         (void)nb_ofi_peer_fail(nb_ofi_lane_of(sender.lane), 1, FI_EIO, "a test");
         while (!sender.lost) {
             (void)nb_ofi_ops.progress(sender.lane);
@@ -149,44 +151,44 @@ static void test_closing_before_telling(bool telling_fails) {
     } else {
         nb_ofi_ops.peer_close(sender.lane, 1);
     }
-    CHECK(sender.sent == WRITES, "%llu of %d writes were answered", (unsigned long long)sender.sent, WRITES);
+    CHECK(sender.sent == WRITES, "%llu of %d writes completed", (unsigned long long)sender.sent, WRITES);
     nb_ofi_ops.unmap(receiver.lane, &region);
     nb_ofi_ops.close(sender.lane);
     nb_ofi_ops.close(receiver.lane);
     double_end();
 }
 
-// A message that comes before its sender is opened is delivered after the opening, but not if the lane was closed since.
+// A message from a peer that is not open yet is delivered once the peer opens, unless that flow was closed meanwhile.
 static void test_message_before_opening(bool closes) {
     static const char word[] = "early";
-    struct outsider sender;
-    struct outsider receiver;
+    struct raw_endpoint sender;
+    struct raw_endpoint receiver;
     struct nb_error err = {0};
     int64_t deadline = flows_deadline();
     double_begin(0, 4);
-    CHECK(outsider_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
-    CHECK(outsider_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
-    meet(&sender, &receiver, 1);
+    CHECK(raw_endpoint_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(raw_endpoint_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
+    connect_to(&sender, &receiver, 1);
     for (bool sent = false; !sent || nb_list_empty(&nb_ofi_lane_of(receiver.lane)->held);) {
         sent = sent || nb_ofi_ops.message(sender.lane, 1, word, sizeof word) == 0;
         (void)nb_ofi_ops.progress(sender.lane);
         (void)nb_ofi_ops.progress(receiver.lane);
-        CHECK(nb_now_ns() < deadline, "the message did not come");
+        CHECK(nb_now_ns() < deadline, "the message did not arrive");
     }
-    CHECK(receiver.messages == 0, "a message of a rank that is not open is delivered");
-    meet(&receiver, &sender, 0);
+    CHECK(receiver.messages == 0, "a message is delivered before the peer is open");
+    connect_to(&receiver, &sender, 0);
     if (closes) {
         nb_ofi_ops.peer_close(receiver.lane, 0);
     }
     (void)nb_ofi_ops.progress(receiver.lane);
-    CHECK(receiver.messages == (closes ? 0 : 1), "a lane that is %s delivers %llu messages", closes ? "closed" : "open",
-          (unsigned long long)receiver.messages);
+    CHECK(receiver.messages == (closes ? 0 : 1), "a peer that is %s gets %llu messages delivered",
+          closes ? "closed" : "open", (unsigned long long)receiver.messages);
     nb_ofi_ops.close(sender.lane);
     nb_ofi_ops.close(receiver.lane);
     double_end();
 }
 
-// Completion data of 4 bytes prove nothing, whatever they are; the lane goes on.
+// Completion data of 4 bytes cannot be authenticated: such arrivals are refused, and the lane remains usable.
 static void test_short_completion_data(void) {
     struct nb_boot boots[2] = {{.rank = 0, .size = 2}, {.rank = 1, .size = 2}};
     struct flow_world *world = calloc(1, sizeof *world);
@@ -209,22 +211,22 @@ static void test_short_completion_data(void) {
     struct wire_lane_address address;
     nb_lanes_address(lanes, &address);
     uint64_t victim = nb_ofi_lane_of(lanes->lane[0])->ep != NULL ? double_state.ids : 0;
-    for (uint64_t id = 1; id <= victim; id++) { // one of these is its endpoint
+    for (uint64_t id = 1; id <= victim; id++) { // one of these is the victim's endpoint
         double_arrive(id, (uint64_t)0 << 26 | 3, FI_REMOTE_CQ_DATA);
         double_arrive(id, UINT32_MAX, FI_REMOTE_CQ_DATA);
     }
     flows_add(&world->nodes[1].sides[0]);
     int64_t deadline = flows_deadline();
     while (nb_lanes_refused(lanes) < 2) {
-        turn_all(world);
-        CHECK(world->nodes[1].sides[0].landed == 0, "an arrival was taken");
-        CHECK(nb_now_ns() < deadline, "%llu arrivals are refused", (unsigned long long)nb_lanes_refused(lanes));
+        progress_all(world);
+        CHECK(world->nodes[1].sides[0].landed == 0, "an arrival was accepted");
+        CHECK(nb_now_ns() < deadline, "only %llu arrivals are refused", (unsigned long long)nb_lanes_refused(lanes));
     }
     flows_add(&world->nodes[0].sides[0]);
     flows_ready(&world->nodes[0].sides[0], BLOCKS);
     while (!flows_done(&world->nodes[0]) || !flows_done(&world->nodes[1])) {
-        turn_all(world);
-        CHECK(nb_now_ns() < deadline, "the flow is not over");
+        progress_all(world);
+        CHECK(nb_now_ns() < deadline, "the flow does not finish");
     }
     flows_close(world);
     double_end();
@@ -232,13 +234,13 @@ static void test_short_completion_data(void) {
 }
 
 int main(void) {
-    test_opening();
-    test_mapping();
+    test_open_failures();
+    test_map_failures();
     for (int nth = 1; nth <= BREAKS; nth++) {
-        test_failing_write(nth, nth % 4 == 0 ? 8 : 4);
+        test_failed_write_loses_its_lane(nth, nth % 4 == 0 ? 8 : 4);
     }
-    test_closing_before_telling(false);
-    test_closing_before_telling(true);
+    test_close_before_arrival_report(false);
+    test_close_before_arrival_report(true);
     test_message_before_opening(false);
     test_message_before_opening(true);
     test_short_completion_data();

@@ -1,5 +1,5 @@
-// What ranks must have in common before they use a lane: the number of interfaces, and CPUs that exist and suffice.
-// All ranks reach the same result; the thread runs on its configured CPU.
+// Preflight check: all ranks need the same number of interfaces, and CPUs that exist and suffice. All ranks get the
+// same result. The communication thread runs on its configured CPU.
 #include <sched.h>
 #include <stdint.h>
 
@@ -7,26 +7,27 @@
 #include "engine/preflight.h"
 #include "job.h"
 
-static void on_its_cpu(struct test_rank *me) {
+static void runs_on_its_cpu(struct test_rank *me) {
     struct nb_job_info info;
     cpu_set_t set;
     nb_job_info(me->job, &info);
-    CHECK(info.cpu == me->cpus[me->rank / 2], "rank %d: CPU %d", me->rank, info.cpu);
+    CHECK(info.cpu == me->cpus[me->rank / 2], "rank %d: CPU %d is reported", me->rank, info.cpu);
     CHECK(pthread_getaffinity_np(me->job->progress.thread, sizeof set, &set) == 0, "affinity: %m");
-    CHECK(CPU_COUNT(&set) == 1 && CPU_ISSET((size_t)info.cpu, &set), "rank %d has %d CPUs", me->rank, CPU_COUNT(&set));
+    CHECK(CPU_COUNT(&set) == 1 && CPU_ISSET((size_t)info.cpu, &set), "rank %d: the thread may run on %d CPUs", me->rank,
+          CPU_COUNT(&set));
     test_barrier(me, "pinned");
 }
 
-static void on_any_cpu(struct test_rank *me) {
+static void runs_on_any_cpu(struct test_rank *me) {
     struct nb_job_info info;
     cpu_set_t own;
     cpu_set_t set;
     nb_job_info(me->job, &info);
-    CHECK(info.cpu == -1, "rank %d: CPU %d", me->rank, info.cpu);
+    CHECK(info.cpu == -1, "rank %d: CPU %d is reported", me->rank, info.cpu);
     CHECK(sched_getaffinity(0, sizeof own, &own) == 0, "affinity: %m");
     CHECK(pthread_getaffinity_np(me->job->progress.thread, sizeof set, &set) == 0, "affinity: %m");
-    CHECK(CPU_EQUAL(&set, &own), "rank %d: %d CPUs", me->rank, CPU_COUNT(&set));
-    test_barrier(me, "free");
+    CHECK(CPU_EQUAL(&set, &own), "rank %d: the thread may run on %d CPUs", me->rank, CPU_COUNT(&set));
+    test_barrier(me, "not pinned");
 }
 
 static int first_cpu(void) {
@@ -39,52 +40,52 @@ static int first_cpu(void) {
     return cpu;
 }
 
-static void test_pinned(void) {
+static void test_pinned_threads(void) {
     cpu_set_t own;
     CHECK(sched_getaffinity(0, sizeof own, &own) == 0, "affinity: %m");
     int cpus[2] = {first_cpu(), first_cpu()};
     for (int cpu = cpus[0] + 1; cpu < CPU_SETSIZE; cpu++) {
         cpus[1] = CPU_ISSET((size_t)cpu, &own) ? cpu : cpus[1];
     }
-    // Ranks 0 and 2 are on one host, 1 and 3 on another: each is the first or the second of its own.
-    static const struct test_odd other[] = {{.rank = 1, .host = "there"}, {.rank = 3, .host = "there"}};
-    struct test_rank like = test_on("tcp");
-    like.size = 4;
-    like.odd = other;
-    like.odd_count = 2;
-    like.cpus = cpus;
-    like.cpu_count = 2;
-    like.run = on_its_cpu;
-    CHECK(test_job(&like) == 0, "tcp");
-    like.cpu_count = 0;
-    like.run = on_any_cpu;
-    CHECK(test_job(&like) == 0, "tcp");
+    // Ranks 0 and 2 are on one host, 1 and 3 on another: each has local rank 0 or 1.
+    static const struct test_override overrides[] = {{.rank = 1, .host = "host b"}, {.rank = 3, .host = "host b"}};
+    struct test_rank template = test_on("tcp");
+    template.size = 4;
+    template.overrides = overrides;
+    template.override_count = 2;
+    template.cpus = cpus;
+    template.cpu_count = 2;
+    template.run = runs_on_its_cpu;
+    CHECK(test_job(&template) == 0, "tcp");
+    template.cpu_count = 0;
+    template.run = runs_on_any_cpu;
+    CHECK(test_job(&template) == 0, "tcp");
 }
 
 static void test_too_few_cpus(void) {
     int cpu = first_cpu();
-    struct test_rank like = test_on("tcp");
-    like.size = 3;
-    like.cpus = &cpu;
-    like.cpu_count = 1;
-    like.run = on_its_cpu;
-    test_job_fails(&like, -ENODEV, "rank 1 has local rank 1, but only 1 CPU is named");
+    struct test_rank template = test_on("tcp");
+    template.size = 3;
+    template.cpus = &cpu;
+    template.cpu_count = 1;
+    template.run = runs_on_its_cpu;
+    test_job_fails(&template, -ENODEV, "rank 1 has local rank 1, but only 1 CPU is named");
 }
 
-static void test_no_such_cpu(void) {
+static void test_unknown_cpu(void) {
     int cpus[3] = {first_cpu(), CPU_SETSIZE - 1, first_cpu()};
-    struct test_rank like = test_on("tcp");
+    struct test_rank template = test_on("tcp");
     if (sysconf(_SC_NPROCESSORS_CONF) == CPU_SETSIZE) {
         return;
     }
-    like.size = 3;
-    like.cpus = cpus;
-    like.cpu_count = 3;
-    like.run = on_its_cpu;
-    test_job_fails(&like, -ENODEV, "CPU 1023 of a communication thread does not exist");
+    template.size = 3;
+    template.cpus = cpus;
+    template.cpu_count = 3;
+    template.run = runs_on_its_cpu;
+    test_job_fails(&template, -ENODEV, "CPU 1023 of a communication thread does not exist");
 }
 
-static void *muster(void *arg) {
+static void *run_preflight(void *arg) {
     struct test_rank *me = arg;
     struct nb_boot_config config = {
         .rank = me->rank, .size = me->size, .timeout_ms = TEST_LIMIT_MS, .ifname = "lo", .secret = test_secret};
@@ -104,7 +105,7 @@ static void *muster(void *arg) {
     return NULL;
 }
 
-static void run_muster(struct test_rank *ranks, int size, int streams, int failing) {
+static void run_preflight_on_all(struct test_rank *ranks, int size, int streams, int failing) {
     struct nb_listener listener = {.fd = -1};
     struct nb_error err = {0};
     struct nb_boot_config config = {.size = size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
@@ -115,9 +116,9 @@ static void run_muster(struct test_rank *ranks, int size, int streams, int faili
         ranks[r].listener = r == 0 ? &listener : NULL;
         nb_sock_format(&listener.addr, ranks[r].address);
         if (r == failing) {
-            ranks[r].rc = nb_fail(&ranks[r].err, -ENODEV, "its own words");
+            ranks[r].rc = nb_fail(&ranks[r].err, -ENODEV, "own error");
         }
-        CHECK(pthread_create(&threads[r], NULL, muster, &ranks[r]) == 0, "thread %d", r);
+        CHECK(pthread_create(&threads[r], NULL, run_preflight, &ranks[r]) == 0, "thread %d", r);
     }
     for (int r = 0; r < size; r++) {
         pthread_join(threads[r], NULL);
@@ -125,35 +126,35 @@ static void run_muster(struct test_rank *ranks, int size, int streams, int faili
     nb_listener_close(&listener);
 }
 
-static void test_other_interfaces(void) {
+static void test_different_interfaces(void) {
     struct test_rank ranks[3];
-    run_muster(ranks, 3, 4, -1);
+    run_preflight_on_all(ranks, 3, 4, -1);
     for (int r = 0; r < 3; r++) {
         CHECK(ranks[r].rc == NB_EMISMATCH, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
         CHECK(strstr(ranks[r].err.text, "rank 0 spreads its lanes over 2 interfaces (net0,net1), rank 1 over 1 (net0)"),
               "rank %d: %s", r, ranks[r].err.text);
-        CHECK(strstr(ranks[r].err.text, "NETBOTTLENECK_IFNAME"), "what to do: %s", ranks[r].err.text);
+        CHECK(strstr(ranks[r].err.text, "NETBOTTLENECK_IFNAME"), "the advice is missing: %s", ranks[r].err.text);
     }
-    run_muster(ranks, 3, 1, -1); // one lane uses one interface
+    run_preflight_on_all(ranks, 3, 1, -1); // one lane uses one interface
     for (int r = 0; r < 3; r++) {
         CHECK(ranks[r].rc == 0, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
     }
 }
 
-static void test_lanes_that_are_not_open(void) {
+static void test_lanes_fail_to_open(void) {
     struct test_rank ranks[3];
-    run_muster(ranks, 3, 4, 2);
-    CHECK(ranks[2].rc == -ENODEV && strcmp(ranks[2].err.text, "its own words") == 0, "%s", ranks[2].err.text);
+    run_preflight_on_all(ranks, 3, 4, 2);
+    CHECK(ranks[2].rc == -ENODEV && strcmp(ranks[2].err.text, "own error") == 0, "%s", ranks[2].err.text);
     for (int r = 0; r < 2; r++) {
         CHECK(ranks[r].rc == NB_EPEER && ranks[r].err.peer == 2, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
     }
 }
 
 int main(void) {
-    test_pinned();
+    test_pinned_threads();
     test_too_few_cpus();
-    test_no_such_cpu();
-    test_other_interfaces();
-    test_lanes_that_are_not_open();
+    test_unknown_cpu();
+    test_different_interfaces();
+    test_lanes_fail_to_open();
     return 0;
 }

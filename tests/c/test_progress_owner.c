@@ -1,5 +1,5 @@
-// Waiting callers run progress: one at a time, any of them, and the thread resumes when none is left. A wait that
-// times out or whose job ends returns. Operations without a waiter complete.
+// Progress owner: waiting callers run progress, any of them, one at a time; the thread resumes when none is left. A
+// wait returns on timeout and when its job ends. Operations without a waiter complete.
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -16,33 +16,33 @@ struct caller {
     int number;
 };
 
-static void sum_once(struct test_rank *me, const char *name, int32_t *line, int round) {
-    struct nb_segment all = {.base = line, .bytes = N * sizeof *line};
+static void sum_once(struct test_rank *me, const char *name, int32_t *data, int round) {
+    struct nb_segment all = {.base = data, .bytes = N * sizeof *data};
     struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
     op.dtype = NB_I32;
     for (int i = 0; i < N; i++) {
-        line[i] = i + round + me->rank;
+        data[i] = i + round + me->rank;
     }
     test_do(me, op);
     for (int i = 0; i < N; i++) {
         int32_t want = me->size * (i + round) + me->size * (me->size - 1) / 2;
-        CHECK(line[i] == want, "rank %d, %s, round %d: [%d] is %d, not %d", me->rank, name, round, i, line[i], want);
+        CHECK(data[i] == want, "rank %d, %s, round %d: [%d] is %d, not %d", me->rank, name, round, i, data[i], want);
     }
 }
 
 static void *caller_main(void *arg) {
     const struct caller *caller = arg;
-    int32_t line[N];
+    int32_t data[N];
     char name[32];
     snprintf(name, sizeof name, "caller.%d", caller->number);
     for (int round = 0; round < ROUNDS; round++) {
-        sum_once(caller->me, name, line, round);
+        sum_once(caller->me, name, data, round);
     }
     return NULL;
 }
 
-// Several callers of a rank wait for operations of their own.
-static void together(struct test_rank *me) {
+// Several callers of a rank wait, each for its own operations.
+static void several_callers_wait(struct test_rank *me) {
     pthread_t threads[CALLERS];
     struct caller callers[CALLERS];
     for (int i = 0; i < CALLERS; i++) {
@@ -54,46 +54,46 @@ static void together(struct test_rank *me) {
     }
 }
 
-static bool driven_by_callers(struct nb_job *job) {
+static bool callers_took_over(struct nb_job *job) {
     pthread_mutex_lock(&job->lock);
-    bool lent = job->progress.takeovers > 0;
+    bool took_over = job->progress.takeovers > 0;
     pthread_mutex_unlock(&job->lock);
-    return lent;
+    return took_over;
 }
 
-// After callers have driven, what nobody waits for is done all the same, small or large.
-static void nobody_waits(struct test_rank *me) {
-    int32_t *line = malloc((size_t)(1 << 20) * sizeof *line);
+// After callers have owned progress, operations that no caller waits for still complete, small or large.
+static void operations_without_waiter(struct test_rank *me) {
+    int32_t *data = malloc((size_t)(1 << 20) * sizeof *data);
     for (int round = 0; round < 20; round++) {
-        sum_once(me, "waited", line, round);
-        struct nb_segment all = {.base = line, .bytes = (round % 2 == 0 ? 16 : 1 << 20) * sizeof *line};
+        sum_once(me, "waited", data, round);
+        struct nb_segment all = {.base = data, .bytes = (round % 2 == 0 ? 16 : 1 << 20) * sizeof *data};
         struct nb_work *work = test_submit(me, test_op("left", NB_OP_ALLREDUCE, &all));
         int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
         int code = -1;
         while (!nb_work_test(work, &code)) {
-            CHECK(nb_now_ns() < until, "rank %d, round %d: it is not done", me->rank, round);
+            CHECK(nb_now_ns() < until, "rank %d, round %d: the operation is not done", me->rank, round);
             usleep(50);
         }
         CHECK(code == 0, "code %d", code);
         nb_work_release(work);
     }
-    CHECK(driven_by_callers(me->job), "rank %d: no caller ever drove", me->rank);
-    free(line);
+    CHECK(callers_took_over(me->job), "rank %d: no caller ever owned progress", me->rank);
+    free(data);
 }
 
-// Rank 0 waits a while for what rank 1 submits only afterwards.
-static void in_vain(struct test_rank *me) {
-    int32_t line[N];
-    struct nb_segment all = {.base = line, .bytes = sizeof line};
-    memset(line, 0, sizeof line);
-    sum_once(me, "warm", line, 0);
+// Waits time out while rank 1 has not submitted the operation.
+static void waits_time_out(struct test_rank *me) {
+    int32_t data[N];
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
+    memset(data, 0, sizeof data);
+    sum_once(me, "warm", data, 0);
     if (me->rank == 0) {
         struct nb_work *work = test_submit(me, test_op("late", NB_OP_ALLREDUCE, &all));
-        CHECK(nb_work_wait(work, 0, NULL) == -EAGAIN, "no other rank has submitted");
+        CHECK(nb_work_wait(work, 0, NULL) == -EAGAIN, "the wait did not time out");
         for (int ms = 1; ms < 100; ms *= 7) {
             int64_t began = nb_now_ns();
-            CHECK(nb_work_wait(work, ms, NULL) == -EAGAIN, "no other rank has submitted");
-            CHECK(nb_now_ns() - began >= (int64_t)ms * 1000000, "it returned before its timeout");
+            CHECK(nb_work_wait(work, ms, NULL) == -EAGAIN, "the wait did not time out");
+            CHECK(nb_now_ns() - began >= (int64_t)ms * 1000000, "the wait returned before its timeout");
         }
         test_barrier(me, "now");
         test_done(me, work);
@@ -103,26 +103,26 @@ static void in_vain(struct test_rank *me) {
     }
 }
 
-static void *waits_main(void *arg) {
+static void *wait_until_the_job_ends(void *arg) {
     struct nb_error err = {0};
     int code = nb_work_wait(arg, -1, &err);
     CHECK(code == NB_ECLOSED || code == NB_EPEER, "%d %s", code, err.text);
     return NULL;
 }
 
-// A rank closes its job while a caller drives it.
-static void closed(struct test_rank *me) {
-    int32_t line[N];
-    struct nb_segment all = {.base = line, .bytes = sizeof line};
+// Rank 0 closes its job while a caller waits.
+static void close_with_waiting_caller(struct test_rank *me) {
+    int32_t data[N];
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
     struct nb_work *work = NULL;
     pthread_t thread;
-    memset(line, 0, sizeof line);
+    memset(data, 0, sizeof data);
     for (int round = 0; round < 5; round++) {
-        sum_once(me, "warm", line, round);
+        sum_once(me, "warm", data, round);
     }
     struct nb_error err = {0};
-    if (me->rank != 0) { // they do their part of it and leave
-        // A third rank may still be at it when rank 0's next sum ends the job.
+    if (me->rank != 0) { // run the last operation and leave
+        // On a third rank it may still be running when rank 0's next operation ends the job.
         int rc = test_try(me, test_op("last", NB_OP_ALLREDUCE, &all), &err);
         CHECK(rc == 0 || rc == NB_EPEER, "rank %d: %d %s", me->rank, rc, err.text);
         return;
@@ -130,10 +130,10 @@ static void closed(struct test_rank *me) {
     test_do(me, test_op("last", NB_OP_ALLREDUCE, &all));
     struct nb_op op = test_op("never", NB_OP_ALLREDUCE, &all);
     if (nb_submit(nb_job_world(me->job), &op, &work, &err) < 0) {
-        CHECK(err.code == NB_EPEER, "%s", err.text); // the others have left already
+        CHECK(err.code == NB_EPEER, "%s", err.text); // the other ranks have left already
         return;
     }
-    CHECK(pthread_create(&thread, NULL, waits_main, work) == 0, "a thread");
+    CHECK(pthread_create(&thread, NULL, wait_until_the_job_ends, work) == 0, "thread");
     for (int inside = 0; inside == 0;) {
         pthread_mutex_lock(&me->job->lock);
         inside = me->job->progress.waiters;
@@ -147,65 +147,66 @@ static void closed(struct test_rank *me) {
     nb_work_release(work);
 }
 
-static _Atomic int first_is_closed; // rank 0 has closed its job
+static _Atomic int rank_0_closed; // rank 0 has closed its job
 
-static void *closed_main(void *arg) {
+static void *wait_until_closed(void *arg) {
     struct nb_error err = {0};
     int code = nb_work_wait(arg, -1, &err);
-    CHECK(code == NB_ECLOSED, "the wait ends early: %d %s", code, err.text);
+    CHECK(code == NB_ECLOSED, "wrong result of the wait: %d %s", code, err.text);
     return NULL;
 }
 
-static bool caller_drives(struct nb_job *job) {
+static bool caller_owns_progress(struct nb_job *job) {
     pthread_mutex_lock(&job->lock);
-    bool drives = job->progress.owner == NB_PROGRESS_CALLER;
+    bool owned = job->progress.owner == NB_PROGRESS_CALLER;
     pthread_mutex_unlock(&job->lock);
-    return drives;
+    return owned;
 }
 
-// Rank 0 closes its job while a caller runs progress and all other ranks are still there. The caller gets the code of its
-// operation, not -EAGAIN.
-static void closed_inside(struct test_rank *me) {
+// Rank 0 closes its job while a caller owns progress and no other rank has left. The wait returns the operation's code,
+// not -EAGAIN.
+static void close_while_a_caller_owns_progress(struct test_rank *me) {
     int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
-    int32_t line[N];
-    struct nb_segment all = {.base = line, .bytes = sizeof line};
+    int32_t data[N];
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
     pthread_t thread;
-    memset(line, 0, sizeof line);
-    sum_once(me, "warm", line, 0);
+    memset(data, 0, sizeof data);
+    sum_once(me, "warm", data, 0);
     if (me->rank != 0) {
-        while (atomic_load(&first_is_closed) == 0) {
-            CHECK(nb_now_ns() < until, "rank 0 is not closed");
+        while (atomic_load(&rank_0_closed) == 0) {
+            CHECK(nb_now_ns() < until, "rank 0 does not close its job");
             usleep(50);
         }
         return;
     }
     struct nb_work *work = test_submit(me, test_op("never", NB_OP_ALLREDUCE, &all));
-    CHECK(pthread_create(&thread, NULL, closed_main, work) == 0, "a thread");
-    while (!caller_drives(me->job)) {
+    CHECK(pthread_create(&thread, NULL, wait_until_closed, work) == 0, "thread");
+    while (!caller_owns_progress(me->job)) {
         CHECK(nb_now_ns() < until, "no caller owns progress");
         usleep(50);
     }
     nb_job_close(me->job);
     me->job = NULL;
     pthread_join(thread, NULL);
-    atomic_store(&first_is_closed, 1);
+    atomic_store(&rank_0_closed, 1);
     nb_work_release(work);
 }
 
 int main(void) {
-    static void (*const runs[])(struct test_rank *) = {together, nobody_waits, in_vain, closed, closed_inside};
+    static void (*const runs[])(struct test_rank *) = {several_callers_wait, operations_without_waiter, waits_time_out,
+                                                       close_with_waiting_caller, close_while_a_caller_owns_progress};
     static const char *const networks[] = {"tcp", "shm", "ofi"};
     int rc = 0;
     for (int n = 0; n < 3 && (rc == 0 || rc == 77); n++) {
         for (size_t i = 0; i < sizeof runs / sizeof runs[0] && rc == 0; i++) {
-            struct test_rank like = test_on(networks[n]);
-            like.size = i == 2 ? 2 : 3;
-            like.run = runs[i];
-            atomic_store(&first_is_closed, 0);
-            rc = test_job(&like);
-            like.size = 2;
-            atomic_store(&first_is_closed, 0);
-            rc = rc == 0 ? test_job(&like) : rc;
+            struct test_rank template = test_on(networks[n]);
+            template.size = i == 2 ? 2 : 3;
+            template.run = runs[i];
+            atomic_store(&rank_0_closed, 0);
+            rc = test_job(&template);
+            template.size = 2;
+            atomic_store(&rank_0_closed, 0);
+            rc = rc == 0 ? test_job(&template) : rc;
         }
     }
     return rc;

@@ -1,4 +1,4 @@
-// Reduction kernels: every dtype, operation and instruction set against plain arithmetic in float64 and in integers.
+// Reduction kernels: every dtype, operation and instruction set against plain arithmetic in float64 and integers.
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -25,7 +25,7 @@ static uint64_t draw(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
-// The first set after `isa` that runs here; NB_ISAS: there is none.
+// The next instruction set after `isa` that runs on this CPU; NB_ISAS: none.
 static int next_set(int isa) {
     do {
         isa++;
@@ -99,7 +99,7 @@ static int64_t integer_op(int64_t a, int64_t b, int redop) {
     }
 }
 
-static void reduce_plainly(unsigned char *dst, const unsigned char *src, size_t count, int dtype, int redop) {
+static void reduce_reference(unsigned char *dst, const unsigned char *src, size_t count, int dtype, int redop) {
     for (size_t i = 0; i < count; i++) {
         unsigned char *at = dst + i * sizes[dtype];
         const unsigned char *from = src + i * sizes[dtype];
@@ -112,7 +112,7 @@ static void reduce_plainly(unsigned char *dst, const unsigned char *src, size_t 
     }
 }
 
-// Equal as numbers: any NaN is a NaN, and the sign of a zero counts only if zero_sign is set.
+// Numeric equality: all NaNs are equal, and the sign of a zero counts only if zero_sign is set.
 static bool same(const unsigned char *a, const unsigned char *b, int dtype, bool zero_sign) {
     if (memcmp(a, b, sizes[dtype]) == 0) {
         return true;
@@ -125,7 +125,7 @@ static bool same(const unsigned char *a, const unsigned char *b, int dtype, bool
     return (isnan(x) && isnan(y)) || (!zero_sign && x == y);
 }
 
-// Random bits (all kinds of numbers), small integers, or numbers near one another.
+// Random bits, which give all kinds of numbers; small integers; or small multiples of 0.37.
 static void fill(unsigned char *at, size_t count, int dtype, uint64_t *seed) {
     uint64_t style = draw(seed) % 3;
     for (size_t i = 0; i < count; i++) {
@@ -160,7 +160,7 @@ static void check_case(struct buffers *b, int dtype, int redop, size_t count, ui
     fill(b->start, count, dtype, seed);
     fill(b->src + from, count, dtype, seed);
     memcpy(b->want, b->start, count * width);
-    reduce_plainly(b->want, b->src + from, count, dtype, redop);
+    reduce_reference(b->want, b->src + from, count, dtype, redop);
     for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
         memset(b->got[isa], GUARD, ROOM);
         memcpy(b->got[isa] + to, b->start, count * width);
@@ -171,8 +171,8 @@ static void check_case(struct buffers *b, int dtype, int redop, size_t count, ui
             CHECK(same(b->got[isa] + to + i * width, b->want + i * width, dtype, zero_sign),
                   "%s dtype %d op %d count %zu: element %zu", nb_isa_name(isa), dtype, redop, count, i);
             CHECK(same(b->got[isa] + to + i * width, b->got[0] + to + i * width, dtype, true),
-                  "%s dtype %d op %d count %zu: element %zu is not the generic one's", nb_isa_name(isa), dtype, redop,
-                  count, i);
+                  "%s dtype %d op %d count %zu: element %zu differs from the generic kernel's", nb_isa_name(isa), dtype,
+                  redop, count, i);
         }
     }
 }
@@ -235,7 +235,7 @@ static void test_every_scale(struct buffers *b) {
     }
 }
 
-// All 65536 halves to float32 and back, whatever the thread does with subnormals.
+// All 65536 float16 values to float32 and back, whether or not the thread flushes subnormals.
 static void check_halves(const struct nb_kernels *set) {
     enum { HALVES = 65536 };
     uint16_t *halves = malloc(HALVES * sizeof(*halves));
@@ -251,15 +251,16 @@ static void check_halves(const struct nb_kernels *set) {
         bool nan = (i & 0x7fff) > 0x7c00;
         double want = decode(i, 10, 5);
         CHECK(nan ? isnan(floats[i]) : (double)floats[i] == want, "half %04x is not %g", i, (double)floats[i]);
-        CHECK((signbit(floats[i]) != 0) == (i >> 15), "half %04x lost its sign", i);
-        CHECK(back[i] == (nan ? (i | 0x200) : i), "half %04x came back as %04x", i, back[i]);
+        CHECK((signbit(floats[i]) != 0) == (i >> 15), "half %04x loses its sign", i);
+        CHECK(back[i] == (nan ? (i | 0x200) : i), "half %04x converts back to %04x", i, back[i]);
     }
     free(halves);
     free(back);
     free(floats);
 }
 
-// Every point halfway between two neighbouring halves goes to the even one, and its neighbours to the nearer.
+// Each midpoint between two adjacent float16 values rounds to the even one; the float32 values next to it round to the
+// nearer.
 static void check_half_ties(const struct nb_kernels *set) {
     for (uint32_t i = 0; i < 0x7c00; i++) {
         double low = decode(i, 10, 5);
@@ -269,8 +270,8 @@ static void check_half_ties(const struct nb_kernels *set) {
         uint16_t out[8];
         set->f32_f16(out, in, 8);
         uint32_t even = i % 2 == 0 ? i : i + 1;
-        CHECK(out[0] == even && out[1] == (even | 0x8000), "tie above %04x went to %04x", i, out[0]);
-        CHECK(out[2] == i && out[3] == i + 1, "around the tie above %04x: %04x, %04x", i, out[2], out[3]);
+        CHECK(out[0] == even && out[1] == (even | 0x8000), "tie above %04x rounds to %04x", i, out[0]);
+        CHECK(out[2] == i && out[3] == i + 1, "next to the tie above %04x: %04x, %04x", i, out[2], out[3]);
     }
 }
 
@@ -279,7 +280,7 @@ static void set_float_mode(unsigned long mode) {
     _mm_setcsr((unsigned)mode);
 }
 
-// Subnormal float32 inputs and results become zero from here on. Returns how it was.
+// From now on, subnormal float32 inputs and results are flushed to zero. Returns the previous mode.
 static unsigned long flush_subnormals(void) {
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);
@@ -323,8 +324,9 @@ static void test_halves(void) {
     CHECK(one == 1, "0x3c00 is %g", (double)one);
 }
 
-// Every 16-bit element with one other, by each set as by the generic one. What is only chosen is the same NaN too.
-static void check_pairs(int dtype, int redop, uint16_t other) {
+// Every 16-bit value with one other operand: each set gives the generic result. For min and max, NaNs are the same
+// bits, too.
+static void check_all_values_with(int dtype, int redop, uint16_t other) {
     enum { ALL = 65536 };
     static uint16_t want[ALL];
     static uint16_t got[ALL];
@@ -342,37 +344,38 @@ static void check_pairs(int dtype, int redop, uint16_t other) {
         for (uint32_t i = 0; i < ALL; i++) {
             bool chosen = redop == NB_MIN || redop == NB_MAX;
             CHECK(chosen ? got[i] == want[i] : same((unsigned char *)&got[i], (unsigned char *)&want[i], dtype, true),
-                  "%s dtype %d op %d: %04x with %04x gave %04x, not %04x", nb_isa_name(isa), dtype, redop, i, other,
+                  "%s dtype %d op %d: %04x with %04x gives %04x, not %04x", nb_isa_name(isa), dtype, redop, i, other,
                   got[i], want[i]);
         }
     }
 }
 
-// Zero, the least subnormal, the least normal, one and a bit, the largest, infinity, a quiet and a signalling NaN.
-static void test_every_half(void) {
+// Zeros, the smallest subnormal and normal, the values next to one, the largest, infinity, a quiet and a signalling
+// NaN.
+static void test_16_bit_values(void) {
     static const uint16_t f16[] = {0x0000, 0x8000, 0x0001, 0x0400, 0x3c01, 0xbc01, 0x7bff, 0x7c00, 0x7e00, 0x7c01};
     static const uint16_t bf16[] = {0x0000, 0x8000, 0x0001, 0x0080, 0x3f81, 0xbf81, 0x7f7f, 0x7f80, 0x7fc0, 0x7f81};
     for (int redop = 0; redop < NB_REDOPS; redop++) {
         for (size_t i = 0; i < sizeof(f16) / sizeof(*f16); i++) {
-            check_pairs(NB_F16, redop, f16[i]);
-            check_pairs(NB_BF16, redop, bf16[i]);
+            check_all_values_with(NB_F16, redop, f16[i]);
+            check_all_values_with(NB_BF16, redop, bf16[i]);
         }
     }
 }
 
-// a + b for the same two bfloat16 in all 145 places, so that vectors, what is before them and what is after see them.
+// Adds the same two bfloat16 values at 145 positions, to cover the vector loop and the elements before and after it.
 static void check_bf16(uint16_t a, uint16_t b, uint16_t want) {
-    enum { PLACES = 145 };
+    enum { POSITIONS = 145 };
     for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
-        uint16_t dst[PLACES];
-        uint16_t src[PLACES];
-        for (int i = 0; i < PLACES; i++) {
+        uint16_t dst[POSITIONS];
+        uint16_t src[POSITIONS];
+        for (int i = 0; i < POSITIONS; i++) {
             dst[i] = a;
             src[i] = b;
         }
-        nb_reduce_kernel((enum nb_isa)isa, NB_BF16, NB_SUM)(dst, src, PLACES);
-        for (int i = 0; i < PLACES; i++) {
-            CHECK(dst[i] == want, "%s: %04x + %04x gave %04x, not %04x", nb_isa_name(isa), a, b, dst[i], want);
+        nb_reduce_kernel((enum nb_isa)isa, NB_BF16, NB_SUM)(dst, src, POSITIONS);
+        for (int i = 0; i < POSITIONS; i++) {
+            CHECK(dst[i] == want, "%s: %04x + %04x gives %04x, not %04x", nb_isa_name(isa), a, b, dst[i], want);
         }
     }
 }
@@ -382,28 +385,30 @@ static void test_bf16_rounding(void) {
     check_bf16(0x3f81, 0x3b80, 0x3f82); // 1 + 2^-7 + 2^-8: a tie, up to even
     check_bf16(0x3f80, 0x3bc0, 0x3f81); // more than half: up
     check_bf16(0x7f7f, 0x7f7f, 0x7f80); // overflow is infinity
-    check_bf16(0x7f80, 0x3f80, 0x7f80); // infinity stays
+    check_bf16(0x7f80, 0x3f80, 0x7f80); // infinity stays infinity
     check_bf16(0x7fff, 0x3f80, 0x7fff); // a NaN of all ones stays a NaN
     check_bf16(0x7f81, 0x3f80, 0x7fc1); // a signalling NaN becomes quiet
     check_bf16(0xffff, 0x0000, 0xffff);
 }
 
 static void test_unknown(void) {
-    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_DTYPES, NB_SUM) == NULL, "unknown dtype");
-    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, -1, NB_SUM) == NULL, "unknown dtype");
-    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_F32, NB_REDOPS) == NULL, "unknown reduction");
-    CHECK(nb_scale_kernel(NB_ISA_GENERIC, NB_DTYPES) == NULL, "unknown dtype");
-    CHECK(strcmp(nb_isa_name(NB_ISA_AVX2), "avx2") == 0 && strcmp(nb_isa_name(7), "?") == 0, "names");
-    CHECK(!nb_isa_runs(-1) && !nb_isa_runs(NB_ISAS), "unknown instruction set");
-    CHECK(nb_isa_runs(NB_ISA_GENERIC) && nb_isa_runs((int)nb_reduce_best()), "these run everywhere");
-    CHECK(nb_kernels_of(NB_ISAS) == &nb_kernels_generic, "the generic set serves where there is no other");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_DTYPES, NB_SUM) == NULL, "there is a kernel for an unknown dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, -1, NB_SUM) == NULL, "there is a kernel for an unknown dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_F32, NB_REDOPS) == NULL, "there is a kernel for an unknown reduction");
+    CHECK(nb_scale_kernel(NB_ISA_GENERIC, NB_DTYPES) == NULL, "there is a kernel for an unknown dtype");
+    CHECK(strcmp(nb_isa_name(NB_ISA_AVX2), "avx2") == 0 && strcmp(nb_isa_name(7), "?") == 0, "wrong names");
+    CHECK(!nb_isa_runs(-1) && !nb_isa_runs(NB_ISAS), "an unknown instruction set runs");
+    CHECK(nb_isa_runs(NB_ISA_GENERIC) && nb_isa_runs((int)nb_reduce_best()),
+          "the generic or the best set does not run");
+    CHECK(nb_kernels_of(NB_ISAS) == &nb_kernels_generic, "an unknown set does not fall back to the generic one");
 }
 
-// A set's own kernel is taken where it has one, and the generic one elsewhere.
-static void own_kernels(void) {
+// A set's own kernel is used if it has one, otherwise the generic kernel.
+static void test_kernel_fallback(void) {
     for (int isa = 0; isa < NB_ISAS; isa++) {
         const struct nb_kernels *set = nb_kernels_of(isa);
-        CHECK(nb_isa_runs(isa) || set == &nb_kernels_generic, "%s does not run here", nb_isa_name(isa));
+        CHECK(nb_isa_runs(isa) || set == &nb_kernels_generic, "%s is used but does not run on this CPU",
+              nb_isa_name(isa));
         for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
             nb_scale_fn scale = set->scale[dtype] != NULL ? set->scale[dtype] : nb_kernels_generic.scale[dtype];
             CHECK(nb_scale_kernel(isa, dtype) == scale, "%s, type %d: scale", nb_isa_name(isa), dtype);
@@ -418,14 +423,14 @@ static void own_kernels(void) {
 }
 
 int main(void) {
-    own_kernels();
+    test_kernel_fallback();
     struct buffers *buffers = calloc(1, sizeof(*buffers));
     CHECK(buffers, "memory");
     test_every_kernel(buffers);
     test_every_scale(buffers);
     free(buffers);
     test_halves();
-    test_every_half();
+    test_16_bit_values();
     test_bf16_rounding();
     test_unknown();
     printf("kernels checked:");

@@ -1,4 +1,4 @@
-// SHA-256 and HMAC give the published vectors' answers, however the input is cut.
+// SHA-256 and HMAC: published test vectors, with the input split in different ways.
 #include <stdio.h>
 #include <string.h>
 
@@ -82,7 +82,7 @@ static void test_vectors(void) {
     }
 }
 
-static void test_a_million(void) {
+static void test_a_million_bytes(void) {
     unsigned char digest[NB_SHA256_BYTES];
     char text[2 * NB_SHA256_BYTES + 1];
     char many[1000];
@@ -102,18 +102,18 @@ static void test_equal_and_random(void) {
     unsigned char b[32];
     CHECK(nb_random(a, sizeof a) == 0, "random bytes");
     memcpy(b, a, sizeof b);
-    CHECK(nb_bytes_equal(a, b, sizeof a), "a copy is equal");
+    CHECK(nb_bytes_equal(a, b, sizeof a), "a copy is not equal");
     for (size_t i = 0; i < sizeof a; i++) {
         b[i] ^= 0x80;
-        CHECK(!nb_bytes_equal(a, b, sizeof a), "one bit of byte %zu differs", i);
+        CHECK(!nb_bytes_equal(a, b, sizeof a), "a difference in byte %zu is not detected", i);
         b[i] ^= 0x80;
     }
-    CHECK(nb_random(b, sizeof b) == 0 && !nb_bytes_equal(a, b, sizeof a), "two draws differ");
+    CHECK(nb_random(b, sizeof b) == 0 && !nb_bytes_equal(a, b, sizeof a), "two draws are equal");
 }
 
 int main(void) {
     test_vectors();
-    test_a_million();
+    test_a_million_bytes();
     test_equal_and_random();
     return 0;
 }

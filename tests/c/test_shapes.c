@@ -1,13 +1,13 @@
-// The engine on buffers of unusual shape: memory cut differently on each rank, empty pieces, one-byte elements at
-// odd addresses, parts that are not whole blocks, the smallest and largest segments, nine ranks.
+// Buffers of unusual shape: memory split differently on each rank, empty pieces, one-byte elements at odd addresses,
+// parts that are not whole blocks. Also the smallest and largest segments, and nine ranks.
 #include <errno.h>
 #include <stdint.h>
 #include <unistd.h>
 
 #include "job.h"
 
-// Lays a line of `bytes` out as pieces of `piece` bytes with `gap` bytes between them; every third piece has none.
-static int lay_out(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
+// Splits a buffer of `bytes` into pieces of `piece` bytes with `gap` bytes between them; every third piece is empty.
+static int split_buffer(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
     int n = 0;
     size_t at = 0;
     for (size_t done = 0; done < bytes; n++) {
@@ -19,17 +19,17 @@ static int lay_out(unsigned char *memory, size_t bytes, size_t piece, size_t gap
     return n;
 }
 
-// Copies the line into the pieces, or the pieces into the line.
-static void pieces_copy(const struct nb_segment *segments, int count, unsigned char *line, bool into) {
+// Copies contiguous data into the pieces, or the pieces into contiguous data.
+static void pieces_copy(const struct nb_segment *segments, int count, unsigned char *data, bool into) {
     for (int i = 0; i < count; i++) {
         if (segments[i].bytes > 0) {
-            memcpy(into ? segments[i].base : line, into ? line : segments[i].base, segments[i].bytes);
+            memcpy(into ? segments[i].base : data, into ? data : segments[i].base, segments[i].bytes);
         }
-        line += segments[i].bytes;
+        data += segments[i].bytes;
     }
 }
 
-static unsigned char given(int rank, size_t i) {
+static unsigned char input_value(int rank, size_t i) {
     return (unsigned char)((i * 3 + (size_t)rank * 5) % 41);
 }
 
@@ -39,8 +39,8 @@ static bool even_parts(const struct test_rank *me, enum nb_op_kind kind, size_t 
     return kind == NB_OP_ALLTOALL ? bytes % (2 * size) == 0 : !parts || bytes % size == 0;
 }
 
-// An all-to-all over the line of op's pieces.
-static void exchange(struct test_rank *me, struct nb_op *op, unsigned char *line, const char *what) {
+// All-to-all over the buffer that op's pieces form.
+static void check_alltoall(struct test_rank *me, struct nb_op *op, unsigned char *data, const char *what) {
     char name[NB_NAME_MAX];
     size_t half = 0;
     for (int i = 0; i < op->segment_count; i++) {
@@ -49,29 +49,29 @@ static void exchange(struct test_rank *me, struct nb_op *op, unsigned char *line
     half /= 2;
     size_t part = half / (size_t)me->size;
     for (size_t i = 0; i < half; i++) {
-        line[i] = given(me->rank, i);
-        line[half + i] = 0xee;
+        data[i] = input_value(me->rank, i);
+        data[half + i] = 0xee;
     }
-    pieces_copy(op->segments, op->segment_count, line, true);
+    pieces_copy(op->segments, op->segment_count, data, true);
     snprintf(name, sizeof name, "%s.exchange", what);
     op->name = name;
     test_do(me, *op);
-    pieces_copy(op->segments, op->segment_count, line, false);
+    pieces_copy(op->segments, op->segment_count, data, false);
     for (size_t i = 0; i < half; i++) {
-        unsigned char want = given((int)(i / part), (size_t)me->rank * part + i % part);
-        CHECK(line[i] == given(me->rank, i), "rank %d, %s: the input's [%zu] has changed", me->rank, name, i);
-        CHECK(line[half + i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, line[half + i], want);
+        unsigned char want = input_value((int)(i / part), (size_t)me->rank * part + i % part);
+        CHECK(data[i] == input_value(me->rank, i), "rank %d, %s: the input's [%zu] has changed", me->rank, name, i);
+        CHECK(data[half + i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, data[half + i], want);
     }
 }
 
-static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const char *what) {
+static void check_layout(struct test_rank *me, size_t bytes, size_t piece, const char *what) {
     size_t room = bytes + (bytes / piece + 2) * 7 + 64;
     unsigned char *memory = calloc(1, room);
-    unsigned char *line = malloc(bytes);
+    unsigned char *data = malloc(bytes);
     struct nb_segment *segments = calloc(3 * (bytes / piece + 2), sizeof *segments);
     char name[NB_NAME_MAX];
     struct nb_op op = {.dtype = NB_U8, .segments = segments, .name = name};
-    op.segment_count = lay_out(memory + 1, bytes, piece, 7, segments);
+    op.segment_count = split_buffer(memory + 1, bytes, piece, 7, segments);
     for (int kind = NB_OP_ALLREDUCE; kind < NB_OP_JOIN; kind++) {
         size_t part = bytes / (size_t)me->size;
         op.kind = (enum nb_op_kind)kind;
@@ -80,49 +80,49 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
             continue;
         }
         if (kind == NB_OP_ALLTOALL) {
-            exchange(me, &op, line, what);
+            check_alltoall(me, &op, data, what);
             continue;
         }
         for (size_t i = 0; i < bytes; i++) {
             bool mine = kind == NB_OP_ALLGATHER ? i / part == (size_t)me->rank : me->rank == op.root;
             bool all = kind == NB_OP_ALLREDUCE || kind == NB_OP_REDUCESCATTER;
-            line[i] = all || mine ? given(me->rank, i) : 0xee;
+            data[i] = all || mine ? input_value(me->rank, i) : 0xee;
         }
-        pieces_copy(segments, op.segment_count, line, true);
+        pieces_copy(segments, op.segment_count, data, true);
         snprintf(name, sizeof name, "%s.%d", what, kind);
         test_do(me, op);
-        pieces_copy(segments, op.segment_count, line, false);
+        pieces_copy(segments, op.segment_count, data, false);
         for (size_t i = 0; i < bytes; i++) {
             unsigned char sum = 0;
             for (int r = 0; r < me->size; r++) {
-                sum = (unsigned char)(sum + given(r, i));
+                sum = (unsigned char)(sum + input_value(r, i));
             }
-            unsigned char want = kind == NB_OP_BROADCAST ? given(op.root, i) : sum;
-            want = kind == NB_OP_ALLGATHER ? given((int)(i / part), i) : want;
+            unsigned char want = kind == NB_OP_BROADCAST ? input_value(op.root, i) : sum;
+            want = kind == NB_OP_ALLGATHER ? input_value((int)(i / part), i) : want;
             bool mine = kind != NB_OP_REDUCESCATTER || i / part == (size_t)me->rank;
-            CHECK(!mine || line[i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, line[i], want);
+            CHECK(!mine || data[i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, data[i], want);
         }
     }
-    free(line);
+    free(data);
     free(segments);
     free(memory);
 }
 
-static void layouts(struct test_rank *me) {
+static void all_layouts(struct test_rank *me) {
     static const size_t pieces[] = {1 << 20, 4096, 3001, 5000, 1 << 20};
     size_t mine = pieces[(size_t)me->rank % 5];
     size_t size = (size_t)me->size;
-    one_layout(me, 30011 * size, mine, "cut by rank");           // each rank another way
-    one_layout(me, 200003, pieces[4 - me->rank % 5], "odd");     // no whole element, block or part
-    one_layout(me, 40000 * size, 2500, "many");                  // too many pieces to travel
-    one_layout(me, 3 * size, 1, "bytes");                        // pieces of one byte
-    one_layout(me, 100 * size, me->rank == 0 ? 100 : 33, "few"); // less than a block
+    check_layout(me, 30011 * size, mine, "split by rank");         // differently on each rank
+    check_layout(me, 200003, pieces[4 - me->rank % 5], "odd");     // not a multiple of a block or part
+    check_layout(me, 40000 * size, 2500, "many");                  // more pieces than a segment can have
+    check_layout(me, 3 * size, 1, "bytes");                        // pieces of one byte
+    check_layout(me, 100 * size, me->rank == 0 ? 100 : 33, "few"); // smaller than a block
 }
 
-static void nothing(struct test_rank *me) {
+static void empty_operations(struct test_rank *me) {
     static const char *const names[NB_OP_JOIN] = {"reduce", "gather", "scatter", "cast", "barrier", "all to all"};
     struct nb_segment none[3] = {{0}};
-    for (int kind = 0; kind < NB_OP_JOIN; kind++) { // a join is never of nothing
+    for (int kind = 0; kind < NB_OP_JOIN; kind++) { // a join always has a buffer
         for (int count = 0; count < 4; count += 3) {
             struct nb_op op = {.name = names[kind], .kind = (enum nb_op_kind)kind, .dtype = NB_F64};
             op.segments = none;
@@ -133,102 +133,103 @@ static void nothing(struct test_rank *me) {
     }
 }
 
-// A large broadcast from each root.
-static void casts(struct test_rank *me) {
+// Large broadcasts from each root.
+static void large_broadcasts(struct test_rank *me) {
     size_t n = 700007;
-    int32_t *line = malloc(n * sizeof *line);
-    struct nb_segment all = {.base = line, .bytes = n * sizeof *line};
+    int32_t *data = malloc(n * sizeof *data);
+    struct nb_segment all = {.base = data, .bytes = n * sizeof *data};
     for (int root = 0; root < me->size; root++) {
         for (size_t i = 0; i < n; i++) {
-            line[i] = me->rank == root ? (int32_t)(i ^ (size_t)root * 77) : -1;
+            data[i] = me->rank == root ? (int32_t)(i ^ (size_t)root * 77) : -1;
         }
         struct nb_op op = {.name = "cast", .kind = NB_OP_BROADCAST, .dtype = NB_I32, .root = root};
         op.segments = &all;
         op.segment_count = 1;
         test_do(me, op);
         for (size_t i = 0; i < n; i++) {
-            CHECK(line[i] == (int32_t)(i ^ (size_t)root * 77), "rank %d of %d, root %d: [%zu] is %d", me->rank,
-                  me->size, root, i, line[i]);
+            CHECK(data[i] == (int32_t)(i ^ (size_t)root * 77), "rank %d of %d, root %d: [%zu] is %d", me->rank,
+                  me->size, root, i, data[i]);
         }
     }
-    free(line);
+    free(data);
 }
 
-static void shapes(struct test_rank *me) {
-    nothing(me);
-    layouts(me);
+static void empty_and_odd_shapes(struct test_rank *me) {
+    empty_operations(me);
+    all_layouts(me);
 }
 
-// Several all-reduces under way at once, of sizes from an element to many blocks, each in its own order of pieces.
-static void crowd(struct test_rank *me) {
-    enum { CROWD = 24 };
+// Concurrent all-reduces, of sizes from one element to many blocks.
+static void concurrent_allreduces(struct test_rank *me) {
+    enum { CONCURRENT = 24 };
     static const size_t sizes[] = {1, 3, 64, 1000, 5000, 40001};
-    struct nb_work *works[CROWD];
-    int32_t *lines[CROWD];
+    struct nb_work *works[CONCURRENT];
+    int32_t *buffers[CONCURRENT];
     struct nb_error err = {0};
-    for (int i = 0; i < CROWD; i++) {
-        int which = (i * 7 + me->rank * 5) % CROWD; // each rank in another order
+    for (int i = 0; i < CONCURRENT; i++) {
+        int which = (i * 7 + me->rank * 5) % CONCURRENT; // a different order on each rank
         size_t n = sizes[which % 6];
         char name[32];
-        lines[which] = malloc(n * sizeof *lines[which]);
-        CHECK(lines[which] != NULL, "memory");
+        buffers[which] = malloc(n * sizeof *buffers[which]);
+        CHECK(buffers[which] != NULL, "memory");
         for (size_t k = 0; k < n; k++) {
-            lines[which][k] = (int32_t)(k % 1009) + which + me->rank;
+            buffers[which][k] = (int32_t)(k % 1009) + which + me->rank;
         }
-        snprintf(name, sizeof name, "crowd.%d", which);
-        struct nb_segment all = {.base = lines[which], .bytes = n * sizeof *lines[which]};
+        snprintf(name, sizeof name, "concurrent.%d", which);
+        struct nb_segment all = {.base = buffers[which], .bytes = n * sizeof *buffers[which]};
         struct nb_op op = {.name = name, .dtype = NB_I32, .segments = &all, .segment_count = 1, .prescale = 2};
         CHECK(nb_submit(nb_job_world(me->job), &op, &works[which], &err) == 0, "%s: %s", name, err.text);
     }
-    for (int i = 0; i < CROWD; i++) {
-        CHECK(nb_work_wait(works[i], 30000, &err) == 0, "crowd.%d: %s", i, err.text);
+    for (int i = 0; i < CONCURRENT; i++) {
+        CHECK(nb_work_wait(works[i], 30000, &err) == 0, "concurrent.%d: %s", i, err.text);
         for (size_t k = 0; k < sizes[i % 6]; k++) {
             int32_t want = 2 * (me->size * ((int32_t)(k % 1009) + i) + me->size * (me->size - 1) / 2);
-            CHECK(lines[i][k] == want, "rank %d, crowd.%d: [%zu] is %d, not %d", me->rank, i, k, lines[i][k], want);
+            CHECK(buffers[i][k] == want, "rank %d, concurrent.%d: [%zu] is %d, not %d", me->rank, i, k, buffers[i][k],
+                  want);
         }
         nb_work_release(works[i]);
-        free(lines[i]);
+        free(buffers[i]);
     }
 }
 
-static int algorithms(struct test_rank like) {
+static int test_algorithms(struct test_rank template) {
     static const enum nb_algorithm_id each[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
     int rc = 0;
     for (int a = 0; a < 3 && rc == 0; a++) {
-        like.algorithm = each[a];
-        like.run = shapes;
-        rc = test_job(&like);
-        like.run = crowd;
-        rc = rc == 0 ? test_job(&like) : rc;
+        template.algorithm = each[a];
+        template.run = empty_and_odd_shapes;
+        rc = test_job(&template);
+        template.run = concurrent_allreduces;
+        rc = rc == 0 ? test_job(&template) : rc;
     }
     return rc;
 }
 
-static int network(const char *transport, size_t segment_bytes, int size) {
-    struct test_rank like = test_on(transport);
-    like.size = size;
-    like.streams = 2;
-    like.segment_bytes = segment_bytes;
-    int rc = algorithms(like);
+static int test_network(const char *transport, size_t segment_bytes, int size) {
+    struct test_rank template = test_on(transport);
+    template.size = size;
+    template.streams = 2;
+    template.segment_bytes = segment_bytes;
+    int rc = test_algorithms(template);
     if (rc == 0) {
-        like.run = casts;
-        rc = test_job(&like);
+        template.run = large_broadcasts;
+        rc = test_job(&template);
     }
     return rc;
 }
 
-// test_shapes [NETWORK]: one network, or every one that is there.
+// Usage: test_shapes [NETWORK]. Default: every network that is available.
 int main(int argc, char **argv) {
     static const char *const networks[] = {"shm", "tcp", "ofi"};
     int rc = 0;
     for (int i = 0; i < 3 && rc == 0; i++) {
         const char *name = argc > 1 ? argv[1] : networks[i];
         for (int size = 1; size <= 5 && rc == 0; size++) {
-            rc = network(name, 0, size);
+            rc = test_network(name, 0, size);
         }
-        rc = rc == 0 ? network(name, 16 * 1024, 3) : rc;
-        rc = rc == 0 ? network(name, 2 * 1024 * 1024, 2) : rc;
-        rc = rc == 0 && i < 2 ? network(name, 0, 9) : rc;
+        rc = rc == 0 ? test_network(name, 16 * 1024, 3) : rc;
+        rc = rc == 0 ? test_network(name, 2 * 1024 * 1024, 2) : rc;
+        rc = rc == 0 && i < 2 ? test_network(name, 0, 9) : rc;
         i += argc > 1;
     }
     return rc;

@@ -1,5 +1,5 @@
-// Ranks of one host with shared memory: every kind of operation, in arenas and elsewhere, contiguous and scattered.
-// Also failures to share memory, and a rank that leaves.
+// Shared memory between ranks of one host: every kind of operation, in arenas and other memory, contiguous and
+// scattered. Also failures to share memory, and a rank that leaves.
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -20,8 +20,8 @@
 
 enum { MANY = 40, MANY_COUNT = 3001 };
 
-// More at once than there are slots, some in arenas and some not, submitted in another order by each rank.
-static void many(struct test_rank *me, char *base, const char *elsewhere) {
+// More concurrent operations than slots, some of them in arenas. Each rank submits them in a different order.
+static void more_operations_than_slots(struct test_rank *me, char *base, const char *heap) {
     struct nb_work *works[MANY];
     struct nb_segment all[MANY];
     for (int round = 0; round < 3; round++) {
@@ -29,10 +29,10 @@ static void many(struct test_rank *me, char *base, const char *elsewhere) {
             int which = (k * 7 + me->rank * 11 + round) % MANY;
             char name[32];
             snprintf(name, sizeof name, "many.%d", which);
-            char *memory = which % 3 == 0 ? (char *)(uintptr_t)elsewhere : base;
+            char *memory = which % 3 == 0 ? (char *)(uintptr_t)heap : base;
             memory += (size_t)which * MANY_COUNT;
             for (size_t i = 0; i < MANY_COUNT; i++) {
-                memory[i] = (char)given(me->rank, i + (size_t)which);
+                memory[i] = (char)input_value(me->rank, i + (size_t)which);
             }
             all[which] = (struct nb_segment){.base = memory, .bytes = MANY_COUNT};
             struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all[which]);
@@ -44,57 +44,58 @@ static void many(struct test_rank *me, char *base, const char *elsewhere) {
             test_done(me, works[which]);
             for (size_t i = 0; i < MANY_COUNT; i++) {
                 int got = ((unsigned char *)all[which].base)[i];
-                int want = (int)fold(NB_SUM, me->size, i + (size_t)which);
+                int want = (int)reduce_inputs(NB_SUM, me->size, i + (size_t)which);
                 CHECK(got == want, "rank %d, many %d: [%zu] is %d, not %d", me->rank, which, i, got, want);
             }
         }
     }
 }
 
-static void all_of_it(struct test_rank *me) {
+static void operations_in_all_memory(struct test_rank *me) {
     char *base = arena_share(me);
-    char *elsewhere = malloc(ARENA_BYTES);
-    CHECK(elsewhere != NULL, "memory");
-    kinds_in(me, base, "arena");
-    sizes_in(me, base, "arena");
-    scales_in(me, (float *)(void *)base, "arena");
-    struct nb_job_info info = info_of(me);
+    char *heap = malloc(ARENA_BYTES);
+    CHECK(heap != NULL, "memory");
+    check_all_kinds(me, base, "arena");
+    check_all_sizes(me, base, "arena");
+    check_scale_factors(me, (float *)(void *)base, "arena");
+    struct nb_job_info info = job_info(me);
     CHECK(info.shm_bytes > 0 && info.shm_staged_bytes == 0, "%llu of %llu bytes were staged",
           (unsigned long long)info.shm_staged_bytes, (unsigned long long)info.shm_bytes);
-    kinds_in(me, elsewhere, "elsewhere");
-    sizes_in(me, elsewhere, "elsewhere");
-    scales_in(me, (float *)(void *)elsewhere, "elsewhere");
-    CHECK(info_of(me).shm_staged_bytes == info_of(me).shm_bytes - info.shm_bytes, "nothing else was staged");
-    sizes_in(me, me->rank == 0 ? base : elsewhere, "of one rank"); // staged where one rank's memory has to be
-    many(me, base, elsewhere);
-    info = info_of(me);
-    CHECK(strcmp(info.shm, "on") == 0 && info.bytes_out + info.bytes_in == 0, "%llu bytes took the network",
+    check_all_kinds(me, heap, "heap");
+    check_all_sizes(me, heap, "heap");
+    check_scale_factors(me, (float *)(void *)heap, "heap");
+    CHECK(job_info(me).shm_staged_bytes == job_info(me).shm_bytes - info.shm_bytes,
+          "an operation in heap memory was not staged");
+    check_all_sizes(me, me->rank == 0 ? base : heap, "one rank in an arena"); // staged, because the heap is not mapped
+    more_operations_than_slots(me, base, heap);
+    info = job_info(me);
+    CHECK(strcmp(info.shm, "on") == 0 && info.bytes_out + info.bytes_in == 0, "%llu bytes were sent over the network",
           (unsigned long long)(info.bytes_out + info.bytes_in));
-    free(elsewhere);
+    free(heap);
 }
 
-// A line in more pieces than a description holds, and memory that its owner could still take away.
-static void not_described(struct test_rank *me) {
+// Buffers that are staged: one in more pieces than a description holds, and memory that its owner could still shrink.
+static void undescribed_buffers_are_staged(struct test_rank *me) {
     char *base = arena_share(me);
     const struct layout cut = {.pieces = 300, .gap = 4};
     struct nb_op op = {.name = "cut", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-    one(me, op, base, KINDS_COUNT, cut);
-    uint64_t cut_bytes = info_of(me).shm_staged_bytes;
-    CHECK(cut_bytes > 0, "a line in 300 pieces is staged");
+    check_operation(me, op, base, KINDS_COUNT, cut);
+    uint64_t cut_bytes = job_info(me).shm_staged_bytes;
+    CHECK(cut_bytes > 0, "a buffer in 300 pieces was not staged");
     struct nb_error err = {0};
-    struct nb_arena loose = {.bytes = 1 << 20, .fd = memfd_create("loose", MFD_CLOEXEC)};
-    CHECK(loose.fd >= 0 && ftruncate(loose.fd, (off_t)loose.bytes) == 0, "memory: %m");
-    loose.base = mmap(NULL, loose.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, loose.fd, 0);
-    CHECK(loose.base != MAP_FAILED && nb_job_map_arena(me->job, &loose, &err) == 0, "map: %s", err.text);
+    struct nb_arena shrinkable = {.bytes = 1 << 20, .fd = memfd_create("loose", MFD_CLOEXEC)};
+    CHECK(shrinkable.fd >= 0 && ftruncate(shrinkable.fd, (off_t)shrinkable.bytes) == 0, "memory: %m");
+    shrinkable.base = mmap(NULL, shrinkable.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shrinkable.fd, 0);
+    CHECK(shrinkable.base != MAP_FAILED && nb_job_map_arena(me->job, &shrinkable, &err) == 0, "map: %s", err.text);
     test_barrier(me, "mapped");
     test_barrier(me, "known");
-    one(me, op, loose.base, KINDS_COUNT, whole);
-    CHECK(info_of(me).shm_staged_bytes > cut_bytes, "memory that may shrink is not mapped by others");
-    nb_arena_close(&loose);
+    check_operation(me, op, shrinkable.base, KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes > cut_bytes, "other ranks have mapped memory that may shrink");
+    nb_arena_close(&shrinkable);
 }
 
-// What does not fit a limit, as a container may have one, is copied on its way, and this is logged once.
-static void limited(struct test_rank *me) {
+// Arenas beyond the file size limit, as in a container, are staged, and one notice reports this.
+static void arenas_over_the_limit_are_staged(struct test_rank *me) {
     enum { LIMIT = 64 << 20 };
     struct nb_op op = {.name = "large", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
     struct nb_arena large[2];
@@ -106,49 +107,50 @@ static void limited(struct test_rank *me) {
         CHECK(nb_job_map_arena(me->job, &large[i], &err) == 0, "map: %s", err.text);
     }
     test_barrier(me, "mapped");
-    one(me, op, large[0].base, KINDS_COUNT, whole);
-    CHECK(info_of(me).shm_staged_bytes > 0, "rank %d: others use memory that they cannot map", me->rank);
+    check_operation(me, op, large[0].base, KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes > 0, "rank %d: nothing was staged", me->rank);
     CHECK(nb_job_notice(me->job, text, sizeof text) && strstr(text, "File too large (ulimit -f is lower)") != NULL,
-          "rank %d reports: %s", me->rank, text);
-    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d reports again: %s", me->rank, text);
-    test_barrier(me, "over");
+          "rank %d: notice: %s", me->rank, text);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d: second notice: %s", me->rank, text);
+    test_barrier(me, "finished");
     nb_job_close(me->job);
     me->job = NULL;
     nb_arena_close(&large[0]);
     nb_arena_close(&large[1]);
 }
 
-static void works(struct test_rank *me) {
+static void works_over_the_network(struct test_rank *me) {
     static char data[TEST_RANKS_MAX][KINDS_COUNT];
-    one(me, (struct nb_op){.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8}, data[me->rank], KINDS_COUNT, whole);
-    CHECK(strncmp(info_of(me).shm, "off: ", 5) == 0 && strstr(info_of(me).shm, me->arg) != NULL, "shm is %s, not %s",
-          info_of(me).shm, (char *)me->arg);
-    CHECK(info_of(me).bytes_out > 0 && info_of(me).shm_bytes == 0, "the network was used");
+    check_operation(me, (struct nb_op){.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8}, data[me->rank],
+                    KINDS_COUNT, contiguous);
+    CHECK(strncmp(job_info(me).shm, "off: ", 5) == 0 && strstr(job_info(me).shm, me->arg) != NULL, "shm is %s, not %s",
+          job_info(me).shm, (char *)me->arg);
+    CHECK(job_info(me).bytes_out > 0 && job_info(me).shm_bytes == 0, "the network was not used");
 }
 
-static void works_quietly(struct test_rank *me) {
+static void works_without_notice(struct test_rank *me) {
     char text[NB_ERROR_TEXT];
-    works(me);
-    CHECK(!nb_job_notice(me->job, text, sizeof text), "an unneeded notice: %s", text);
+    works_over_the_network(me);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "unexpected notice: %s", text);
 }
 
-static void works_loudly(struct test_rank *me) {
+static void works_with_notice(struct test_rank *me) {
     char text[NB_ERROR_TEXT] = "";
-    works(me);
+    works_over_the_network(me);
     bool noticed = nb_job_notice(me->job, text, sizeof text);
-    CHECK(noticed == (me->rank == 0), "rank %d reports: %s", me->rank, text);
-    CHECK(!noticed || strstr(text, me->arg) != NULL, "the reason is not in: %s", text);
+    CHECK(noticed == (me->rank == 0), "rank %d: notice: %s", me->rank, text);
+    CHECK(!noticed || strstr(text, me->arg) != NULL, "the notice lacks the reason: %s", text);
 }
 
-static void must_not_run(struct test_rank *me) {
+static void fail_if_run(struct test_rank *me) {
     CHECK(false, "rank %d runs without shared memory, which was required", me->rank);
 }
 
-static const struct test_rank two = {
-    .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "here"};
+static const struct test_rank two_ranks = {
+    .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "host a"};
 
-// While this is set, rank 1 fails to meet the others.
-static _Atomic bool meeting_fails;
+// While this is set, the rendezvous fails on rank 1.
+static _Atomic bool rendezvous_fails;
 
 int __real_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
                              int wake_fd, int64_t deadline_ns, struct nb_error *err);
@@ -157,35 +159,35 @@ int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_N
 int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
                              int wake_fd, int64_t deadline_ns, struct nb_error *err) {
     int rc = __real_nb_shm_rendezvous(shm, names, boot, wake_fd, deadline_ns, err);
-    return rc == 0 && boot->rank == 1 && atomic_load(&meeting_fails) ? nb_fail(err, -EPERM, "a wall") : rc;
+    return rc == 0 && boot->rank == 1 && atomic_load(&rendezvous_fails) ? nb_fail(err, -EPERM, "test failure") : rc;
 }
 
-// If one rank cannot map the shared memory, all ranks use the network, and rank 0 says why.
-static void without_meeting(void) {
-    static char why[] = "rank 1: a wall";
-    struct test_rank like = two;
-    like.shm = NB_SHM_AUTO;
-    like.run = works_loudly;
-    like.arg = why;
-    atomic_store(&meeting_fails, true);
-    CHECK(test_job(&like) == 0, "ranks that do not meet");
-    atomic_store(&meeting_fails, false);
+// If one rank cannot map the shared memory, all ranks use the network, and a notice on rank 0 gives the reason.
+static void without_rendezvous(void) {
+    static char why[] = "rank 1: test failure";
+    struct test_rank template = two_ranks;
+    template.shm = NB_SHM_AUTO;
+    template.run = works_with_notice;
+    template.arg = why;
+    atomic_store(&rendezvous_fails, true);
+    CHECK(test_job(&template) == 0, "a failed rendezvous");
+    atomic_store(&rendezvous_fails, false);
 }
 
-// The first byte that is read wakes a writer that found too little room. Later bytes wake nobody.
-static void pipe_wakes_writer(void) {
+// A writer that found too little room is woken by the first byte that is read, and not again.
+static void pipe_wakes_writer_once(void) {
     static struct nb_shm_pipe pipe;
     static char data[NB_SHM_PIPE_BYTES];
     bool writer_waits = true;
-    CHECK(nb_shm_pipe_write(&pipe, data, sizeof data) == sizeof data, "it is as large as that");
-    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "nobody waits");
-    CHECK(nb_shm_pipe_write(&pipe, data, 2) == 1, "there is room for one");
-    CHECK(nb_shm_pipe_read(&pipe, data, 0, &writer_waits) == 0 && !writer_waits, "there is no more room than before");
-    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && writer_waits, "the writer waits for room");
-    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "it was woken before");
+    CHECK(nb_shm_pipe_write(&pipe, data, sizeof data) == sizeof data, "an empty pipe does not take NB_SHM_PIPE_BYTES");
+    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "a writer is reported as waiting");
+    CHECK(nb_shm_pipe_write(&pipe, data, 2) == 1, "a pipe with room for one byte did not take one byte");
+    CHECK(nb_shm_pipe_read(&pipe, data, 0, &writer_waits) == 0 && !writer_waits, "a writer is woken without new room");
+    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && writer_waits, "the waiting writer is not woken");
+    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "the writer is woken twice");
 }
 
-// In a process of its own, which may not make memory that can be passed on.
+// In a process that may not call memfd_create.
 static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *me)) {
     pid_t child = fork();
     CHECK(child >= 0, "fork: %m");
@@ -200,14 +202,14 @@ static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *m
         CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0,
               "seccomp: %m");
         static char why[] = "Operation not permitted";
-        struct test_rank like = two;
-        like.shm = mode;
-        like.run = run;
-        like.arg = why;
+        struct test_rank template = two_ranks;
+        template.shm = mode;
+        template.run = run;
+        template.arg = why;
         if (mode == NB_SHM_AUTO) {
-            CHECK(test_job(&like) == 0, "two ranks");
+            CHECK(test_job(&template) == 0, "two ranks");
         } else {
-            test_job_fails(&like, -EOPNOTSUPP, why);
+            test_job_fails(&template, -EOPNOTSUPP, why);
         }
         _exit(0);
     }
@@ -215,48 +217,48 @@ static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *m
     CHECK(waitpid(child, &status, 0) == child && status == 0, "without memfd: status %x", status);
 }
 
-// In a process of its own, whose files may not be longer than 64 MB.
-static void with_a_limit(void) {
+// In a process with a file size limit of 64 MiB.
+static void with_file_size_limit(void) {
     pid_t child = fork();
     CHECK(child >= 0, "fork: %m");
     if (child == 0) {
         const struct rlimit limit = {.rlim_cur = 64 << 20, .rlim_max = 64 << 20};
-        struct test_rank like = two;
+        struct test_rank template = two_ranks;
         CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit: %m");
-        like.run = limited;
-        CHECK(test_job(&like) == 0, "two ranks");
+        template.run = arenas_over_the_limit_are_staged;
+        CHECK(test_job(&template) == 0, "two ranks");
         _exit(0);
     }
     int status;
-    CHECK(waitpid(child, &status, 0) == child && status == 0, "with a limit: status %x", status);
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "with a file size limit: status %x", status);
 }
 
-static void where_it_is_off(void) {
-    static char noticed[] = "rank 1 disables it (NETBOTTLENECK_SHM=0)";
+static void sharing_is_off(void) {
+    static char disabled[] = "rank 1 disables it (NETBOTTLENECK_SHM=0)";
     static char hosts[] = "ranks 0 and 1 are on different hosts";
     static char nameless[] = "its host has no identifier";
-    struct test_rank like = two;
-    like.shm = NB_SHM_AUTO;
-    like.run = works_quietly;
-    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_OFF, .host = "here"};
-    like.arg = noticed;
-    CHECK(test_job(&like) == 0, "one rank does not share");
-    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
-    like.arg = hosts;
-    CHECK(test_job(&like) == 0, "two hosts");
-    like.odd = NULL;
-    like.host = NULL;
-    like.run = works_loudly;
-    like.arg = nameless;
-    CHECK(test_job(&like) == 0, "no host");
-    like = two;
-    like.run = must_not_run;
-    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
-    test_job_fails(&like, -EOPNOTSUPP, hosts);
+    struct test_rank template = two_ranks;
+    template.shm = NB_SHM_AUTO;
+    template.run = works_without_notice;
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_OFF, .host = "host a"};
+    template.arg = disabled;
+    CHECK(test_job(&template) == 0, "one rank disables sharing");
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "host b"};
+    template.arg = hosts;
+    CHECK(test_job(&template) == 0, "two hosts");
+    template.overrides = NULL;
+    template.host = NULL;
+    template.run = works_with_notice;
+    template.arg = nameless;
+    CHECK(test_job(&template) == 0, "no host identifier");
+    template = two_ranks;
+    template.run = fail_if_run;
+    template.overrides = &(struct test_override){.rank = 1, .shm = NB_SHM_AUTO, .host = "host b"};
+    test_job_fails(&template, -EOPNOTSUPP, hosts);
 }
 
-// Rank 1 goes, in good order, before it has submitted what rank 0 waits for.
-static void leaves(struct test_rank *me) {
+// Rank 1 leaves before it submits the operation that rank 0 waits for.
+static void rank_leaves(struct test_rank *me) {
     char *base = arena_share(me);
     struct nb_segment all = {.base = base, .bytes = 1 << 20};
     struct nb_error err = {0};
@@ -267,58 +269,58 @@ static void leaves(struct test_rank *me) {
     CHECK(rc == NB_EPEER && err.peer == 1, "%d, rank %d: %s", rc, err.peer, err.text);
 }
 
-static _Atomic(char *) detach_in; // an operation of rank 0, which has described this
+static _Atomic(char *) detach_now; // arena that rank 0 detaches during its next direct reduction
 
 void __real_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
 void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
 void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range) {
-    char *memory = l->rank == 0 ? atomic_exchange(&detach_in, NULL) : NULL;
+    char *memory = l->rank == 0 ? atomic_exchange(&detach_now, NULL) : NULL;
     CHECK(memory == NULL || nb_arena_detach(memory, ARENA_BYTES) == 0, "detach");
     __real_nb_fold_direct(l, work, range);
 }
 
-// Another communicator of rank 0's process takes an arena back, between two operations and in the middle of one.
-static void taken_back(struct test_rank *me) {
+// Rank 0's process detaches an arena, between two operations and during one.
+static void arena_detached(struct test_rank *me) {
     struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
     struct nb_error err = {0};
     char *first = arena_share(me);
     char *second = arena_share(me);
-    one(me, op, first, KINDS_COUNT, whole);
-    uint64_t direct = info_of(me).shm_staged_bytes;
+    check_operation(me, op, first, KINDS_COUNT, contiguous);
+    uint64_t direct = job_info(me).shm_staged_bytes;
     test_barrier(me, "before");
     CHECK(me->rank != 0 || nb_arena_detach(first, ARENA_BYTES) == 0, "detach");
-    one(me, op, first, KINDS_COUNT, whole);
-    CHECK(info_of(me).shm_staged_bytes > direct, "others use memory that was taken from them");
+    check_operation(me, op, first, KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes > direct, "other ranks use a detached arena");
     struct nb_segment all = {.base = second, .bytes = 1 << 20};
     memset(second, 0, all.bytes);
     test_barrier(me, "filled");
     if (me->rank == 0) {
-        atomic_store(&detach_in, second);
+        atomic_store(&detach_now, second);
     }
     int rc = test_try(me, test_op("late", NB_OP_ALLREDUCE, &all), &err);
     CHECK(me->rank != 0 || (rc == -EBUSY && strstr(err.text, "withdrawn") != NULL), "rank 0: %d %s", rc, err.text);
-    CHECK(rc == 0 || rc == -EBUSY, "rank %d: %d %s", me->rank, rc, err.text); // its own line is whole
+    CHECK(rc == 0 || rc == -EBUSY, "rank %d: %d %s", me->rank, rc, err.text); // another rank's result may be complete
 }
 
 int main(void) {
-    struct test_rank like = two;
-    without_memfd(NB_SHM_AUTO, works_loudly); // first: a process with threads should not fork
-    without_memfd(NB_SHM_REQUIRED, must_not_run);
-    with_a_limit();
-    for (like.size = 2; like.size <= 5; like.size += like.size - 1) { // 2, 3, 5
-        like.run = all_of_it;
-        CHECK(test_job(&like) == 0, "%d ranks", like.size);
-        printf("%d ranks\n", like.size);
+    struct test_rank template = two_ranks;
+    without_memfd(NB_SHM_AUTO, works_with_notice); // first, because a process with threads should not fork
+    without_memfd(NB_SHM_REQUIRED, fail_if_run);
+    with_file_size_limit();
+    for (template.size = 2; template.size <= 5; template.size += template.size - 1) { // 2, 3, 5
+        template.run = operations_in_all_memory;
+        CHECK(test_job(&template) == 0, "%d ranks", template.size);
+        printf("%d ranks\n", template.size);
     }
-    like = two;
-    like.run = not_described;
-    CHECK(test_job(&like) == 0, "what is not described");
-    like.run = taken_back;
-    CHECK(test_job(&like) == 0, "an arena that is taken back");
-    like.run = leaves;
-    CHECK(test_job(&like) == 0, "a rank that leaves");
-    where_it_is_off();
-    without_meeting();
-    pipe_wakes_writer();
+    template = two_ranks;
+    template.run = undescribed_buffers_are_staged;
+    CHECK(test_job(&template) == 0, "undescribed buffers");
+    template.run = arena_detached;
+    CHECK(test_job(&template) == 0, "a detached arena");
+    template.run = rank_leaves;
+    CHECK(test_job(&template) == 0, "a rank that leaves");
+    sharing_is_off();
+    without_rendezvous();
+    pipe_wakes_writer_once();
     return 0;
 }

@@ -1,5 +1,5 @@
-// Addresses are parsed and formatted consistently, ports come from their range, and a closed peer causes an error,
-// never a signal.
+// Sockets: addresses are parsed and formatted consistently, ports come from their range, and a closed peer causes an
+// error, not a signal. Also congestion control and the selection of interfaces.
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -14,11 +14,11 @@
 
 enum { LIMIT_MS = 60000 };
 
-static int64_t in_ms(int ms) {
+static int64_t deadline_in_ms(int ms) {
     return nb_now_ns() + ms * (int64_t)1000000;
 }
 
-static void test_text(void) {
+static void test_parse_and_format(void) {
     static const char *const good[] = {"127.0.0.1:4000", "0.0.0.0:0", "10.1.2.3:65535", "[::1]:4000", "[fd00::1:2]:1"};
     static const char *const bad[] = {"",
                                       "127.0.0.1",
@@ -40,14 +40,14 @@ static void test_text(void) {
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         CHECK(nb_sock_parse(good[i], &addr, NULL) == 0, "'%s'", good[i]);
         nb_sock_format(&addr, text);
-        CHECK(strcmp(text, good[i]) == 0, "'%s' came back as '%s'", good[i], text);
+        CHECK(strcmp(text, good[i]) == 0, "'%s' is formatted as '%s'", good[i], text);
     }
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         struct nb_error err = {0};
-        CHECK(nb_sock_parse(bad[i], &addr, &err) == -EINVAL, "'%s' is no address", bad[i]);
-        CHECK(strstr(err.text, bad[i]) != NULL, "the text is quoted: %s", err.text);
+        CHECK(nb_sock_parse(bad[i], &addr, &err) == -EINVAL, "'%s' is accepted", bad[i]);
+        CHECK(strstr(err.text, bad[i]) != NULL, "the error does not quote the text: %s", err.text);
     }
-    CHECK(nb_sock_parse("[fe80::1%lo]:7", &addr, NULL) == 0, "a scope");
+    CHECK(nb_sock_parse("[fe80::1%lo]:7", &addr, NULL) == 0, "an address with a scope is refused");
     nb_sock_format(&addr, text);
     CHECK(strcmp(text, "[fe80::1%lo]:7") == 0, "%s", text);
 }
@@ -72,12 +72,12 @@ static int listen_on(const char *text, uint16_t low, uint16_t high, struct nb_so
     return nb_sock_listen(addr, (struct nb_port_range){low, high}, 8, err);
 }
 
-// Two neighbouring ports, both taken by this test.
-static uint16_t take_two_ports(int fds[2]) {
+// Listens on two adjacent ports. Returns the lower one.
+static uint16_t listen_on_two_ports(int fds[2]) {
     for (int i = 0; i < 1000; i++) {
         struct nb_sockaddr addr;
         fds[0] = listen_on("127.0.0.1:0", 0, 0, &addr, NULL);
-        CHECK(fds[0] >= 0 && nb_sock_port(&addr) != 0, "any port: %m");
+        CHECK(fds[0] >= 0 && nb_sock_port(&addr) != 0, "listen on any port: %m");
         uint16_t port = nb_sock_port(&addr);
         fds[1] = port < UINT16_MAX ? listen_on("127.0.0.1:0", port + 1, port + 1, &addr, NULL) : -1;
         if (fds[1] >= 0) {
@@ -85,7 +85,7 @@ static uint16_t take_two_ports(int fds[2]) {
         }
         close(fds[0]);
     }
-    CHECK(false, "no two neighbouring ports are free");
+    CHECK(false, "no two adjacent ports are free");
 }
 
 static void test_port_range(void) {
@@ -93,21 +93,21 @@ static void test_port_range(void) {
     struct nb_error err = {0};
     char range[32];
     int fds[2];
-    uint16_t port = take_two_ports(fds);
+    uint16_t port = listen_on_two_ports(fds);
     (void)snprintf(range, sizeof range, "%u-%u", port, port + 1);
-    CHECK(listen_on("127.0.0.1:0", port, port + 1, &addr, &err) == -EADDRINUSE, "both ports are taken");
+    CHECK(listen_on("127.0.0.1:0", port, port + 1, &addr, &err) == -EADDRINUSE, "listened on a port in use");
     CHECK(strstr(err.text, range) != NULL && strstr(err.text, "127.0.0.1") != NULL, "%s", err.text);
 
     struct nb_error one = {0};
     (void)snprintf(range, sizeof range, "127.0.0.1:%u", port);
-    CHECK(listen_on(range, 0, 0, &addr, &one) == -EADDRINUSE, "the port of the address is taken");
+    CHECK(listen_on(range, 0, 0, &addr, &one) == -EADDRINUSE, "listened on the address's port, which is in use");
     (void)snprintf(range, sizeof range, "port %u", port);
     CHECK(strstr(one.text, range) != NULL, "%s", one.text);
 
     close(fds[1]);
     int fd = listen_on("127.0.0.1:0", port, port + 1, &addr, NULL);
-    CHECK(fd >= 0 && nb_sock_port(&addr) == port + 1, "the free port of the range: %u", nb_sock_port(&addr));
-    CHECK(listen_on("127.0.0.1:0", 9, 8, &addr, NULL) == -EINVAL, "an empty range");
+    CHECK(fd >= 0 && nb_sock_port(&addr) == port + 1, "not the free port of the range: %u", nb_sock_port(&addr));
+    CHECK(listen_on("127.0.0.1:0", 9, 8, &addr, NULL) == -EINVAL, "an empty range is accepted");
     close(fd);
     close(fds[0]);
 }
@@ -117,22 +117,22 @@ static void wait_for(int fd, short events) {
     CHECK(poll(&poller, 1, LIMIT_MS) == 1, "descriptor %d was not ready in time", fd);
 }
 
-// A connection through a listener at `text`; false where the host has no such address.
-static bool connect_pair(const char *text, const char *from_text, int fds[2], struct nb_sockaddr *from_seen) {
+// Makes a connection through a listener at `text`. False: the host has no such address.
+static bool connect_pair(const char *text, const char *from_text, int fds[2], struct nb_sockaddr *peer_address) {
     struct nb_sockaddr addr;
     struct nb_sockaddr from;
     int listener = listen_on(text, 0, 0, &addr, NULL);
     if (listener < 0) {
         return false;
     }
-    CHECK(from_text == NULL || nb_sock_parse(from_text, &from, NULL) == 0, "from");
+    CHECK(from_text == NULL || nb_sock_parse(from_text, &from, NULL) == 0, "parse the source address");
     fds[0] = nb_sock_connect(&addr, from_text != NULL ? &from : NULL, NULL, NULL);
     CHECK(fds[0] >= 0, "connect: %m");
     wait_for(fds[0], POLLOUT);
-    CHECK(nb_sock_connected(fds[0]) == 0, "connected");
+    CHECK(nb_sock_connected(fds[0]) == 0, "not connected");
     wait_for(listener, POLLIN);
-    from_seen->len = sizeof from_seen->in6;
-    fds[1] = accept4(listener, &from_seen->any, &from_seen->len, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    peer_address->len = sizeof peer_address->in6;
+    fds[1] = accept4(listener, &peer_address->any, &peer_address->len, SOCK_NONBLOCK | SOCK_CLOEXEC);
     CHECK(fds[1] >= 0, "accept: %m");
     nb_sock_tune(fds[0], LIMIT_MS);
     nb_sock_tune(fds[1], 0);
@@ -147,13 +147,13 @@ struct transfer {
     int rc;
 };
 
-static void *write_it(void *arg) {
+static void *write_transfer(void *arg) {
     struct transfer *transfer = arg;
-    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, in_ms(LIMIT_MS));
+    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, deadline_in_ms(LIMIT_MS));
     return NULL;
 }
 
-static void test_whole_buffers(int fds[2]) {
+static void test_read_and_write_all(int fds[2]) {
     enum { BYTES = 8 << 20 };
     unsigned char *out = malloc(BYTES);
     unsigned char *in = malloc(BYTES);
@@ -163,49 +163,50 @@ static void test_whole_buffers(int fds[2]) {
         out[i] = (unsigned char)(i * 7 + i / 4096);
     }
     struct transfer transfer = {fds[0], out, BYTES, 1};
-    CHECK(pthread_create(&thread, NULL, write_it, &transfer) == 0, "thread");
-    CHECK(nb_sock_read_all(fds[1], in, BYTES, in_ms(LIMIT_MS)) == 0, "read");
+    CHECK(pthread_create(&thread, NULL, write_transfer, &transfer) == 0, "thread");
+    CHECK(nb_sock_read_all(fds[1], in, BYTES, deadline_in_ms(LIMIT_MS)) == 0, "read");
     CHECK(pthread_join(thread, NULL) == 0 && transfer.rc == 0, "write: %d", transfer.rc);
-    CHECK(memcmp(in, out, BYTES) == 0, "what was written was read");
+    CHECK(memcmp(in, out, BYTES) == 0, "the data differ");
 
-    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1) == -ETIMEDOUT, "nothing to read");
-    CHECK(nb_sock_write_all(fds[0], out, 3, in_ms(LIMIT_MS)) == 0, "three bytes");
-    CHECK(nb_sock_read_all(fds[1], in, 4, in_ms(50)) == -ETIMEDOUT, "three bytes are not four");
+    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1) == -ETIMEDOUT, "a read without data does not time out");
+    CHECK(nb_sock_write_all(fds[0], out, 3, deadline_in_ms(LIMIT_MS)) == 0, "write three bytes");
+    CHECK(nb_sock_read_all(fds[1], in, 4, deadline_in_ms(50)) == -ETIMEDOUT, "a short read does not time out");
     int rc = 0;
     while (rc == 0) {
         rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1);
     }
-    CHECK(rc == -ETIMEDOUT, "no reader: %d", rc);
+    CHECK(rc == -ETIMEDOUT, "a write without a reader does not time out: %d", rc);
     free(out);
     free(in);
 }
 
 static void test_end_of_peer(int fds[2]) {
     char byte = 'x';
-    CHECK(nb_sock_write_all(fds[1], &byte, 1, in_ms(LIMIT_MS)) == 0, "one byte");
+    CHECK(nb_sock_write_all(fds[1], &byte, 1, deadline_in_ms(LIMIT_MS)) == 0, "write one byte");
     (void)shutdown(fds[1], SHUT_RDWR);
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == 0, "data before the end are read");
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == -ECONNRESET, "the end is a reset");
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS)) == 0, "data before the end are lost");
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS)) == -ECONNRESET,
+          "the end is not reported as a reset");
     int rc = 0;
     while (rc == 0) {
-        rc = nb_sock_write_all(fds[0], &byte, 1, in_ms(LIMIT_MS));
+        rc = nb_sock_write_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS));
     }
-    CHECK(rc == -ECONNRESET, "writing to a closed peer: %d, and no SIGPIPE", rc);
+    CHECK(rc == -ECONNRESET, "wrong error of a write to a closed peer: %d", rc);
     close(fds[0]);
     close(fds[1]);
 }
 
-static void congestion_of(int fd, char name[16]) {
+static void get_congestion(int fd, char name[16]) {
     socklen_t len = 15;
     memset(name, 0, 16);
     CHECK(getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &len) == 0, "TCP_CONGESTION: %m");
 }
 
-static void test_unpaced(const int fds[2]) {
+static void check_reno(const int fds[2]) {
     for (int i = 0; i < 2; i++) {
         char name[16];
-        congestion_of(fds[i], name);
-        CHECK(strcmp(name, "reno") == 0, "end %d on loopback has %s", i, name);
+        get_congestion(fds[i], name);
+        CHECK(strcmp(name, "reno") == 0, "end %d on loopback uses %s", i, name);
     }
 }
 
@@ -218,12 +219,12 @@ static void test_congestion(void) {
     CHECK(nb_sock_parse("127.0.0.1:0", &addr, NULL) == 0, "parse");
     int listener = nb_sock_listen(&addr, (struct nb_port_range){0, 0}, 4, NULL);
     int plain = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    congestion_of(plain, host); // the one that anybody may have beside reno
+    get_congestion(plain, host); // the host's default, which every user may select
     CHECK(nb_sock_check_congestion(host, &err) == 0, "%s", err.text);
     int fd = nb_sock_connect(&addr, NULL, host, &err);
     CHECK(fd >= 0, "%s", err.text);
-    congestion_of(fd, has);
-    CHECK(strcmp(has, host) == 0, "requested %s, has %s", host, has);
+    get_congestion(fd, has);
+    CHECK(strcmp(has, host) == 0, "%s was requested, %s is used", host, has);
     CHECK(nb_sock_check_congestion("nosuch", &err) == -ENOENT, "%s", err.text);
     CHECK(strstr(err.text, "'nosuch'") != NULL && strstr(err.text, "this host allows: ") != NULL &&
               strstr(err.text, host) != NULL,
@@ -237,26 +238,26 @@ static void test_congestion(void) {
 static void test_connections(void) {
     struct nb_sockaddr from;
     int fds[2];
-    CHECK(connect_pair("127.0.0.1:0", NULL, fds, &from), "IPv4 loopback");
-    test_unpaced(fds);
-    test_whole_buffers(fds);
+    CHECK(connect_pair("127.0.0.1:0", NULL, fds, &from), "no IPv4 loopback");
+    check_reno(fds);
+    test_read_and_write_all(fds);
     close(fds[0]);
     close(fds[1]);
-    CHECK(connect_pair("127.0.0.1:0", "127.0.0.2:1", fds, &from), "from another address of loopback");
-    CHECK(ntohl(from.in4.sin_addr.s_addr) == 0x7f000002, "from %x", ntohl(from.in4.sin_addr.s_addr));
+    CHECK(connect_pair("127.0.0.1:0", "127.0.0.2:1", fds, &from), "cannot connect from 127.0.0.2");
+    CHECK(ntohl(from.in4.sin_addr.s_addr) == 0x7f000002, "connected from %x", ntohl(from.in4.sin_addr.s_addr));
     test_end_of_peer(fds);
     if (connect_pair("[::1]:0", NULL, fds, &from)) {
-        CHECK(nb_sock_is_loopback(&from) && from.any.sa_family == AF_INET6, "from [::1]");
-        test_unpaced(fds);
+        CHECK(nb_sock_is_loopback(&from) && from.any.sa_family == AF_INET6, "wrong address of an IPv6 peer");
+        check_reno(fds);
         test_end_of_peer(fds);
     } else {
-        (void)printf("test_sock: no IPv6 loopback here, that part is left out\n");
+        (void)printf("test_sock: IPv6 is not tested: no IPv6 loopback\n");
     }
 }
 
-static void test_refused(void) {
+static void test_connection_refused(void) {
     struct nb_sockaddr addr;
-    int holder = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); // holds a port, and does not listen
+    int holder = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); // occupies a port without listening
     CHECK(nb_sock_parse("127.0.0.1:0", &addr, NULL) == 0 && bind(holder, &addr.any, addr.len) == 0, "bind: %m");
     CHECK(getsockname(holder, &addr.any, &addr.len) == 0, "getsockname: %m");
     int fd = nb_sock_connect(&addr, NULL, NULL, NULL);
@@ -266,7 +267,7 @@ static void test_refused(void) {
         rc = nb_sock_connected(fd);
         close(fd);
     }
-    CHECK(rc == -ECONNREFUSED, "no listener: %d", rc);
+    CHECK(rc == -ECONNREFUSED, "wrong error without a listener: %d", rc);
     close(holder);
 }
 
@@ -277,17 +278,19 @@ static void test_interfaces(void) {
     static const char *const lo[] = {"lo", "=lo", "=lo,=nothing", "nothing,lo", "l"};
     for (size_t i = 0; i < sizeof lo / sizeof lo[0]; i++) {
         int n = nb_sock_interfaces(lo[i], addrs, names, MAX, NULL);
-        CHECK(n >= 1 && strncmp(names[0], "l", 1) == 0, "'%s' is there", lo[i]);
+        CHECK(n >= 1 && strncmp(names[0], "l", 1) == 0, "'%s' selects no interface", lo[i]);
     }
-    CHECK(nb_sock_interfaces("=lo", addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]), "one a name");
+    CHECK(nb_sock_interfaces("=lo", addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]),
+          "not exactly one address of lo");
     int all = nb_sock_interfaces(NULL, addrs, names, MAX, NULL);
-    CHECK(all >= 1 && nb_sock_interfaces("", addrs, names, MAX, NULL) == all, "by itself: %d", all);
+    CHECK(all >= 1 && nb_sock_interfaces("", addrs, names, MAX, NULL) == all, "default selection: %d", all);
     bool others = strcmp(names[0], "lo") != 0;
     for (int i = 0; i < all; i++) {
-        CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback", names[i]);
-        CHECK(i == 0 || addrs[i - 1].any.sa_family == AF_INET || addrs[i].any.sa_family == AF_INET6, "IPv4 first");
+        CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback, which is not the only interface", names[i]);
+        CHECK(i == 0 || addrs[i - 1].any.sa_family == AF_INET || addrs[i].any.sa_family == AF_INET6,
+              "an IPv6 address precedes an IPv4 address");
     }
-    if (others) { // in the order of the list, whatever the system's is
+    if (others) { // the order is that of the list, not the system's
         char other[IF_NAMESIZE];
         char list[2 * IF_NAMESIZE + 4];
         memcpy(other, names[0], IF_NAMESIZE);
@@ -296,35 +299,37 @@ static void test_interfaces(void) {
             CHECK(nb_sock_interfaces(list, addrs, names, MAX, NULL) == 2, "%s", list);
             CHECK(strcmp(names[first], "lo") == 0 && strcmp(names[1 - first], other) == 0, "%s: %s first", list,
                   names[0]);
-            CHECK(nb_sock_is_loopback(&addrs[first]) && !nb_sock_is_loopback(&addrs[1 - first]), "%s: addresses", list);
+            CHECK(nb_sock_is_loopback(&addrs[first]) && !nb_sock_is_loopback(&addrs[1 - first]),
+                  "%s: addresses do not match the names", list);
         }
     }
     int rest = nb_sock_interfaces("^lo", addrs, names, MAX, NULL);
-    CHECK(rest == (others ? all : -ENODEV), "all but lo: %d of %d", rest, all);
-    CHECK(nb_sock_interfaces("^nothing", addrs, names, MAX, NULL) == all, "all but nothing");
-    CHECK(nb_sock_interfaces("lo", addrs, names, 0, NULL) <= 0, "no room");
+    CHECK(rest == (others ? all : -ENODEV), "without lo: %d of %d", rest, all);
+    CHECK(nb_sock_interfaces("^nothing", addrs, names, MAX, NULL) == all,
+          "excluding an unknown name changes the selection");
+    CHECK(nb_sock_interfaces("lo", addrs, names, 0, NULL) <= 0, "addresses are returned without room");
 
     struct nb_error err = {0};
-    CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name is not a prefix");
+    CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name matches as a prefix");
     CHECK(strstr(err.text, "'=l,nosuch'") != NULL && strstr(err.text, "lo") != NULL, "%s", err.text);
-    // lo has an address of each family nearly everywhere.
-    const char *there = strstr(err.text, "there is: ");
-    CHECK(there != NULL, "%s", err.text);
-    int named = 0;
-    for (const char *at = there + strlen("there is: "); at != NULL; at = strstr(at, ", ")) {
+    // Usually lo has an address of each family.
+    const char *list = strstr(err.text, "there is: ");
+    CHECK(list != NULL, "%s", err.text);
+    int count_of_lo = 0;
+    for (const char *at = list + strlen("there is: "); at != NULL; at = strstr(at, ", ")) {
         at += strncmp(at, ", ", 2) == 0 ? 2 : 0;
-        named += strncmp(at, "lo", 2) == 0 && (at[2] == '\0' || at[2] == ',');
+        count_of_lo += strncmp(at, "lo", 2) == 0 && (at[2] == '\0' || at[2] == ',');
     }
-    CHECK(named == 1, "each name once: %s", err.text);
+    CHECK(count_of_lo == 1, "a name is not listed exactly once: %s", err.text);
 }
 
 int main(void) {
-    test_text();
+    test_parse_and_format();
     test_loopback_and_port();
     test_port_range();
     test_connections();
     test_congestion();
-    test_refused();
+    test_connection_refused();
     test_interfaces();
     return 0;
 }

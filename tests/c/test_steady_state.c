@@ -1,6 +1,6 @@
-// The steady state, in which the same operations repeat: the progress owner allocates and frees no memory. It takes
-// a lock only to receive submissions, to complete an operation, and around its sleep. The linker replaces the
-// watched functions (ctest.py, WRAPPED); calls inside libfabric are not seen.
+// Steady state, in which the same operations repeat: the progress owner allocates and frees no memory. It takes a lock
+// only to receive submissions, to complete an operation, and around its sleep. The linker replaces the watched
+// functions (ctest.py, WRAPPED); calls inside libfabric are not counted.
 #include <limits.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -15,13 +15,13 @@ enum { WARM_UP = 3, ROUNDS = 5, MANY = 4, SMALL = 1000, MIDDLE = 30 * 1000, LONG
 
 struct plan {
     const char *what;
-    const char *network; // as test_on() has it
-    const char *hosts;   // a letter for each rank; NULL: one host
+    const char *network; // argument of test_on()
+    const char *hosts;   // a letter for each rank's host; NULL: one host
     int size;
     int streams;
     enum nb_algorithm_id algorithm;
-    bool elsewhere; // memory that is not the arena's
-    pthread_barrier_t meet;
+    bool heap; // buffers are not in an arena
+    pthread_barrier_t barrier;
 };
 
 struct calls {
@@ -29,24 +29,24 @@ struct calls {
     void *_Atomic from[NOTED_MAX];
 };
 
-// What drivers did between the rounds that warm up and the end.
+// Calls of progress owners after the warm-up rounds.
 static struct {
-    _Atomic bool counts;
+    _Atomic bool enabled;
     struct calls memory;
     struct calls locks;
-    _Atomic int over; // operations
-} seen;
+    _Atomic int completed; // operations
+} counted;
 
-// Of a thread.
+// State of a thread that may be the progress owner.
 static _Thread_local struct {
     struct nb_job *job; // whose passes it runs
-    int locks;          // that it may take
-    bool lends;         // it is where it hands over the driving
-} driver;
+    int locks;          // number of locks that it may take
+    bool handing_over;  // it is in nb_progress_hand_over()
+} owner;
 
 extern const char __executable_start[];
 
-static void note(struct calls *calls, void *from) {
+static void count_call(struct calls *calls, void *from) {
     int at = atomic_fetch_add(&calls->count, 1);
     if (at < NOTED_MAX) {
         atomic_store(&calls->from[at], from);
@@ -61,23 +61,24 @@ static void check_none(struct calls *calls, const char *what, const char *where,
     CHECK(count == 0, "%s: progress owners %s %d times in %d operations", where, what, count, operations);
 }
 
-static void memory_seen(void *from) {
-    if (driver.job != NULL && atomic_load(&seen.counts)) {
-        note(&seen.memory, from);
+static void count_memory(void *from) {
+    if (owner.job != NULL && atomic_load(&counted.enabled)) {
+        count_call(&counted.memory, from);
     }
 }
 
-static void lock_seen(void *from) {
-    if (driver.job == NULL || !atomic_load(&seen.counts) || atomic_load(&driver.job->inbox.filled)) {
+static void count_lock(void *from) {
+    if (owner.job == NULL || !atomic_load(&counted.enabled) || atomic_load(&owner.job->inbox.filled)) {
         return;
     }
-    if (driver.lends && driver.job->progress.wanted) { // a caller requested progress: the thread sleeps here
-        driver.locks = INT_MAX;
+    if (owner.handing_over &&
+        owner.job->progress.wanted) { // a caller has requested progress: the thread sleeps in the hand-over
+        owner.locks = INT_MAX;
     }
-    if (driver.locks > 0) {
-        driver.locks--;
+    if (owner.locks > 0) {
+        owner.locks--;
     } else {
-        note(&seen.locks, from);
+        count_call(&counted.locks, from);
     }
 }
 
@@ -109,99 +110,99 @@ void __real_nb_progress_hand_over(struct nb_job *job);
 void __wrap_nb_progress_hand_over(struct nb_job *job);
 
 void *__wrap_malloc(size_t bytes) {
-    memory_seen(__builtin_return_address(0));
+    count_memory(__builtin_return_address(0));
     return __real_malloc(bytes);
 }
 
 void *__wrap_calloc(size_t count, size_t bytes) {
-    memory_seen(__builtin_return_address(0));
+    count_memory(__builtin_return_address(0));
     return __real_calloc(count, bytes);
 }
 
 void *__wrap_realloc(void *memory, size_t bytes) {
-    memory_seen(__builtin_return_address(0));
+    count_memory(__builtin_return_address(0));
     return __real_realloc(memory, bytes);
 }
 
 void *__wrap_aligned_alloc(size_t align, size_t bytes) {
-    memory_seen(__builtin_return_address(0));
+    count_memory(__builtin_return_address(0));
     return __real_aligned_alloc(align, bytes);
 }
 
 int __wrap_posix_memalign(void **memory, size_t align, size_t bytes) {
-    memory_seen(__builtin_return_address(0));
+    count_memory(__builtin_return_address(0));
     return __real_posix_memalign(memory, align, bytes);
 }
 
 void __wrap_free(void *memory) {
     if (memory != NULL) {
-        memory_seen(__builtin_return_address(0));
+        count_memory(__builtin_return_address(0));
     }
     __real_free(memory);
 }
 
 int __wrap_pthread_mutex_lock(pthread_mutex_t *lock) {
-    lock_seen(__builtin_return_address(0));
+    count_lock(__builtin_return_address(0));
     return __real_pthread_mutex_lock(lock);
 }
 
 void *__wrap_nb_thread_main(void *job) {
-    driver.job = job;
+    owner.job = job;
     return __real_nb_thread_main(job);
 }
 
 void __wrap_nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sleep_ms,
                              nb_progress_sleep_fn *sleep) {
-    struct nb_job *before = driver.job; // the thread's own are in nb_thread_main()
-    driver.job = job;
+    struct nb_job *before = owner.job; // the thread itself sets this in nb_thread_main()
+    owner.job = job;
     __real_nb_progress_pass(job, awaited, sleep_ms, sleep);
-    driver.job = before;
+    owner.job = before;
 }
 
 void __wrap_nb_work_finish(struct nb_work *work, const struct nb_error *why) {
-    if (driver.job != NULL && atomic_load(&seen.counts)) {
-        atomic_fetch_add(&seen.over, 1);
+    if (owner.job != NULL && atomic_load(&counted.enabled)) {
+        atomic_fetch_add(&counted.completed, 1);
     }
-    driver.locks = 1;
+    owner.locks = 1;
     __real_nb_work_finish(work, why);
-    driver.locks = 0;
+    owner.locks = 0;
 }
 
 void __wrap_nb_progress_sleep(struct nb_job *job, int sleep_ms) {
-    driver.locks = INT_MAX;
+    owner.locks = INT_MAX;
     __real_nb_progress_sleep(job, sleep_ms);
-    driver.locks = 0;
+    owner.locks = 0;
 }
 
 void __wrap_nb_progress_hand_over(struct nb_job *job) {
-    driver.lends = true;
+    owner.handing_over = true;
     __real_nb_progress_hand_over(job);
-    driver.lends = false;
-    driver.locks = 0;
+    owner.handing_over = false;
+    owner.locks = 0;
 }
 
-// Each rank gives every other one a number, and to itself.
-static void exchange(struct test_rank *me, float *line, size_t each) {
-    size_t whole_line = each * (size_t)me->size;
-    struct nb_segment all = {.base = line, .bytes = 2 * whole_line * sizeof *line};
-    for (size_t i = 0; i < whole_line; i++) {
-        line[i] = given(me->rank, i);
+// All-to-all with `each` elements for each rank.
+static void run_alltoall(struct test_rank *me, float *data, size_t each) {
+    size_t total = each * (size_t)me->size;
+    struct nb_segment all = {.base = data, .bytes = 2 * total * sizeof *data};
+    for (size_t i = 0; i < total; i++) {
+        data[i] = input_value(me->rank, i);
     }
     test_do(me, test_op("exchange", NB_OP_ALLTOALL, &all));
-    for (size_t i = 0; i < whole_line; i++) {
-        float want = given((int)(i / each), (size_t)me->rank * each + i % each);
-        CHECK(line[whole_line + i] == want, "rank %d: [%zu] is %g", me->rank, i, (double)line[whole_line + i]);
+    for (size_t i = 0; i < total; i++) {
+        float want = input_value((int)(i / each), (size_t)me->rank * each + i % each);
+        CHECK(data[total + i] == want, "rank %d: [%zu] is %g", me->rank, i, (double)data[total + i]);
     }
 }
 
-// Some at once: they are agreed, and over, in any order.
-static void together(struct test_rank *me, char *base) {
+// Concurrent operations, which start and complete in any order.
+static void run_concurrent(struct test_rank *me, char *base) {
     struct nb_work *works[MANY];
     for (int k = 0; k < MANY; k++) {
         int which = (k + me->rank) % MANY;
         struct nb_segment all = {.base = base + (size_t)which * LONG, .bytes = which % 2 == 0 ? SMALL : LONG};
         char name[32];
-        snprintf(name, sizeof name, "together.%d", which);
+        snprintf(name, sizeof name, "concurrent.%d", which);
         memset(all.base, me->rank + 1, all.bytes);
         struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
         op.dtype = NB_U8;
@@ -209,84 +210,85 @@ static void together(struct test_rank *me, char *base) {
     }
     for (int which = 0; which < MANY; which++) {
         test_done(me, works[which]);
-        const char *line = base + (size_t)which * LONG;
-        CHECK(line[SMALL - 1] == me->size * (me->size + 1) / 2, "rank %d, together %d: %d", me->rank, which, line[0]);
+        const char *data = base + (size_t)which * LONG;
+        CHECK(data[SMALL - 1] == me->size * (me->size + 1) / 2, "rank %d, concurrent %d: %d", me->rank, which, data[0]);
     }
 }
 
-// Returns how many operations that were.
+// Runs one round. Returns the number of its operations.
 static int one_round(struct test_rank *me, char *base) {
-    static const size_t counts[] = {SMALL, MIDDLE, LONG};
+    static const size_t enabled[] = {SMALL, MIDDLE, LONG};
     int done = 0;
     for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
-        for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        for (size_t i = 0; i < sizeof enabled / sizeof enabled[0]; i++) {
             struct nb_op op = {.name = "again", .kind = (enum nb_op_kind)kind, .dtype = NB_F32, .root = 1};
             op.awaited = i % 2 == 0;
-            one(me, op, base, counts[i], whole);
+            check_operation(me, op, base, enabled[i], contiguous);
             done++;
         }
     }
-    exchange(me, (float *)(void *)base, SMALL);
-    exchange(me, (float *)(void *)base, SMALL);
-    together(me, base);
+    run_alltoall(me, (float *)(void *)base, SMALL);
+    run_alltoall(me, (float *)(void *)base, SMALL);
+    run_concurrent(me, base);
     test_barrier(me, "barrier");
     return done + 2 + MANY + 1;
 }
 
 static void rank_main(struct test_rank *me) {
     struct plan *plan = me->arg;
-    char *memory = plan->elsewhere ? malloc(ARENA_BYTES) : NULL;
+    char *memory = plan->heap ? malloc(ARENA_BYTES) : NULL;
     char *base = arena_share(me);
     int done = 0;
-    base = plan->elsewhere ? memory : base;
+    base = plan->heap ? memory : base;
     for (int i = 0; i < WARM_UP; i++) {
         (void)one_round(me, base);
     }
-    pthread_barrier_wait(&plan->meet);
-    atomic_store(&seen.counts, true);
-    pthread_barrier_wait(&plan->meet);
+    pthread_barrier_wait(&plan->barrier);
+    atomic_store(&counted.enabled, true);
+    pthread_barrier_wait(&plan->barrier);
     for (int i = 0; i < ROUNDS; i++) {
         done += one_round(me, base);
     }
-    // The inbox is empty: a pass that still looks into it would take a lock each time.
-    CHECK(!atomic_load(&me->job->inbox.filled), "%s: rank %d still looks into its empty inbox", plan->what, me->rank);
-    pthread_barrier_wait(&plan->meet);
-    atomic_store(&seen.counts, false);
-    pthread_barrier_wait(&plan->meet);
+    // If the flag stayed set for an empty inbox, each pass would take the lock.
+    CHECK(!atomic_load(&me->job->inbox.filled), "%s: rank %d has an empty inbox marked as filled", plan->what,
+          me->rank);
+    pthread_barrier_wait(&plan->barrier);
+    atomic_store(&counted.enabled, false);
+    pthread_barrier_wait(&plan->barrier);
     done *= me->size;
     if (me->rank == 0) {
-        CHECK(atomic_load(&seen.over) == done, "%s: of %d operations progress owners completed %d", plan->what, done,
-              seen.over);
-        check_none(&seen.memory, "allocated or freed memory", plan->what, done);
-        check_none(&seen.locks, "took a lock", plan->what, done);
+        CHECK(atomic_load(&counted.completed) == done, "%s: of %d operations, progress owners completed %d", plan->what,
+              done, counted.completed);
+        check_none(&counted.memory, "allocated or freed memory", plan->what, done);
+        check_none(&counted.locks, "took a lock", plan->what, done);
     }
-    pthread_barrier_wait(&plan->meet);
-    nb_job_close(me->job); // from here on nobody touches the memory
+    pthread_barrier_wait(&plan->barrier);
+    nb_job_close(me->job); // after this, no thread uses the memory
     me->job = NULL;
     free(memory);
 }
 
-// False: the network is not there.
+// False: the network is not available.
 static bool run_plan(struct plan plan) {
-    struct test_rank like = test_on(plan.network);
-    like.size = plan.size;
-    like.streams = plan.streams;
-    like.algorithm = plan.algorithm;
-    like.shm = plan.hosts != NULL ? NB_SHM_REQUIRED : like.shm;
-    like.hosts = plan.hosts;
-    like.run = rank_main;
-    like.arg = &plan;
-    atomic_store(&seen.memory.count, 0);
-    atomic_store(&seen.locks.count, 0);
-    atomic_store(&seen.over, 0);
-    pthread_barrier_init(&plan.meet, NULL, (unsigned)plan.size);
-    bool there = test_job(&like) == 0;
-    pthread_barrier_destroy(&plan.meet);
-    return there;
+    struct test_rank template = test_on(plan.network);
+    template.size = plan.size;
+    template.streams = plan.streams;
+    template.algorithm = plan.algorithm;
+    template.shm = plan.hosts != NULL ? NB_SHM_REQUIRED : template.shm;
+    template.hosts = plan.hosts;
+    template.run = rank_main;
+    template.arg = &plan;
+    atomic_store(&counted.memory.count, 0);
+    atomic_store(&counted.locks.count, 0);
+    atomic_store(&counted.completed, 0);
+    pthread_barrier_init(&plan.barrier, NULL, (unsigned)plan.size);
+    bool available = test_job(&template) == 0;
+    pthread_barrier_destroy(&plan.barrier);
+    return available;
 }
 
-// False: the network is not there.
-static bool lanes(const char *network) {
+// False: the network is not available.
+static bool test_algorithms(const char *network) {
     static const struct {
         enum nb_algorithm_id algorithm;
         const char *name;
@@ -294,34 +296,34 @@ static bool lanes(const char *network) {
                   {NB_ALGORITHM_DOUBLING, "doubling"},
                   {NB_ALGORITHM_HALVING, "halving"},
                   {NB_ALGORITHM_RING, "ring"},
-                  {NB_ALGORITHM_NONE, "as measured"}};
-    bool there = true;
-    for (size_t i = 0; there && i < sizeof pinned / sizeof pinned[0]; i++) {
+                  {NB_ALGORITHM_NONE, "measured choice"}};
+    bool available = true;
+    for (size_t i = 0; available && i < sizeof pinned / sizeof pinned[0]; i++) {
         struct plan plan = {.what = pinned[i].name, .network = network, .size = 3, .streams = 2};
         plan.algorithm = pinned[i].algorithm;
-        plan.elsewhere = i % 2 == 1;
-        there = run_plan(plan);
+        plan.heap = i % 2 == 1;
+        available = run_plan(plan);
     }
-    return there;
+    return available;
 }
 
-// What a word says.
+// Argument: shm, hosts, or a network.
 int main(int argc, char **argv) {
-    const char *word = argc > 1 ? argv[1] : "tcp";
-    if (strcmp(word, "shm") == 0) {
+    const char *mode = argc > 1 ? argv[1] : "tcp";
+    if (strcmp(mode, "shm") == 0) {
         struct plan plan = {.what = "shared memory", .network = "shm", .size = 3, .streams = 1};
         plan.algorithm = NB_ALGORITHM_RING;
         (void)run_plan(plan);
-        plan.elsewhere = true;
+        plan.heap = true;
         (void)run_plan(plan);
-    } else if (strcmp(word, "hosts") == 0) {
+    } else if (strcmp(mode, "hosts") == 0) {
         struct plan plan = {.what = "two levels", .network = "tcp", .hosts = "aab", .size = 3, .streams = 2};
         plan.algorithm = NB_ALGORITHM_TWO_LEVEL;
         (void)run_plan(plan);
-        plan.elsewhere = true;
+        plan.heap = true;
         (void)run_plan(plan);
-    } else if (!lanes(word)) {
-        SKIP("there is no libfabric");
+    } else if (!test_algorithms(mode)) {
+        SKIP("libfabric is not available");
     }
     return 0;
 }

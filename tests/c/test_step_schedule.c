@@ -1,4 +1,5 @@
-// Schedules in steps, all ranks in one thread: each rank sends what its peer expects, and the result is right.
+// Step schedules (doubling, halving, pairwise), with all ranks in one thread: each rank sends what its peer expects,
+// and the result is right.
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -11,11 +12,11 @@
 
 enum { RANKS_MAX = 17, ELEMENT = 8 };
 
-static uint64_t given(int rank, size_t i) {
+static uint64_t input_value(int rank, size_t i) {
     return (uint64_t)(rank + 1) * 1000003 + i * 7;
 }
 
-static void pairs_agree(const struct nb_steps *steps, int size) {
+static void check_pairs(const struct nb_steps *steps, int size) {
     for (int k = 0; k < steps[0].count; k++) {
         for (int r = 0; r < size; r++) {
             struct nb_step mine = nb_steps_get(&steps[r], k);
@@ -31,13 +32,13 @@ static void pairs_agree(const struct nb_steps *steps, int size) {
                   theirs.from);
             CHECK(theirs.in.bytes == mine.out.bytes, "%d ranks, step %d: %d sends %zu to %d, which expects %zu", size,
                   k, r, mine.out.bytes, mine.to, theirs.in.bytes);
-            CHECK(mine.out.offset % ELEMENT == 0 && mine.out.bytes % ELEMENT == 0, "a range cuts an element");
+            CHECK(mine.out.offset % ELEMENT == 0 && mine.out.bytes % ELEMENT == 0, "a range splits an element");
         }
     }
 }
 
-// All ranks take a step at once: what they send is what they had before it.
-static void run(const struct nb_steps *steps, int size, size_t elements, uint64_t **line) {
+// Runs all ranks in lockstep: each step sends the data from before the step.
+static void run_lockstep(const struct nb_steps *steps, int size, size_t elements, uint64_t **data) {
     uint64_t *before[RANKS_MAX];
     for (int r = 0; r < size; r++) {
         before[r] = malloc(elements * ELEMENT + 1);
@@ -45,7 +46,7 @@ static void run(const struct nb_steps *steps, int size, size_t elements, uint64_
     }
     for (int k = 0; k < steps[0].count; k++) {
         for (int r = 0; r < size; r++) {
-            memcpy(before[r], line[r], elements * ELEMENT);
+            memcpy(before[r], data[r], elements * ELEMENT);
         }
         for (int r = 0; r < size; r++) {
             struct nb_step step = nb_steps_get(&steps[r], k);
@@ -54,7 +55,7 @@ static void run(const struct nb_steps *steps, int size, size_t elements, uint64_
             }
             struct nb_range out = nb_steps_get(&steps[step.from], k).out;
             const uint64_t *from = before[step.from] + out.offset / ELEMENT;
-            uint64_t *to = line[r] + step.in.offset / ELEMENT;
+            uint64_t *to = data[r] + step.in.offset / ELEMENT;
             for (size_t i = 0; i < step.in.bytes / ELEMENT; i++) {
                 to[i] = step.reduces ? to[i] + from[i] : from[i];
             }
@@ -65,58 +66,58 @@ static void run(const struct nb_steps *steps, int size, size_t elements, uint64_
     }
 }
 
-static void all_reduce(enum nb_steps_kind kind, int size, size_t elements) {
+static void test_allreduce(enum nb_steps_kind kind, int size, size_t elements) {
     struct nb_steps steps[RANKS_MAX];
-    uint64_t *line[RANKS_MAX];
+    uint64_t *data[RANKS_MAX];
     for (int r = 0; r < size; r++) {
         nb_steps_init(&steps[r], kind, r, size, elements * ELEMENT);
-        line[r] = malloc(elements * ELEMENT + 1);
-        CHECK(line[r] != NULL, "memory");
+        data[r] = malloc(elements * ELEMENT + 1);
+        CHECK(data[r] != NULL, "memory");
         for (size_t i = 0; i < elements; i++) {
-            line[r][i] = given(r, i);
+            data[r][i] = input_value(r, i);
         }
     }
-    pairs_agree(steps, size);
-    run(steps, size, elements, line);
+    check_pairs(steps, size);
+    run_lockstep(steps, size, elements, data);
     for (int r = 0; r < size; r++) {
         for (size_t i = 0; i < elements; i++) {
             uint64_t want = 0;
             for (int q = 0; q < size; q++) {
-                want += given(q, i);
+                want += input_value(q, i);
             }
-            CHECK(line[r][i] == want, "kind %d, %d ranks, %zu elements: rank %d has another [%zu]", kind, size,
+            CHECK(data[r][i] == want, "kind %d, %d ranks, %zu elements: rank %d is wrong at [%zu]", kind, size,
                   elements, r, i);
         }
-        free(line[r]);
+        free(data[r]);
     }
 }
 
-static void all_to_all(int size, size_t elements) {
+static void test_alltoall(int size, size_t elements) {
     struct nb_steps steps[RANKS_MAX];
-    uint64_t *line[RANKS_MAX];
+    uint64_t *data[RANKS_MAX];
     size_t half = elements * (size_t)size;
     for (int r = 0; r < size; r++) {
         nb_steps_init(&steps[r], NB_STEPS_PAIRWISE, r, size, 2 * half * ELEMENT);
-        line[r] = calloc(2 * half + 1, ELEMENT);
-        CHECK(line[r] != NULL, "memory");
+        data[r] = calloc(2 * half + 1, ELEMENT);
+        CHECK(data[r] != NULL, "memory");
         for (size_t i = 0; i < half; i++) {
-            line[r][i] = given(r, i);
+            data[r][i] = input_value(r, i);
         }
     }
-    pairs_agree(steps, size);
-    run(steps, size, 2 * half, line);
+    check_pairs(steps, size);
+    run_lockstep(steps, size, 2 * half, data);
     for (int r = 0; r < size; r++) {
         for (size_t i = 0; i < half; i++) {
             int from = (int)(i / elements);
-            uint64_t want = from == r ? 0 : given(from, (size_t)r * elements + i % elements);
-            CHECK(line[r][half + i] == want, "all-to-all of %d: rank %d has another [%zu]", size, r, i);
+            uint64_t want = from == r ? 0 : input_value(from, (size_t)r * elements + i % elements);
+            CHECK(data[r][half + i] == want, "all-to-all of %d ranks: rank %d is wrong at [%zu]", size, r, i);
         }
-        free(line[r]);
+        free(data[r]);
     }
 }
 
-// Halving moves no more than a ring does, where ranks are a power of two; doubling takes log2 n steps.
-static void costs(int size) {
+// For a power of two ranks, halving moves no more bytes than a ring. Doubling takes log2(n) steps.
+static void test_bytes_and_steps(int size) {
     struct nb_steps halving;
     struct nb_steps doubling;
     size_t bytes = (size_t)size * 64 * 3;
@@ -137,13 +138,13 @@ int main(void) {
     for (int size = 1; size <= RANKS_MAX; size++) {
         for (size_t e = 0; e < sizeof elements / sizeof elements[0]; e++) {
             if (size > 1) {
-                all_reduce(NB_STEPS_DOUBLING, size, elements[e]);
-                all_reduce(NB_STEPS_HALVING, size, elements[e]);
-                all_to_all(size, elements[e]);
+                test_allreduce(NB_STEPS_DOUBLING, size, elements[e]);
+                test_allreduce(NB_STEPS_HALVING, size, elements[e]);
+                test_alltoall(size, elements[e]);
             }
         }
         if (size > 1) {
-            costs(size);
+            test_bytes_and_steps(size);
         }
     }
     return 0;

@@ -1,5 +1,5 @@
-// The common suite of all networks: mem (both kinds), tcp and ofi over IPv4 and IPv6, and ofi over a double of
-// libfabric with 4 and with 8 bytes of completion data. test_transport NETWORK [SEED] runs one of them.
+// Transport suite for all networks: mem (both kinds), tcp and ofi over IPv4 and IPv6. It also runs ofi over a test
+// double of libfabric, with 4 and with 8 bytes of completion data. Usage: test_transport [NETWORK [SEED]].
 // NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose the library and the provider.
 #include <errno.h>
 #include <pthread.h>
@@ -18,14 +18,14 @@ static void double_end(void) {
 }
 #endif
 
-enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, QUIET_TURNS = 1000, BOOT_MS = 10000 };
+enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, LONG_PASSES = 1000, BOOT_MS = 10000 };
 
 struct network {
     const char *name;
     const char *ops;
     const char *bind;
     int seeds;      // of random flows
-    int data_bytes; // of a double's completion data; 0: no double
+    int data_bytes; // of completion data, with the double of libfabric; 0: without it
 };
 
 struct suite {
@@ -79,8 +79,8 @@ static void boots_open(struct nb_boot *boots, int size) {
     nb_listener_close(&listener);
 }
 
-// A world of `size` ranks without flows; the caller fills in its plan.
-static struct flow_world *world_make(struct suite *suite, struct flow_plan plan) {
+// Opens the ranks of a plan on the suite's network.
+static struct flow_world *world_open(struct suite *suite, struct flow_plan plan) {
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
     CHECK(world != NULL, "memory");
@@ -95,7 +95,7 @@ static struct flow_world *world_make(struct suite *suite, struct flow_plan plan)
     return world;
 }
 
-static void world_free(struct flow_world *world) {
+static void world_close(struct flow_world *world) {
     flows_close(world);
     free(world);
 }
@@ -134,7 +134,7 @@ static void *runner_main(void *arg) {
 static void test_random_flows(struct suite *suite, uint64_t seed) {
     struct flow_plan plan;
     flows_plan(&plan, seed, BLOCK, BLOCKS_MAX);
-    struct flow_world *world = world_make(suite, plan);
+    struct flow_world *world = world_open(suite, plan);
     struct runner runners[FLOWS_RANKS_MAX];
     pthread_t threads[FLOWS_RANKS_MAX];
     atomic_int done = 0;
@@ -145,31 +145,32 @@ static void test_random_flows(struct suite *suite, uint64_t seed) {
     for (int rank = 0; rank < plan.size; rank++) {
         CHECK(pthread_join(threads[rank], NULL) == 0, "thread");
     }
-    world_free(world);
+    world_close(world);
 }
 
-static void turn_all(struct flow_world *world) {
+static void progress_all(struct flow_world *world) {
     for (int rank = 0; rank < world->plan.size; rank++) {
         if (world->nodes[rank].lanes != NULL) {
-            flows_turn(&world->nodes[rank]);
+            flows_progress(&world->nodes[rank]);
         }
     }
 }
 
-static void turn_quietly(struct flow_world *world) {
-    for (int i = 0; i < QUIET_TURNS; i++) {
-        turn_all(world);
+static void progress_long(struct flow_world *world) {
+    for (int i = 0; i < LONG_PASSES; i++) {
+        progress_all(world);
     }
 }
 
-#define TURN_UNTIL(world, cond)                                                                                        \
+#define PROGRESS_UNTIL(world, cond)                                                                                    \
     for (int64_t deadline = flows_deadline(); !(cond);) {                                                              \
-        turn_all(world);                                                                                               \
-        CHECK(nb_now_ns() < deadline, "%s: never: " #cond, (world)->ops->name);                                        \
+        progress_all(world);                                                                                           \
+        CHECK(nb_now_ns() < deadline, "%s: timed out: " #cond, (world)->ops->name);                                    \
     }
 
-static void turn_until_ready(struct flow_world *world) {
-    TURN_UNTIL(world, nb_lanes_peer_ready(world->nodes[0].lanes, 1) && nb_lanes_peer_ready(world->nodes[1].lanes, 0));
+static void progress_until_ready(struct flow_world *world) {
+    PROGRESS_UNTIL(world,
+                   nb_lanes_peer_ready(world->nodes[0].lanes, 1) && nb_lanes_peer_ready(world->nodes[1].lanes, 0));
 }
 
 static struct flow_spec spec_of(int from, int to, uint64_t op, uint32_t blocks) {
@@ -194,70 +195,70 @@ static void add_all(struct flow_node *node) {
     }
 }
 
-static void test_priorities(struct suite *suite, uint64_t seed) {
+static void test_higher_priority_finishes_first(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 1);
     plan.mapped = true;
     plan.count = 2;
     plan.specs[0] = spec_of(0, 1, 1, 48);
     plan.specs[1] = spec_of(0, 1, 2, 8);
     plan.specs[1].priority = 3;
-    struct flow_world *world = world_make(suite, plan);
+    struct flow_world *world = world_open(suite, plan);
     struct flow_node *sender = &world->nodes[0];
-    turn_until_ready(world);
+    progress_until_ready(world);
     add_all(&world->nodes[1]);
     add_all(sender);
-    turn_quietly(world); // RMA: the credits come
+    progress_long(world); // RMA: receives the credits
     for (int i = 0; i < 2; i++) {
         for (uint32_t block = 0; block < sender->sides[i].spec->blocks; block++) {
             nb_lanes_ready(sender->lanes, &sender->sides[i].flow, block);
         }
     }
     nb_lanes_push(sender->lanes, 1, nb_now_ns());
-    TURN_UNTIL(world, flows_done(sender) && flows_done(&world->nodes[1]));
+    PROGRESS_UNTIL(world, flows_done(sender) && flows_done(&world->nodes[1]));
     CHECK(sender->landing[0] == 2 && world->nodes[1].landing[0] == 2, "op %llu finished before the urgent one",
           (unsigned long long)world->nodes[1].landing[0]);
-    world_free(world);
+    world_close(world);
 }
 
-static void map_again(struct flow_node *node, struct flow_plan plan) {
+static void remap(struct flow_node *node, struct flow_plan plan) {
     struct nb_error err = {0};
     nb_lanes_unmap(node->lanes, node->arena);
     CHECK(nb_lanes_map(node->lanes, node->arena, node->arena_bytes, &err) == 0, "seed %llu: map: %s",
           (unsigned long long)plan.seed, err.text);
 }
 
-// Memory that is given back and mapped anew between operations, under the same number: a credit that comes before the
-// lane's announcement must wait for it, and not be used with what the number stood for before.
-static void test_mapped_again(struct suite *suite, uint64_t seed) {
+// Memory is unmapped between operations and mapped again under the same number. A credit that arrives before the lane's
+// announcement waits for it; it does not use the previous memory of that number.
+static void test_remapped_memory(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
     plan.mapped = true;
     plan.count = FLOWS_MAX;
     for (int i = 0; i < FLOWS_MAX; i++) {
         plan.specs[i] = spec_of(i % 2, 1 - i % 2, 1 + (uint64_t)i, 12);
     }
-    struct flow_world *world = world_make(suite, plan);
-    turn_until_ready(world);
+    struct flow_world *world = world_open(suite, plan);
+    progress_until_ready(world);
     for (int i = 0; i < FLOWS_MAX; i++) {
         struct flow_side *out = &world->nodes[i % 2].sides[i];
         struct flow_side *in = &world->nodes[1 - i % 2].sides[i];
         flows_add(in);
         flows_add(out);
         flows_ready(out, 12);
-        TURN_UNTIL(world, out->finished && in->finished);
-        map_again(&world->nodes[0], plan);
-        map_again(&world->nodes[1], plan);
+        PROGRESS_UNTIL(world, out->finished && in->finished);
+        remap(&world->nodes[0], plan);
+        remap(&world->nodes[1], plan);
     }
-    TURN_UNTIL(world, flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]));
-    world_free(world);
+    PROGRESS_UNTIL(world, flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]));
+    world_close(world);
 }
 
-// The limit is reported, and returned memory no longer counts.
-static void test_numbers_of_mapped_memory(struct suite *suite) {
+// Too many mappings are refused with a message, and unmapped memory no longer counts.
+static void test_limit_of_mapped_memory(struct suite *suite) {
     enum { PAGES = 64, PAGE = 4096 };
     struct flow_plan plan = plan_of(0, 1);
     plan.count = 1;
     plan.specs[0] = spec_of(0, 1, 1, 12);
-    struct flow_world *world = world_make(suite, plan);
+    struct flow_world *world = world_open(suite, plan);
     struct nb_lanes *lanes = world->nodes[0].lanes;
     struct nb_error err = {0};
     char *memory = aligned_alloc(PAGE, (size_t)PAGES * PAGE);
@@ -280,30 +281,30 @@ static void test_numbers_of_mapped_memory(struct suite *suite) {
         nb_lanes_unmap(lanes, memory + (size_t)i * PAGE);
     }
     free(memory);
-    world_free(world);
+    world_close(world);
 }
 
-// Segments of an operation the receiver has not started wait for it, and nothing of them lands before.
+// Segments of an operation that the receiver has not started do not land before it starts.
 static void test_late_receiver(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
     plan.count = 2;
     plan.specs[0] = spec_of(0, 1, 1, 12);
     plan.specs[1] = spec_of(0, 1, 2, 12);
     plan.specs[1].staged = true;
-    struct flow_world *world = world_make(suite, plan);
+    struct flow_world *world = world_open(suite, plan);
     struct flow_node *sender = &world->nodes[0];
     struct flow_node *receiver = &world->nodes[1];
-    turn_until_ready(world);
+    progress_until_ready(world);
     add_all(sender);
     flows_ready(&sender->sides[0], 12);
     flows_ready(&sender->sides[1], 12);
-    turn_quietly(world);
-    CHECK(receiver->sides[0].landed == 0 && receiver->sides[1].landed == 0, "blocks landed before the flow was there");
+    progress_long(world);
+    CHECK(receiver->sides[0].landed == 0 && receiver->sides[1].landed == 0, "blocks landed before the flow was added");
     flows_add(&receiver->sides[0]);
-    TURN_UNTIL(world, receiver->sides[0].finished || receiver->sides[0].landed > 0);
+    PROGRESS_UNTIL(world, receiver->sides[0].finished || receiver->sides[0].landed > 0);
     flows_add(&receiver->sides[1]);
-    TURN_UNTIL(world, flows_done(sender) && flows_done(receiver));
-    world_free(world);
+    PROGRESS_UNTIL(world, flows_done(sender) && flows_done(receiver));
+    world_close(world);
 }
 
 // Returns a world of two ranks in which one flow, from rank 0 to rank 1, has started to land.
@@ -312,16 +313,16 @@ static struct flow_world *cancel_world(struct suite *suite, uint64_t seed, bool 
     plan.count = 1;
     plan.specs[0] = spec_of(0, 1, 1, 96);
     plan.specs[0].staged = staged;
-    struct flow_world *world = world_make(suite, plan);
+    struct flow_world *world = world_open(suite, plan);
     struct flow_side *out = &world->nodes[0].sides[0];
     struct flow_side *in = &world->nodes[1].sides[0];
     world->nodes[0].may_lose = true;
     world->nodes[1].may_lose = true;
-    turn_until_ready(world);
+    progress_until_ready(world);
     flows_add(in);
     flows_add(out);
     flows_ready(out, 96);
-    TURN_UNTIL(world, in->landed >= 4);
+    PROGRESS_UNTIL(world, in->landed >= 4);
     return world;
 }
 
@@ -330,14 +331,14 @@ static void test_cancel_receiver(struct suite *suite, uint64_t seed) {
     struct flow_side *in = &world->nodes[1].sides[0];
     if (!in->finished) {
         nb_lanes_cancel(world->nodes[1].lanes, &in->flow);
-        in->finished = true; // an arrival would be seen
+        in->finished = true; // consume() would fail on an arrival
         memset(in->memory, 0x77, in->memory_bytes);
-        turn_quietly(world);
+        progress_long(world);
         for (size_t i = 0; i < in->memory_bytes; i++) {
             CHECK(in->memory[i] == 0x77, "seed %llu: byte %zu was written after cancel", (unsigned long long)seed, i);
         }
     }
-    world_free(world);
+    world_close(world);
 }
 
 static void test_cancel_sender(struct suite *suite, uint64_t seed) {
@@ -345,68 +346,68 @@ static void test_cancel_sender(struct suite *suite, uint64_t seed) {
     struct flow_side *out = &world->nodes[0].sides[0];
     if (!out->finished) {
         nb_lanes_cancel(world->nodes[0].lanes, &out->flow);
-        memset(out->memory, 0x55, out->memory_bytes); // what still lands was read before: consume() compares it
-        turn_quietly(world);
+        memset(out->memory, 0x55, out->memory_bytes); // data in flight were read before this: consume() compares them
+        progress_long(world);
     }
-    world_free(world);
+    world_close(world);
 }
 
-// A rank leaves in the middle of flows both ways.
-static void test_peer_gone(struct suite *suite, uint64_t seed) {
+// A rank leaves during flows in both directions.
+static void test_peer_leaves(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
     plan.count = 2;
     plan.specs[0] = spec_of(0, 1, 1, 96);
     plan.specs[1] = spec_of(1, 0, 2, 96);
-    struct flow_world *world = world_make(suite, plan);
-    struct flow_node *stays = &world->nodes[0];
-    struct flow_node *goes = &world->nodes[1];
-    stays->may_lose = true;
-    goes->may_lose = true;
-    turn_until_ready(world);
+    struct flow_world *world = world_open(suite, plan);
+    struct flow_node *staying = &world->nodes[0];
+    struct flow_node *leaving = &world->nodes[1];
+    staying->may_lose = true;
+    leaving->may_lose = true;
+    progress_until_ready(world);
     for (int rank = 0; rank < 2; rank++) {
         add_all(&world->nodes[rank]);
         flows_ready(&world->nodes[rank].sides[rank], 96);
     }
-    TURN_UNTIL(world, stays->sides[1].landed >= 4);
-    flows_node_close(goes);
-    if (strcmp(suite->ops->name, "ofi") != 0) { // there the control connection reports it
-        TURN_UNTIL(world, stays->lost == plan.lanes);
-        CHECK(stays->left_last == 0, "%d lanes are reported as left", stays->left_last);
-        uint32_t landed = stays->sides[1].landed;
-        turn_quietly(world);
-        CHECK(stays->sides[1].landed == landed, "blocks of a lost peer landed");
-        CHECK(stays->lost == plan.lanes, "lane_lost was called %d times for %d lanes", stays->lost, plan.lanes);
+    PROGRESS_UNTIL(world, staying->sides[1].landed >= 4);
+    flows_node_close(leaving);
+    if (strcmp(suite->ops->name, "ofi") != 0) { // on libfabric, the control connection reports it
+        PROGRESS_UNTIL(world, staying->lost == plan.lanes);
+        CHECK(staying->left_last == 0, "%d lanes are reported as left", staying->left_last);
+        uint32_t landed = staying->sides[1].landed;
+        progress_long(world);
+        CHECK(staying->sides[1].landed == landed, "blocks of a lost peer landed");
+        CHECK(staying->lost == plan.lanes, "lane_lost was called %d times for %d lanes", staying->lost, plan.lanes);
     }
-    turn_quietly(world);
-    world_free(world);
+    progress_long(world);
+    world_close(world);
 }
 
-// One lane of two breaks while nothing travels: both ranks are notified, and the other lane carries later data.
-static void test_one_lane_breaks(struct suite *suite, uint64_t seed) {
+// One of two lanes breaks while idle: both ranks are notified, and the other lane carries later data.
+static void test_idle_lane_breaks(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
     plan.count = 2;
     plan.specs[0] = spec_of(0, 1, 1, 12);
     plan.specs[1] = spec_of(1, 0, 2, 12);
-    struct flow_world *world = world_make(suite, plan);
-    turn_until_ready(world);
-    turn_quietly(world);
+    struct flow_world *world = world_open(suite, plan);
+    progress_until_ready(world);
+    progress_long(world);
     for (int rank = 0; rank < 2; rank++) {
         world->nodes[rank].may_lose = true;
     }
     nb_mem_break(world->net, 0, 1, (int)(seed % 2));
-    TURN_UNTIL(world, world->nodes[0].lost == 1 && world->nodes[1].lost == 1);
-    CHECK(world->nodes[0].left_last == 1 && world->nodes[1].left_last == 1, "one lane is left");
+    PROGRESS_UNTIL(world, world->nodes[0].lost == 1 && world->nodes[1].lost == 1);
+    CHECK(world->nodes[0].left_last == 1 && world->nodes[1].left_last == 1, "lanes_left is not 1");
     for (int rank = 0; rank < 2; rank++) {
         add_all(&world->nodes[rank]);
         flows_ready(&world->nodes[rank].sides[rank], 12);
     }
-    TURN_UNTIL(world, flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]));
-    world_free(world);
+    PROGRESS_UNTIL(world, flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]));
+    world_close(world);
 }
 
-// A lane falls silent in the middle, without a notification: it is given up, and its segments go over the other. Where both
-// are silent, none is given up.
-static void test_lane_falls_silent(struct suite *suite, uint64_t seed, bool both) {
+// A lane stops moving data without a notification: it is given up, and the other lane carries its segments. If both
+// lanes stop, none is given up.
+static void test_silent_lane_is_given_up(struct suite *suite, uint64_t seed, bool both) {
     enum { TIMEOUT_MS = 400, WAIT_MS = 600 };
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
@@ -420,34 +421,36 @@ static void test_lane_falls_silent(struct suite *suite, uint64_t seed, bool both
     world->plan.specs[1] = spec_of(1, 0, 2, 96);
     world->timeout_ms = TIMEOUT_MS;
     CHECK(flows_open(world, &err) == 0, "open: %s", err.text);
-    turn_until_ready(world);
+    progress_until_ready(world);
     for (int rank = 0; rank < 2; rank++) {
         world->nodes[rank].may_lose = !both;
         add_all(&world->nodes[rank]);
         flows_ready(&world->nodes[rank].sides[rank], 96);
     }
-    TURN_UNTIL(world, world->nodes[1].sides[0].landed >= 4);
-    bool over = flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]);
+    PROGRESS_UNTIL(world, world->nodes[1].sides[0].landed >= 4);
+    bool finished_early = flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]);
     nb_mem_stall(world->net, 0, 1, (int)(seed % 2));
     if (both) {
         nb_mem_stall(world->net, 0, 1, 1 - (int)(seed % 2));
     }
     int64_t until = both ? nb_now_ns() + (int64_t)WAIT_MS * 1000000 : flows_deadline();
     while (nb_now_ns() < until && (both || !(flows_done(&world->nodes[0]) && flows_done(&world->nodes[1])))) {
-        turn_all(world);
+        progress_all(world);
         for (int rank = 0; rank < 2; rank++) {
             nb_lanes_tick(world->nodes[rank].lanes, nb_now_ns());
         }
     }
     for (int rank = 0; rank < 2; rank++) {
-        CHECK(both || flows_done(&world->nodes[rank]), "seed %llu: rank %d waits", (unsigned long long)seed, rank);
-        CHECK(both || over || world->nodes[rank].lost == 1, "rank %d lost %d lanes", rank, world->nodes[rank].lost);
+        CHECK(both || flows_done(&world->nodes[rank]), "seed %llu: rank %d does not finish", (unsigned long long)seed,
+              rank);
+        CHECK(both || finished_early || world->nodes[rank].lost == 1, "rank %d lost %d lanes", rank,
+              world->nodes[rank].lost);
     }
-    world_free(world);
+    world_close(world);
 }
 
-// False: this machine lacks what the network needs; it says what.
-static bool network_is_there(struct suite *suite) {
+// Returns false, and prints the reason, if this machine does not support the network.
+static bool is_available(struct suite *suite) {
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
     CHECK(world != NULL, "memory");
@@ -461,13 +464,13 @@ static bool network_is_there(struct suite *suite) {
     bool six = suite->bind[0] == '[' && (rc == -EADDRNOTAVAIL || rc == -EAFNOSUPPORT || rc == -ENODEV);
     CHECK(rc == 0 || rc == NB_ENOLIB || six, "%s at %s: %s", suite->ops->name, suite->bind, err.text);
     if (rc != 0) {
-        printf("%s left out: %s\n", suite->ops->name, err.text);
+        printf("%s skipped: %s\n", suite->ops->name, err.text);
         nb_loop_fini(&world->nodes[0].loop);
         nb_mem_net_close(world->net);
         free(world);
         return false;
     }
-    world_free(world);
+    world_close(world);
     return true;
 }
 
@@ -476,9 +479,9 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
         test_random_flows(suite, strtoull(seed, NULL, 10));
         return;
     }
-    int few = seeds / 6 + 1;
-    test_numbers_of_mapped_memory(suite);
-    for (int i = 0; i < few; i++) {
+    int fewer_seeds = seeds / 6 + 1;
+    test_limit_of_mapped_memory(suite);
+    for (int i = 0; i < fewer_seeds; i++) {
         struct probe_world probe = {.ops = suite->ops, .bind = suite->bind, .seed = (uint64_t)i};
         probe.boots = suite->is_mem ? NULL : suite->boots[0];
         probe_messages(&probe);
@@ -486,18 +489,18 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
             probe_segments(&probe);
         }
         if (strcmp(suite->ops->name, "tcp") == 0) {
-            probe_ahead(&probe);
+            probe_immediate_sends(&probe);
         }
         probe_close(&probe);
-        test_priorities(suite, (uint64_t)i);
-        test_mapped_again(suite, (uint64_t)i);
+        test_higher_priority_finishes_first(suite, (uint64_t)i);
+        test_remapped_memory(suite, (uint64_t)i);
         test_late_receiver(suite, (uint64_t)i);
         test_cancel_receiver(suite, (uint64_t)i);
         test_cancel_sender(suite, (uint64_t)i);
-        test_peer_gone(suite, (uint64_t)i);
+        test_peer_leaves(suite, (uint64_t)i);
         if (suite->is_mem) {
-            test_one_lane_breaks(suite, (uint64_t)i);
-            test_lane_falls_silent(suite, (uint64_t)i, i % 4 == 3);
+            test_idle_lane_breaks(suite, (uint64_t)i);
+            test_silent_lane_is_given_up(suite, (uint64_t)i, i % 4 == 3);
         }
     }
     for (int i = 0; i < seeds; i++) {
@@ -529,7 +532,7 @@ int main(int argc, char **argv) {
         if (networks[i].data_bytes > 0) {
             double_begin(argc > 2 ? strtoull(argv[2], NULL, 10) : i, (size_t)networks[i].data_bytes);
         }
-        if (network_is_there(suite)) {
+        if (is_available(suite)) {
             run_suite(suite, networks[i].seeds, argc > 2 ? argv[2] : NULL);
             printf("%s passed\n", networks[i].name);
             passed++;

@@ -1,5 +1,5 @@
-// Several hosts, some with several ranks: two-level all-reduces are exact for any hosts, types and memory, the
-// network carries each byte once per host, and other operations run concurrently.
+// Two-level all-reduce: exact for any distribution of ranks over hosts, any type and any memory. Each byte crosses the
+// network once per host, and other operations run concurrently.
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
@@ -8,23 +8,23 @@
 #include "engine/two_level.h"
 #include "sums.h"
 
-enum { EVEN = 3 << 18, LARGE = 12 << 20, GATHERED = 1 << 16, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
+enum { EVEN_BYTES = 3 << 18, LARGE = 12 << 20, SMALL_COUNT = 1 << 16, REPEATED_COUNT = 300001, MIXED = 24, ROUNDS = 3 };
 
 static pthread_mutex_t counts_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t lane_bytes[2][26]; // by host
 
-static const struct layout cut = {.pieces = 100, .gap = 12};
+static const struct layout many_pieces = {.pieces = 100, .gap = 12};
 
-// Large enough that every piece of memory between hosts is used again.
-static void large_in(struct test_rank *me, char *base, const char *where) {
+// Large enough that every staging piece of the rings between hosts is reused.
+static void check_large(struct test_rank *me, char *base, const char *where) {
     struct nb_op op = {.name = where, .kind = NB_OP_ALLREDUCE, .dtype = NB_F64};
-    one(me, op, base, LARGE / sizeof(double) - 5, whole);
+    check_operation(me, op, base, LARGE / sizeof(double) - 5, contiguous);
     op.dtype = NB_U8;
-    one(me, op, base, LARGE / 16 - 1, cut);
+    check_operation(me, op, base, LARGE / 16 - 1, many_pieces);
 }
 
-// Sums in two levels and small ones, gatherings and broadcasts on the network between all, all at once.
-static void mixed(struct test_rank *me, char *base, const char *elsewhere) {
+// Concurrent two-level all-reduces, small all-reduces, and broadcasts between all ranks.
+static void concurrent_operations(struct test_rank *me, char *base, const char *heap) {
     static const enum nb_op_kind kinds[] = {NB_OP_ALLREDUCE, NB_OP_ALLREDUCE, NB_OP_BROADCAST, NB_OP_ALLREDUCE};
     struct nb_work *works[MIXED];
     struct nb_segment all[MIXED];
@@ -32,11 +32,11 @@ static void mixed(struct test_rank *me, char *base, const char *elsewhere) {
         for (int k = 0; k < MIXED; k++) {
             int which = (k * 7 + me->rank * 5 + round) % MIXED;
             size_t bytes = which % 4 == 0 ? 1000 : 40000 + (size_t)which * 7001;
-            char *memory = (which % 3 == 0 ? (char *)(uintptr_t)elsewhere : base) + (size_t)which * 400000;
+            char *memory = (which % 3 == 0 ? (char *)(uintptr_t)heap : base) + (size_t)which * 400000;
             char name[32];
             snprintf(name, sizeof name, "mixed.%d", which);
             for (size_t i = 0; i < bytes; i++) {
-                memory[i] = (char)given(me->rank, i + (size_t)which);
+                memory[i] = (char)input_value(me->rank, i + (size_t)which);
             }
             all[which] = (struct nb_segment){.base = memory, .bytes = bytes};
             struct nb_op op = test_op(name, kinds[which % 4], &all[which]);
@@ -50,7 +50,7 @@ static void mixed(struct test_rank *me, char *base, const char *elsewhere) {
             for (size_t i = 0; i < all[which].bytes; i++) {
                 size_t at = i + (size_t)which;
                 bool sum = kinds[which % 4] == NB_OP_ALLREDUCE;
-                int want = sum ? (int)fold(NB_SUM, me->size, at) : given(which % me->size, at);
+                int want = sum ? (int)reduce_inputs(NB_SUM, me->size, at) : input_value(which % me->size, at);
                 int got = ((unsigned char *)all[which].base)[i];
                 CHECK(got == want, "rank %d, mixed %d: [%zu] is %d, not %d", me->rank, which, i, got, want);
             }
@@ -66,75 +66,77 @@ static int ranks_of_host(const struct test_rank *me, char host) {
     return n;
 }
 
-static void all_of_it(struct test_rank *me) {
+static void operations_in_all_memory(struct test_rank *me) {
     char *base = arena_share(me);
-    char *elsewhere = malloc(ARENA_BYTES);
+    char *heap = malloc(ARENA_BYTES);
     char text[64];
-    CHECK(elsewhere != NULL, "memory");
+    CHECK(heap != NULL, "memory");
     int here = ranks_of_host(me, me->hosts[me->rank]);
     snprintf(text, sizeof text, "on: %d rank%s of this host", here, here > 1 ? "s" : "");
-    CHECK(strcmp(info_of(me).shm, text) == 0, "shm is '%s', not '%s'", info_of(me).shm, text);
-    kinds_in(me, base, "arena");
-    scales_in(me, (float *)(void *)base, "arena");
-    CHECK(info_of(me).shm_staged_bytes == 0, "%llu bytes were staged",
-          (unsigned long long)info_of(me).shm_staged_bytes);
-    sizes_in(me, base, "arena"); // what lies in too many pieces for the lanes is joined first, and then it is elsewhere
-    large_in(me, base, "large");
-    kinds_in(me, elsewhere, "elsewhere");
-    sizes_in(me, elsewhere, "elsewhere");
-    scales_in(me, (float *)(void *)elsewhere, "elsewhere");
-    large_in(me, elsewhere, "large elsewhere");
-    CHECK((info_of(me).shm_staged_bytes > 0) == (here > 1), "%d ranks, %llu bytes were staged", here,
-          (unsigned long long)info_of(me).shm_staged_bytes);
-    char *odd =
-        me->hosts[me->rank] == 'a' && me->rank > 0 ? elsewhere : base; // one host goes through staging, others not
-    sizes_in(me, odd, "of one host");
-    large_in(me, odd, "large of one host");
-    mixed(me, base, elsewhere);
-    free(elsewhere);
+    CHECK(strcmp(job_info(me).shm, text) == 0, "shm is '%s', not '%s'", job_info(me).shm, text);
+    check_all_kinds(me, base, "arena");
+    check_scale_factors(me, (float *)(void *)base, "arena");
+    CHECK(job_info(me).shm_staged_bytes == 0, "%llu bytes were staged",
+          (unsigned long long)job_info(me).shm_staged_bytes);
+    check_all_sizes(me, base,
+                    "arena"); // a buffer in too many pieces for the lanes is copied, and is then not in an arena
+    check_large(me, base, "large");
+    check_all_kinds(me, heap, "heap");
+    check_all_sizes(me, heap, "heap");
+    check_scale_factors(me, (float *)(void *)heap, "heap");
+    check_large(me, heap, "large heap");
+    CHECK((job_info(me).shm_staged_bytes > 0) == (here > 1), "%d ranks, %llu bytes were staged", here,
+          (unsigned long long)job_info(me).shm_staged_bytes);
+    char *staged_on_a = me->hosts[me->rank] == 'a' && me->rank > 0 ? heap : base; // only host a uses staging
+    check_all_sizes(me, staged_on_a, "one host");
+    check_large(me, staged_on_a, "large, one host");
+    concurrent_operations(me, base, heap);
+    free(heap);
 }
 
-// What the lanes of a host's ranks move is what the host owes, whatever the number of its ranks. EVEN can be cut evenly by
-// all of the hosts and ranks here.
-static void counts(struct test_rank *me) {
+// The lanes of a host send the minimum for this number of hosts, whatever its number of ranks. EVEN is divisible by the
+// numbers of hosts and ranks here.
+static void count_lane_bytes(struct test_rank *me) {
     static const struct layout layouts[] = {{.pieces = 1}, {.pieces = 7}};
-    static const size_t bytes[] = {EVEN, LARGE / 4};
+    static const size_t bytes[] = {EVEN_BYTES, LARGE / 4};
     char *base = arena_share(me);
     for (int i = 0; i < 2; i++) {
-        uint64_t before = info_of(me).bytes_out;
+        uint64_t before = job_info(me).bytes_out;
         struct nb_op op = {.name = "counted", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-        one(me, op, base, bytes[i] / sizeof(float), layouts[i]);
+        check_operation(me, op, base, bytes[i] / sizeof(float), layouts[i]);
         pthread_mutex_lock(&counts_lock);
-        lane_bytes[i][me->hosts[me->rank] - 'a'] += info_of(me).bytes_out - before;
+        lane_bytes[i][me->hosts[me->rank] - 'a'] += job_info(me).bytes_out - before;
         pthread_mutex_unlock(&counts_lock);
     }
 }
 
-static void check_counts(const struct test_rank *like) {
+static void check_lane_bytes(const struct test_rank *template) {
     uint64_t hosts = 0;
     uint64_t all = 0;
     for (char h = 'a'; h <= 'z'; h++) {
-        hosts += ranks_of_host(like, h) > 0;
+        hosts += ranks_of_host(template, h) > 0;
     }
     for (char h = 'a'; h <= 'z'; h++) {
-        uint64_t want = ranks_of_host(like, h) > 0 ? 2 * (hosts - 1) * EVEN / hosts : 0;
-        CHECK(lane_bytes[0][h - 'a'] == want, "%s: host %c sent %llu bytes, not %llu", like->hosts, h,
+        uint64_t want = ranks_of_host(template, h) > 0 ? 2 * (hosts - 1) * EVEN_BYTES / hosts : 0;
+        CHECK(lane_bytes[0][h - 'a'] == want, "%s: host %c sent %llu bytes, not %llu", template->hosts, h,
               (unsigned long long)lane_bytes[0][h - 'a'], (unsigned long long)want);
         all += lane_bytes[1][h - 'a'];
     }
-    CHECK(all == 2 * (hosts - 1) * (LARGE / 4), "%s: %llu bytes", like->hosts, (unsigned long long)all);
+    CHECK(all == 2 * (hosts - 1) * (LARGE / 4), "%s: all hosts sent %llu bytes", template->hosts,
+          (unsigned long long)all);
     memset(lane_bytes, 0, sizeof lane_bytes);
 }
 
-// Numbers that float32 does not add exactly: each time, in whatever memory, on each rank, the sum has the same bits.
-static void repeats(struct test_rank *me) {
-    static float first[REPEATED];
-    float *memory[2] = {(float *)(void *)arena_share(me), malloc(REPEATED * sizeof(float))};
+// With numbers that float32 does not add exactly, the sum has the same bits in each run, in any memory and on each
+// rank.
+static void results_are_repeatable(struct test_rank *me) {
+    static float first[REPEATED_COUNT];
+    float *memory[2] = {(float *)(void *)arena_share(me), malloc(REPEATED_COUNT * sizeof(float))};
     CHECK(memory[1] != NULL, "memory");
     for (int round = 0; round < 6; round++) {
         float *data = memory[round % 2];
-        struct nb_segment all = {.base = data, .bytes = REPEATED * sizeof *data};
-        for (size_t i = 0; i < REPEATED; i++) {
+        struct nb_segment all = {.base = data, .bytes = REPEATED_COUNT * sizeof *data};
+        for (size_t i = 0; i < REPEATED_COUNT; i++) {
             data[i] = 1.0f / (float)(i % 977 + (size_t)me->rank * 31 + 1);
         }
         test_done(me, test_submit(me, test_op("repeated", NB_OP_ALLREDUCE, &all)));
@@ -147,58 +149,58 @@ static void repeats(struct test_rank *me) {
     free(memory[1]);
 }
 
-static void small_ones(struct test_rank *me) {
+static void small_operations(struct test_rank *me) {
     char *base = arena_share(me);
-    uint64_t shared = info_of(me).shm_bytes;
+    uint64_t shared = job_info(me).shm_bytes;
     struct nb_op op = {.name = "small", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
     op.kind = NB_OP_ALLGATHER;
-    one(me, op, base, GATHERED, whole);
-    CHECK(info_of(me).shm_bytes == shared, "a gathering takes the network");
+    check_operation(me, op, base, SMALL_COUNT, contiguous);
+    CHECK(job_info(me).shm_bytes == shared, "an all-gather uses shared memory");
     op.kind = NB_OP_ALLREDUCE;
-    one(me, op, base, GATHERED, whole);
+    check_operation(me, op, base, SMALL_COUNT, contiguous);
     bool owner = ranks_of_host(me, me->hosts[me->rank]) > 1 && (me->rank == 0 || strcmp(me->hosts, "aabb") == 0);
-    CHECK((info_of(me).shm_bytes > shared) == owner, "a sum does not");
+    CHECK((job_info(me).shm_bytes > shared) == owner, "wrong use of shared memory in an all-reduce");
 }
 
-// Nothing is pinned: what two levels cost is measured, alike for all, and the choice follows from it.
-static void chosen(struct test_rank *me) {
+// No algorithm is configured: all ranks get the same measured costs, and the choice follows from them.
+static void algorithm_is_chosen_by_cost(struct test_rank *me) {
     static struct nb_costs costs[TEST_RANKS_MAX];
     char *base = arena_share(me);
-    char *elsewhere = malloc(ARENA_BYTES);
-    CHECK(elsewhere != NULL, "memory");
-    CHECK(info_of(me).costs.levels_ns == 0, "nothing is measured before it is needed");
+    char *heap = malloc(ARENA_BYTES);
+    CHECK(heap != NULL, "memory");
+    CHECK(job_info(me).costs.levels_ns == 0, "costs are measured before they are needed");
     for (size_t bytes = 1; bytes < LARGE; bytes *= 9) {
         struct nb_op op = {.name = "chosen", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
-        uint64_t shared = info_of(me).shm_bytes;
-        one(me, op, base, bytes, whole);
-        struct nb_job_info info = info_of(me);
+        uint64_t shared = job_info(me).shm_bytes;
+        check_operation(me, op, base, bytes, contiguous);
+        struct nb_job_info info = job_info(me);
         enum nb_algorithm_id want = nb_choose(&info.costs, me->size, 2, bytes);
-        bool owner = me->rank == 0 || me->rank == 2; // of a part, whatever the size
+        bool owner = me->rank == 0 || me->rank == 2; // owns a part at any size
         CHECK((info.shm_bytes > shared) == (owner && want == NB_ALGORITHM_TWO_LEVEL) || !owner,
-              "rank %d, %zu bytes: should take %d", me->rank, bytes, want);
+              "rank %d, %zu bytes: algorithm %d was expected", me->rank, bytes, want);
     }
-    mixed(me, base, elsewhere);
-    costs[me->rank] = info_of(me).costs;
-    CHECK(costs[me->rank].alpha_ns > 0 && costs[me->rank].levels_ns > 0, "what it costs is known");
+    concurrent_operations(me, base, heap);
+    costs[me->rank] = job_info(me).costs;
+    CHECK(costs[me->rank].alpha_ns > 0 && costs[me->rank].levels_ns > 0, "the costs are not known");
     test_barrier(me, "costs");
-    CHECK(memcmp(&costs[me->rank], &costs[0], sizeof costs[0]) == 0, "rank %d knows other costs", me->rank);
-    free(elsewhere);
+    CHECK(memcmp(&costs[me->rank], &costs[0], sizeof costs[0]) == 0, "rank %d has different costs", me->rank);
+    free(heap);
 }
 
-static void off(struct test_rank *me) {
+static void shm_is_off(struct test_rank *me) {
     static char data[TEST_RANKS_MAX][4 * KINDS_COUNT];
     struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
-    one(me, op, data[me->rank], KINDS_COUNT, whole);
-    CHECK(strcmp(info_of(me).shm, me->arg) == 0, "shm is '%s', not '%s'", info_of(me).shm, (char *)me->arg);
-    CHECK(info_of(me).shm_bytes == 0 && info_of(me).bytes_out > 0, "the network was used");
+    check_operation(me, op, data[me->rank], KINDS_COUNT, contiguous);
+    CHECK(strcmp(job_info(me).shm, me->arg) == 0, "shm is '%s', not '%s'", job_info(me).shm, (char *)me->arg);
+    CHECK(job_info(me).shm_bytes == 0 && job_info(me).bytes_out > 0, "the network was not used");
 }
 
-static void must_not_run(struct test_rank *me) {
+static void fail_if_run(struct test_rank *me) {
     CHECK(false, "rank %d runs without shared memory, which was required", me->rank);
 }
 
-// Rank 2 goes, in good order, before it has submitted what the others wait for.
-static void leaves(struct test_rank *me) {
+// Rank 2 leaves before it submits the operation that the others wait for.
+static void rank_leaves(struct test_rank *me) {
     char *base = arena_share(me);
     struct nb_segment all = {.base = base, .bytes = 1 << 20};
     struct nb_error err = {0};
@@ -209,70 +211,70 @@ static void leaves(struct test_rank *me) {
     CHECK(rc == NB_EPEER && err.peer == 2, "%d, rank %d: %s", rc, err.peer, err.text);
 }
 
-static int on_hosts(struct test_rank like, const char *hosts, void (*run)(struct test_rank *me)) {
-    like.hosts = hosts;
-    like.size = (int)strlen(hosts);
-    like.run = run;
-    return test_job(&like);
+static int run_on_hosts(struct test_rank template, const char *hosts, void (*run)(struct test_rank *me)) {
+    template.hosts = hosts;
+    template.size = (int)strlen(hosts);
+    template.run = run;
+    return test_job(&template);
 }
 
-static void where_it_is_off(const struct test_rank *base) {
+static void test_shm_off(const struct test_rank *base) {
     static char reason[] = "off: rank 3 disables it (NETBOTTLENECK_SHM=0)";
-    static char apart[] = "off: ranks 0 and 1 are on different hosts";
-    struct test_rank like = *base;
-    like.shm = NB_SHM_AUTO;
-    like.arg = apart;
-    CHECK(on_hosts(like, "abc", off) == 0, "one rank a host");
-    like.odd = &(struct test_odd){.rank = 3, .shm = NB_SHM_OFF};
-    like.arg = reason;
-    CHECK(on_hosts(like, "aabb", off) == 0, "one host does not share, so no host does");
-    CHECK(on_hosts(like, "aacb", small_ones) == 0, "a rank alone on its host has no rank to share with");
-    like.shm = NB_SHM_REQUIRED;
-    like.hosts = "aabb";
-    like.size = 4;
-    like.run = must_not_run;
-    test_job_fails(&like, -EOPNOTSUPP, reason + 5);
+    static char different_hosts[] = "off: ranks 0 and 1 are on different hosts";
+    struct test_rank template = *base;
+    template.shm = NB_SHM_AUTO;
+    template.arg = different_hosts;
+    CHECK(run_on_hosts(template, "abc", shm_is_off) == 0, "one rank on each host");
+    template.overrides = &(struct test_override){.rank = 3, .shm = NB_SHM_OFF};
+    template.arg = reason;
+    CHECK(run_on_hosts(template, "aabb", shm_is_off) == 0, "sharing is off on all hosts because one rank disables it");
+    CHECK(run_on_hosts(template, "aacb", small_operations) == 0, "one rank alone on its host");
+    template.shm = NB_SHM_REQUIRED;
+    template.hosts = "aabb";
+    template.size = 4;
+    template.run = fail_if_run;
+    test_job_fails(&template, -EOPNOTSUPP, reason + 5);
 }
 
-static int everything_on(struct test_rank like, const char *hosts) {
-    like.hosts = hosts;
-    int rc = on_hosts(like, hosts, counts);
+static int test_hosts(struct test_rank template, const char *hosts) {
+    template.hosts = hosts;
+    int rc = run_on_hosts(template, hosts, count_lane_bytes);
     if (rc == 0) {
-        check_counts(&like);
-        CHECK(on_hosts(like, hosts, all_of_it) == 0, "%s", hosts);
-        printf("%s over %s\n", hosts, like.transport);
+        check_lane_bytes(&template);
+        CHECK(run_on_hosts(template, hosts, operations_in_all_memory) == 0, "%s", hosts);
+        printf("%s over %s\n", hosts, template.transport);
     }
     return rc;
 }
 
-static int the_rest(const struct test_rank *like) {
-    CHECK(on_hosts(*like, "aaabbb", repeats) == 0, "the same bits each time");
-    CHECK(on_hosts(*like, "aabb", small_ones) == 0, "what takes which way");
-    CHECK(on_hosts(*like, "aabb", leaves) == 0, "a rank that leaves");
-    struct test_rank open = *like;
+static int test_rest(const struct test_rank *template) {
+    CHECK(run_on_hosts(*template, "aaabbb", results_are_repeatable) == 0, "repeated sums");
+    CHECK(run_on_hosts(*template, "aabb", small_operations) == 0, "small operations");
+    CHECK(run_on_hosts(*template, "aabb", rank_leaves) == 0, "rank leaves");
+    struct test_rank open = *template;
     open.algorithm = NB_ALGORITHM_NONE;
-    CHECK(on_hosts(open, "aabb", chosen) == 0, "nothing pinned");
-    where_it_is_off(like);
+    CHECK(run_on_hosts(open, "aabb", algorithm_is_chosen_by_cost) == 0, "measured choice");
+    test_shm_off(template);
     return 0;
 }
 
-// All of it, or what a word says: the ranks' hosts, "ofi", or "rest".
+// Argument: the ranks' hosts, "ofi", or "rest". None: everything over TCP.
 int main(int argc, char **argv) {
     static const char *const everywhere[] = {"aabb", "aab", "abab", "aabbcc", "aaab", "aabbb"};
-    struct test_rank like = {.transport = "tcp",
-                             .streams = 2,
-                             .timeout_ms = 20000,
-                             .shm = NB_SHM_REQUIRED,
-                             .algorithm = NB_ALGORITHM_TWO_LEVEL};
+    struct test_rank template = {.transport = "tcp",
+                                 .streams = 2,
+                                 .timeout_ms = 20000,
+                                 .shm = NB_SHM_REQUIRED,
+                                 .algorithm = NB_ALGORITHM_TWO_LEVEL};
     if (argc > 1 && strcmp(argv[1], "ofi") == 0) {
-        like.transport = argv[1];
-        return everything_on(like, "aabb");
+        template.transport = argv[1];
+        return test_hosts(template, "aabb");
     }
     if (argc > 1) {
-        return strcmp(argv[1], "rest") == 0 ? the_rest(&like) : everything_on(like, argv[1]);
+        return strcmp(argv[1], "rest") == 0 ? test_rest(&template) : test_hosts(template, argv[1]);
     }
     for (size_t i = 0; i < sizeof everywhere / sizeof everywhere[0]; i++) {
-        CHECK(everything_on(like, everywhere[i]) == 0, "%s", everywhere[i]);
+        CHECK(test_hosts(template, everywhere[i]) == 0, "%s", everywhere[i]);
     }
-    return the_rest(&like);
+    return test_rest(&template);
 }

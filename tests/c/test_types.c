@@ -1,5 +1,5 @@
-// Every type and reduction on 1 to 9 ranks at odd sizes, byte for byte: all-reduce by every algorithm, reduce-
-// scatter. Values are small integers, so no order of additions rounds.
+// Every type and reduction on 1 to 9 ranks at odd sizes, byte for byte: all-reduce by every algorithm, and
+// reduce-scatter. Values are small integers, so no order of additions rounds.
 #include <stdint.h>
 
 #include "base/arena.h"
@@ -7,39 +7,39 @@
 #include "coll/reduce.h"
 #include "job.h"
 
-enum { COUNT_MAX = 20011, MOST_BYTES = 8 };
+enum { COUNT_MAX = 20011, ITEM_BYTES_MAX = 8 };
 
 static const size_t counts[] = {1, 3, 1021, COUNT_MAX};
 
-// One or two where products grow, else 0 to 13.
-static int given(int rank, size_t i, int redop) {
+// 1 or 2 for products, which would overflow otherwise; else 0 to 13.
+static int input_value(int rank, size_t i, int redop) {
     uint32_t mixed = (uint32_t)(i * 2654435761u + (size_t)rank * 40503u) >> 7;
     return redop == NB_PRODUCT ? 1 + (int)(mixed % 2) : (int)(mixed % 14);
 }
 
 static int expected(int size, size_t i, int redop) {
-    int whole = given(0, i, redop);
+    int result = input_value(0, i, redop);
     for (int r = 1; r < size; r++) {
-        int one = given(r, i, redop);
+        int check_operation = input_value(r, i, redop);
         switch (redop) {
         case NB_SUM:
-            whole += one;
+            result += check_operation;
             break;
         case NB_MIN:
-            whole = one < whole ? one : whole;
+            result = check_operation < result ? check_operation : result;
             break;
         case NB_MAX:
-            whole = one > whole ? one : whole;
+            result = check_operation > result ? check_operation : result;
             break;
         default:
-            whole *= one;
+            result *= check_operation;
             break;
         }
     }
-    return whole;
+    return result;
 }
 
-// A whole number from 0 to 512 as its type holds it. uint8 and int8 keep its low 8 bits, as they wrap.
+// Stores an integer from 0 to 512 as the type. uint8 and int8 keep its low 8 bits, because they wrap.
 static void store(unsigned char *at, int dtype, int value) {
     float single = (float)value;
     double real = value;
@@ -74,14 +74,14 @@ static void store(unsigned char *at, int dtype, int value) {
     }
 }
 
-static void one(struct test_rank *me, unsigned char *line, struct nb_op op, size_t count) {
+static void check_operation(struct test_rank *me, unsigned char *data, struct nb_op op, size_t count) {
     char name[NB_NAME_MAX];
     size_t item = nb_dtype_size(op.dtype);
     size_t part = count / (size_t)me->size;
     bool scatter = op.kind == NB_OP_REDUCESCATTER;
-    struct nb_segment all = {.base = line, .bytes = count * item};
+    struct nb_segment all = {.base = data, .bytes = count * item};
     for (size_t i = 0; i < count; i++) {
-        store(line + i * item, op.dtype, given(me->rank, i, op.redop));
+        store(data + i * item, op.dtype, input_value(me->rank, i, op.redop));
     }
     snprintf(name, sizeof name, "%d %d %d %zu", op.kind, op.dtype, op.redop, count);
     op.name = name;
@@ -89,16 +89,16 @@ static void one(struct test_rank *me, unsigned char *line, struct nb_op op, size
     op.segment_count = 1;
     test_done(me, test_submit(me, op));
     for (size_t i = scatter ? (size_t)me->rank * part : 0; i < (scatter ? (size_t)(me->rank + 1) * part : count); i++) {
-        unsigned char right[MOST_BYTES];
+        unsigned char right[ITEM_BYTES_MAX];
         store(right, op.dtype, expected(me->size, i, op.redop));
-        CHECK(memcmp(line + i * item, right, item) == 0, "rank %d of %d: %s of %s, kind %d, %zu elements: [%zu]",
+        CHECK(memcmp(data + i * item, right, item) == 0, "rank %d of %d: %s of %s, kind %d, %zu elements: [%zu]",
               me->rank, me->size, nb_redop_name(op.redop), nb_dtype_name(op.dtype), (int)op.kind, count, i);
     }
 }
 
-static void every_type(struct test_rank *me) {
-    bool ring = me->algorithm == NB_ALGORITHM_RING; // the others are for all-reduces that are not large
-    size_t room = (size_t)COUNT_MAX * MOST_BYTES + 1;
+static void check_every_type(struct test_rank *me) {
+    bool ring = me->algorithm == NB_ALGORITHM_RING; // the other algorithms are not for large all-reduces
+    size_t room = (size_t)COUNT_MAX * ITEM_BYTES_MAX + 1;
     struct nb_arena arena = {.fd = -1};
     struct nb_error err = {0};
     unsigned char *heap = malloc(room);
@@ -108,13 +108,13 @@ static void every_type(struct test_rank *me) {
         for (int redop = 0; redop < NB_REDOPS; redop++) {
             for (size_t c = 0; c < (ring ? sizeof counts / sizeof counts[0] : 3); c++) {
                 struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = dtype, .redop = redop};
-                one(me, (dtype + redop) % 2 == 0 ? arena.base : heap, op, counts[c]);
+                check_operation(me, (dtype + redop) % 2 == 0 ? arena.base : heap, op, counts[c]);
                 if (!ring) {
                     continue;
                 }
                 op.kind = NB_OP_REDUCESCATTER;
-                one(me, (dtype + redop) % 2 == 0 ? heap : arena.base, op,
-                    counts[c] / (size_t)me->size * (size_t)me->size);
+                check_operation(me, (dtype + redop) % 2 == 0 ? heap : arena.base, op,
+                                counts[c] / (size_t)me->size * (size_t)me->size);
             }
         }
     }
@@ -124,18 +124,20 @@ static void every_type(struct test_rank *me) {
     free(heap);
 }
 
-// test_types shm, tcp or ofi
+// Usage: test_types shm|tcp|ofi
 int main(int argc, char **argv) {
     static const enum nb_algorithm_id algorithms[] = {NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
     CHECK(argc == 2, "name one network");
     for (int size = 1; size <= 9; size++) {
-        struct test_rank like = test_on(argv[1]);
-        like.size = size;
-        like.streams = strcmp(argv[1], "shm") == 0 ? 1 : 2;
-        like.run = every_type;
+        struct test_rank template = test_on(argv[1]);
+        template.size = size;
+        template.streams = strcmp(argv[1], "shm") == 0 ? 1 : 2;
+        template.run = check_every_type;
         for (size_t i = 0; i < sizeof algorithms / sizeof algorithms[0]; i++) {
-            like.algorithm = algorithms[i];
-            int rc = i > 0 && like.shm == NB_SHM_REQUIRED ? 0 : test_job(&like); // shared memory has one
+            template.algorithm = algorithms[i];
+            int rc = i > 0 && template.shm == NB_SHM_REQUIRED
+                         ? 0
+                         : test_job(&template); // shared memory has a single algorithm
             if (rc != 0) {
                 return rc;
             }

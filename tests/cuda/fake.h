@@ -1,6 +1,6 @@
-// Fake CUDA driver: controls, for tests. The driver itself is fake_driver.c, a libcuda.so.1 of the calls that the core
-// makes. Memory of its devices is closed to the host, streams are threads with seeded delays, and it refuses what CUDA
-// refuses.
+// Fake CUDA driver: controls for tests. The driver is fake_driver.c, a libcuda.so.1 with the functions that the core
+// calls. The host cannot access its device memory, streams are threads with seeded delays, and it returns CUDA's errors
+// for invalid calls.
 #ifndef NB_TEST_CUDA_FAKE_H
 #define NB_TEST_CUDA_FAKE_H
 
@@ -28,8 +28,8 @@ struct fake_entry {
     size_t bytes;
 };
 
-// What exists and was not destroyed.
-struct fake_alive {
+// Numbers of objects that were created and not destroyed.
+struct fake_live_objects {
     int contexts;
     int streams;
     int events;
@@ -39,48 +39,48 @@ struct fake_alive {
 };
 
 struct fake_controls {
-    // Ends all streams and forgets all objects, hooks and counts. The delays of each stream come from the seed.
+    // Ends all streams and frees all objects, faults and counts. The seed determines the delays of each stream.
     void (*reset)(uint64_t seed, int64_t delay_max_ns);
     void (*set_version)(int version); // until the next reset
-    // The n-th call from now fails without effect; 0: none. Not counted: calls for texts of errors and what polling
-    // repeats, cuEventQuery and cuCtxPushCurrent.
+    // The n-th call from now fails without effect; 0: none. Not counted: calls for error texts, and the calls that
+    // polling repeats, cuEventQuery and cuCtxPushCurrent.
     void (*fail_call)(int n, unsigned result);
     // The same for the n-th cuEventQuery or cuCtxPushCurrent.
     void (*fail_poll)(int n, unsigned result);
     // The next call of this name, without `_v2`, in the context of this device fails without effect. NULL: none.
     void (*fail_named)(const char *symbol, int device, unsigned result);
-    // The n-th operation that a stream executes from now breaks the device: all later calls fail.
+    // The n-th operation that a stream executes from now fails the device: all later calls fail.
     void (*break_operation)(int n);
-    int (*calls)(void); // as fail_call counts them
+    int (*calls)(void); // number of calls, counted as by fail_call
     int (*operations)(void);
-    // Operations that the stream was given and has not executed.
+    // Number of operations that are enqueued in the stream and not executed.
     int (*pending)(const struct CUstream_st *stream);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
-    // The stream says that it is captured into a graph. Threads that are not relaxed may then query no event.
+    // The stream reports that it is captured into a graph. A thread whose capture mode is not relaxed cannot query events.
     void (*capture)(struct CUstream_st *stream, bool captured);
-    // The clock of the devices, from the next event on: so much faster than the host's, in parts per million.
+    // Speed of the devices' clock relative to the host's, from the next event on: parts per million faster.
     void (*set_clock)(int64_t ppm);
-    // The n-th cuStreamWaitEvent from now succeeds and makes nothing wait; 0: none.
+    // The n-th cuStreamWaitEvent from now succeeds without effect; 0: none.
     void (*drop_wait)(int n);
-    // cuEventQuery says that events recorded in this stream are done, whether or not they are; NULL: none.
-    void (*hasten)(const struct CUstream_st *stream);
-    // Reads and writes device memory at once, beside all streams.
+    // cuEventQuery reports events of this stream as done before they are; NULL: none.
+    void (*report_done)(const struct CUstream_st *stream);
+    // Read and write device memory at once, regardless of streams.
     void (*peek)(void *to, nb_cuda_address from, size_t bytes);
     void (*poke)(nb_cuda_address to, const void *from, size_t bytes);
-    // Copies that were not from or to registered memory.
-    int (*slow_copies)(void);
-    // Copies entries from the n-th on; returns how many there are from there on.
+    // Number of copies from or to host memory that is not registered.
+    int (*pageable_copies)(void);
+    // Copies log entries from the n-th on, at most max. Returns the number of entries from the n-th on.
     size_t (*log)(size_t n, struct fake_entry *entries, size_t max);
-    struct fake_alive (*alive)(void);
+    struct fake_live_objects (*live_objects)(void);
 };
 
-// The path of the fake, beside the test's program.
+// Path of the fake library, in the folder of the test's program.
 __attribute__((unused)) static const char *fake_path(void) {
-    static _Thread_local char path[NB_CUDA_PATH]; // ranks that are threads ask at the same time
+    static _Thread_local char path[NB_CUDA_PATH]; // ranks are threads and call this concurrently
     char program[NB_CUDA_PATH - 16];
     ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
-    CHECK(length > 0, "the program's own path");
+    CHECK(length > 0, "/proc/self/exe: %m");
     program[length] = '\0';
     *strrchr(program, '/') = '\0';
     (void)snprintf(path, sizeof path, "%s/libcuda.so.1", program);
@@ -92,7 +92,7 @@ __attribute__((unused)) static const struct fake_controls *fake_controls_get(voi
     void *handle = dlopen(fake_path(), RTLD_NOW | RTLD_LOCAL);
     CHECK(handle != NULL, "%s", dlerror());
     void *symbol = dlsym(handle, "fake_controls");
-    CHECK(symbol != NULL, "the fake has no controls");
+    CHECK(symbol != NULL, "the fake driver exports no controls");
     memcpy(&get, &symbol, sizeof symbol);
     return get();
 }

@@ -1,4 +1,4 @@
-// Controls of the fake CUDA driver: what tests count, hold and break.
+// Fake CUDA driver: implementation of the controls in fake.h.
 #include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -61,7 +61,7 @@ static void control_reset(uint64_t seed, int64_t delay_max_ns) {
     free_objects();
     fake.log = NULL;
     fake.logged = fake.log_room = 0;
-    fake.hastened = NULL;
+    fake.reported_done = NULL;
     fake.capturing = 0;
     fake.clock_ppm = 0;
     fake.fail_symbol = NULL;
@@ -69,8 +69,8 @@ static void control_reset(uint64_t seed, int64_t delay_max_ns) {
     fake.seed = seed;
     fake.delay_max_ns = delay_max_ns;
     fake.version = FAKE_VERSION;
-    fake.calls = fake.poll_calls = fake.fail_poll_in = fake.executed = fake.slow_copies = fake.fail_in = fake.break_in =
-        fake.drop_in = 0;
+    fake.calls = fake.poll_calls = fake.fail_poll_in = fake.executed = fake.pageable_copies = fake.fail_in =
+        fake.break_in = fake.drop_in = 0;
     fake.initialized = fake.broken = fake.ending = false;
     (void)pthread_mutex_unlock(&fake.lock);
     fake_contexts_forget();
@@ -155,9 +155,9 @@ static void control_set_clock(int64_t ppm) {
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
-static void control_hasten(const struct CUstream_st *stream) {
+static void control_report_done(const struct CUstream_st *stream) {
     (void)pthread_mutex_lock(&fake.lock);
-    fake.hastened = stream;
+    fake.reported_done = stream;
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
@@ -183,47 +183,47 @@ static void control_poke(nb_cuda_address to, const void *from, size_t bytes) {
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
-static int control_slow_copies(void) {
+static int control_pageable_copies(void) {
     (void)pthread_mutex_lock(&fake.lock);
-    int count = fake.slow_copies;
+    int count = fake.pageable_copies;
     (void)pthread_mutex_unlock(&fake.lock);
     return count;
 }
 
 static size_t control_log(size_t n, struct fake_entry *entries, size_t max) {
     (void)pthread_mutex_lock(&fake.lock);
-    size_t there = n < fake.logged ? fake.logged - n : 0;
-    size_t take = there < max ? there : max;
+    size_t available = n < fake.logged ? fake.logged - n : 0;
+    size_t take = available < max ? available : max;
     if (take > 0) {
         memcpy(entries, fake.log + n, take * sizeof *entries);
     }
     (void)pthread_mutex_unlock(&fake.lock);
-    return there;
+    return available;
 }
 
-static struct fake_alive control_alive(void) {
-    struct fake_alive alive = {0};
+static struct fake_live_objects control_live_objects(void) {
+    struct fake_live_objects live_objects = {0};
     (void)pthread_mutex_lock(&fake.lock);
     for (int i = 0; i < FAKE_DEVICES; i++) {
-        alive.contexts += fake.contexts[i].retained;
+        live_objects.contexts += fake.contexts[i].retained;
     }
     for (const struct CUstream_st *it = fake.streams; it != NULL; it = it->next) {
-        alive.streams += !it->destroyed;
+        live_objects.streams += !it->destroyed;
     }
     for (const struct CUevent_st *it = fake.events; it != NULL; it = it->next) {
-        alive.events += !it->destroyed;
+        live_objects.events += !it->destroyed;
     }
     for (const struct allocation *it = fake.allocations; it != NULL; it = it->next) {
-        alive.allocations += !it->freed;
+        live_objects.allocations += !it->freed;
     }
     for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
-        alive.registrations++;
+        live_objects.registrations++;
     }
     for (const struct CUmod_st *it = fake.modules; it != NULL; it = it->next) {
-        alive.modules += !it->unloaded;
+        live_objects.modules += !it->unloaded;
     }
     (void)pthread_mutex_unlock(&fake.lock);
-    return alive;
+    return live_objects;
 }
 
 FAKE_EXPORT const struct fake_controls *fake_controls(void);
@@ -242,12 +242,12 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .capture = control_capture,
         .drop_wait = control_drop_wait,
         .set_clock = control_set_clock,
-        .hasten = control_hasten,
+        .report_done = control_report_done,
         .peek = control_peek,
         .poke = control_poke,
-        .slow_copies = control_slow_copies,
+        .pageable_copies = control_pageable_copies,
         .log = control_log,
-        .alive = control_alive,
+        .live_objects = control_live_objects,
     };
     return &controls;
 }

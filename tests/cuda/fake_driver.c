@@ -1,8 +1,8 @@
-// Fake CUDA driver: the calls that the core makes, over threads and memory of the host.
+// Fake CUDA driver: implements, with host threads and host memory, the functions that the core calls.
 //
-// Device memory is a file that is mapped twice. The address that the driver hands out has no access rights, so the host
-// cannot touch it. The other mapping is opened only while an operation of a stream uses it. An object that was destroyed
-// stays known until a reset, so that its use is found.
+// Device memory is a file that is mapped twice. The mapping at the address that the caller gets has no access rights,
+// so the host cannot access it. The other mapping is accessible only while an operation of a stream uses it. Destroyed
+// objects are kept until a reset, so that their later use is detected.
 #include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -54,7 +54,7 @@ static uint64_t draw(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
-// A third of the time nothing, a third another thread's turn, a third a sleep.
+// With equal probability: returns at once, yields, or sleeps.
 static void delay(struct CUstream_st *stream, int64_t max_ns) {
     uint64_t drawn = draw(&stream->random);
     if (max_ns > 0 && drawn % 3 == 0) {
@@ -65,7 +65,7 @@ static void delay(struct CUstream_st *stream, int64_t max_ns) {
     }
 }
 
-// Memory. The lock is held.
+// Memory. The caller holds the lock.
 
 struct allocation *fake_allocation_of(nb_cuda_address address, size_t bytes) {
     for (struct allocation *it = fake.allocations; it != NULL; it = it->next) {
@@ -90,7 +90,7 @@ void fake_alias_close(struct allocation *it) {
     }
 }
 
-// 1: registered as a whole; 0: not at all; -1: in part.
+// 1: all of it is registered; 0: none; -1: part of it.
 static int pinned(const void *memory, size_t bytes) {
     const unsigned char *at = memory;
     for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
@@ -104,7 +104,7 @@ static int pinned(const void *memory, size_t bytes) {
     return 0;
 }
 
-// Operations, on a stream's thread. The lock is not held.
+// Operations, on a stream's thread. The caller does not hold the lock.
 
 static _Thread_local struct {
     struct allocation *opened[OPENED_MAX];
@@ -148,7 +148,7 @@ static bool run_kernel(const struct operation *op) {
     return right;
 }
 
-// Copies in two parts. The target of a copy to the host is garbage until then.
+// Copies in two parts. The destination of a copy to the host holds garbage until its part is copied.
 static bool run_copy(struct CUstream_st *stream, const struct operation *op, int64_t max_ns) {
     (void)pthread_mutex_lock(&fake.lock);
     struct allocation *it = fake_allocation_of(op->address, op->bytes);
@@ -267,7 +267,7 @@ static unsigned drain(const struct CUstream_st *stream) {
     return fake.broken ? NB_CUDA_ILLEGAL_ADDRESS : NB_CUDA_SUCCESS;
 }
 
-// Calls: each begins with ENTER, which takes the lock, and ends with leave().
+// CUDA calls: each begins with ENTER, which takes the lock, and ends with leave().
 
 #define ENTER_AS(how, symbol)                                                                                          \
     do {                                                                                                               \
@@ -283,15 +283,15 @@ static unsigned leave(unsigned result) {
     return result;
 }
 
-static struct CUctx_st *context_now(void) {
+static struct CUctx_st *current_context(void) {
     return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
 }
 
-// True for the call that a test named, `_v2` aside, in the context of its device.
+// True for the call selected by fail_named: by name without `_v2`, in the context of its device.
 static bool fails_by_name(const char *symbol) {
     const char *named = fake.fail_symbol;
     return named != NULL && strncmp(symbol, named, strlen(named)) == 0 &&
-           context_now() == &fake.contexts[fake.fail_device];
+           current_context() == &fake.contexts[fake.fail_device];
 }
 
 static unsigned enter_counted(const char *symbol, int *calls, int *fail_in) {
@@ -316,23 +316,23 @@ void fake_contexts_forget(void) {
 }
 
 static unsigned check_context(unsigned result) {
-    bool wrong = context_now() == NULL || context_now()->retained == 0;
+    bool wrong = current_context() == NULL || current_context()->retained == 0;
     return result == NB_CUDA_SUCCESS && wrong ? leave(NB_CUDA_INVALID_CONTEXT) : result;
 }
 
-static unsigned enter_anyhow(const char *symbol) {
+static unsigned enter_uninitialized(const char *symbol) {
     return enter_counted(symbol, &fake.calls, &fake.fail_in);
 }
 
 static unsigned enter_initialized(const char *symbol) {
-    return check_initialized(enter_anyhow(symbol));
+    return check_initialized(enter_uninitialized(symbol));
 }
 
 static unsigned enter(const char *symbol) {
     return check_context(enter_initialized(symbol));
 }
 
-// What polling repeats is counted apart, so that a number names the same one of the other calls in each run.
+// Calls that polling repeats have their own count, so that the numbers of all other calls are the same in each run.
 static unsigned enter_push(const char *symbol) {
     return check_initialized(enter_counted(symbol, &fake.poll_calls, &fake.fail_poll_in));
 }
@@ -341,15 +341,15 @@ static unsigned enter_query(const char *symbol) {
     return check_context(enter_push(symbol));
 }
 
-static bool stream_is_right(const struct CUstream_st *stream) {
+static bool stream_is_valid(const struct CUstream_st *stream) {
     const struct CUstream_st *it = fake.streams;
     while (it != NULL && it != stream) {
         it = it->next;
     }
-    return it != NULL && !it->destroyed && it->context == context_now();
+    return it != NULL && !it->destroyed && it->context == current_context();
 }
 
-static bool event_is_alive(const struct CUevent_st *event) {
+static bool event_is_valid(const struct CUevent_st *event) {
     const struct CUevent_st *it = fake.events;
     while (it != NULL && it != event) {
         it = it->next;
@@ -358,14 +358,14 @@ static bool event_is_alive(const struct CUevent_st *event) {
 }
 
 unsigned cuDriverGetVersion(int *version) {
-    const char *named = getenv("FAKE_CUDA_VERSION"); // for a program that has no controls, as in cuInit
+    const char *named = getenv("FAKE_CUDA_VERSION"); // for programs that cannot use the controls, as in cuInit
     *version = named != NULL ? (int)strtol(named, NULL, 10) : fake.version;
     return NB_CUDA_SUCCESS;
 }
 
 unsigned cuInit(unsigned flags) {
-    ENTER(enter_anyhow);
-    if (!fake.initialized && getenv("FAKE_CUDA_SEED") != NULL) { // for a program that has no controls
+    ENTER(enter_uninitialized);
+    if (!fake.initialized && getenv("FAKE_CUDA_SEED") != NULL) { // for programs that cannot use the controls
         fake.seed = strtoul(getenv("FAKE_CUDA_SEED"), NULL, 10);
         fake.delay_max_ns = DELAY_NS;
     }
@@ -459,7 +459,7 @@ unsigned cuCtxPushCurrent_v2(struct CUctx_st *context) {
     return leave(NB_CUDA_SUCCESS);
 }
 
-// Not counted: it fails for nobody who has pushed.
+// Not counted: it cannot fail after a push.
 unsigned cuCtxPopCurrent_v2(struct CUctx_st **context) {
     if (current.depth == 0) {
         return NB_CUDA_INVALID_CONTEXT;
@@ -477,7 +477,7 @@ unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
     if (made == NULL) {
         abort();
     }
-    made->context = context_now();
+    made->context = current_context();
     made->last = &made->first;
     made->random = draw(&fake.seed);
     made->next = fake.streams;
@@ -492,17 +492,17 @@ unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
 
 unsigned cuStreamDestroy_v2(struct CUstream_st *stream) {
     ENTER(enter);
-    if (!stream_is_right(stream)) {
+    if (!stream_is_valid(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
-    stream->destroyed = true; // its thread ends after the work that it has
+    stream->destroyed = true; // its thread ends after its enqueued operations
     (void)pthread_cond_broadcast(&fake.changed);
     return leave(NB_CUDA_SUCCESS);
 }
 
 unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event, unsigned flags) {
     ENTER(enter);
-    if (!stream_is_right(stream) || !event_is_alive(event)) {
+    if (!stream_is_valid(stream) || !event_is_valid(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     bool drop = fake.drop_in > 0 && --fake.drop_in == 0;
@@ -514,12 +514,12 @@ unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event,
 
 unsigned cuStreamSynchronize(struct CUstream_st *stream) {
     ENTER(enter);
-    return leave(stream_is_right(stream) ? drain(stream) : NB_CUDA_INVALID_HANDLE);
+    return leave(stream_is_valid(stream) ? drain(stream) : NB_CUDA_INVALID_HANDLE);
 }
 
 unsigned cuStreamIsCapturing(struct CUstream_st *stream, unsigned *status) {
     ENTER(enter);
-    if (!stream_is_right(stream)) {
+    if (!stream_is_valid(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     *status = stream->captured;
@@ -535,7 +535,7 @@ unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
     if (made == NULL) {
         abort();
     }
-    made->context = context_now();
+    made->context = current_context();
     made->timed = (flags & NB_CUDA_EVENT_DISABLE_TIMING) == 0;
     made->next = fake.events;
     fake.events = made;
@@ -545,7 +545,7 @@ unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
 
 unsigned cuEventDestroy_v2(struct CUevent_st *event) {
     ENTER(enter);
-    if (!event_is_alive(event)) {
+    if (!event_is_valid(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     event->destroyed = true;
@@ -554,7 +554,7 @@ unsigned cuEventDestroy_v2(struct CUevent_st *event) {
 
 unsigned cuEventRecord(struct CUevent_st *event, struct CUstream_st *stream) {
     ENTER(enter);
-    if (!stream_is_right(stream) || !event_is_alive(event) || event->context != stream->context) {
+    if (!stream_is_valid(stream) || !event_is_valid(event) || event->context != stream->context) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     event->recorded++;
@@ -565,19 +565,20 @@ unsigned cuEventRecord(struct CUevent_st *event, struct CUstream_st *stream) {
 
 unsigned cuEventQuery(struct CUevent_st *event) {
     ENTER(enter_query);
-    if (!event_is_alive(event)) {
+    if (!event_is_valid(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     if (fake.capturing > 0 && current.capture_mode != NB_CUDA_CAPTURE_RELAXED) {
         return leave(CAPTURE_UNSUPPORTED);
     }
-    bool done = event->completed >= event->recorded || (fake.hastened != NULL && event->stream == fake.hastened);
+    bool done =
+        event->completed >= event->recorded || (fake.reported_done != NULL && event->stream == fake.reported_done);
     return leave(done ? NB_CUDA_SUCCESS : NB_CUDA_NOT_READY);
 }
 
 unsigned cuEventElapsedTime(float *ms, struct CUevent_st *begin, struct CUevent_st *end) {
     ENTER(enter);
-    if (!event_is_alive(begin) || !event_is_alive(end) || !begin->timed || !end->timed || begin->recorded == 0 ||
+    if (!event_is_valid(begin) || !event_is_valid(end) || !begin->timed || !end->timed || begin->recorded == 0 ||
         end->recorded == 0) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
@@ -621,7 +622,7 @@ unsigned cuMemAlloc_v2(nb_cuda_address *address, size_t bytes) {
     }
     made->bytes = bytes;
     made->mapped = mapped;
-    made->context = context_now();
+    made->context = current_context();
     made->next = fake.allocations;
     fake.allocations = made;
     *address = (uintptr_t)made->base;
@@ -631,10 +632,10 @@ unsigned cuMemAlloc_v2(nb_cuda_address *address, size_t bytes) {
 unsigned cuMemFree_v2(nb_cuda_address address) {
     ENTER(enter);
     struct allocation *it = fake_allocation_of(address, 1);
-    if (it == NULL || (uintptr_t)it->base != address || it->context != context_now()) {
+    if (it == NULL || (uintptr_t)it->base != address || it->context != current_context()) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
-    it->freed = true; // its addresses are not used again before a reset
+    it->freed = true; // its addresses are not reused before a reset
     return leave(NB_CUDA_SUCCESS);
 }
 
@@ -670,20 +671,20 @@ unsigned cuMemHostUnregister(void *memory) {
     return leave(NB_CUDA_SUCCESS);
 }
 
-// A copy from or to memory that is not registered: to the host it blocks, to the device it takes the source at once.
+// A pageable copy: to the host it blocks; to the device it reads the source before it returns.
 static unsigned copy(enum fake_kind kind, nb_cuda_address address, void *host, size_t bytes,
                      struct CUstream_st *stream) {
     ENTER_AS(enter, kind == FAKE_TO_HOST ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync");
-    if (!stream_is_right(stream)) {
+    if (!stream_is_valid(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     const struct allocation *it = fake_allocation_of(address, bytes);
     const int registered = pinned(host, bytes);
-    if (bytes == 0 || it == NULL || it->context != context_now() || registered < 0) {
+    if (bytes == 0 || it == NULL || it->context != current_context() || registered < 0) {
         return leave(bytes == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
     }
     struct operation op = {.kind = kind, .address = address, .host = host, .bytes = bytes, .pinned = registered == 1};
-    fake.slow_copies += registered == 0;
+    fake.pageable_copies += registered == 0;
     if (registered == 0 && kind == FAKE_TO_DEVICE) {
         op.staged = malloc(bytes);
         if (op.staged == NULL) {
@@ -714,7 +715,7 @@ unsigned cuModuleLoadData(struct CUmod_st **module, const void *image) {
     if (made == NULL) {
         abort();
     }
-    made->context = context_now();
+    made->context = current_context();
     made->next = fake.modules;
     fake.modules = made;
     *module = made;
@@ -723,7 +724,7 @@ unsigned cuModuleLoadData(struct CUmod_st **module, const void *image) {
 
 unsigned cuModuleUnload(struct CUmod_st *module) {
     ENTER(enter);
-    if (module == NULL || module->unloaded || module->context != context_now()) {
+    if (module == NULL || module->unloaded || module->context != current_context()) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     module->unloaded = true;
@@ -737,7 +738,7 @@ unsigned cuModuleGetFunction(struct CUfunc_st **function, struct CUmod_st *modul
 #undef NAMED
     };
     ENTER(enter);
-    if (module == NULL || module->unloaded || module->context != context_now()) {
+    if (module == NULL || module->unloaded || module->context != current_context()) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     for (int i = 0; i < NB_CUDA_KERNEL_COUNT; i++) {
@@ -754,7 +755,7 @@ unsigned cuLaunchKernel(struct CUfunc_st *function, unsigned grid_x, unsigned gr
                         unsigned block_y, unsigned block_z, unsigned shared_bytes, struct CUstream_st *stream,
                         void **parameters, void **extra) {
     ENTER(enter);
-    if (!stream_is_right(stream)) {
+    if (!stream_is_valid(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     uint64_t threads = (uint64_t)block_x * block_y * block_z;

@@ -1,4 +1,4 @@
-// State of the fake CUDA driver, which fake_driver.c changes by calls and fake_controls.c by controls.
+// State of the fake CUDA driver, shared by fake_driver.c (CUDA calls) and fake_controls.c (controls).
 #ifndef NB_TEST_CUDA_FAKE_STATE_H
 #define NB_TEST_CUDA_FAKE_STATE_H
 
@@ -37,7 +37,7 @@ struct operation {
     void *host;
     size_t bytes;
     bool pinned;
-    void *staged; // the source of a slow copy to the device
+    void *staged; // copy of the source of a pageable copy to the device
     int kernel;
     uint64_t to;
     uint64_t from;
@@ -62,7 +62,7 @@ struct CUstream_st {
 struct allocation {
     struct allocation *next;
     struct CUctx_st *context;
-    unsigned char *base; // what the driver hands out
+    unsigned char *base; // address that the caller gets
     unsigned char *alias;
     size_t bytes;
     size_t mapped;
@@ -99,7 +99,7 @@ struct fake_state {
     struct fake_entry *log;
     size_t logged;
     size_t log_room;
-    const struct CUstream_st *hastened;
+    const struct CUstream_st *reported_done;
     uint64_t seed;
     int64_t delay_max_ns;
     int64_t clock_ppm; // how much faster the clock of the devices is than the host's
@@ -108,7 +108,7 @@ struct fake_state {
     int calls;
     int poll_calls;
     int executed;
-    int slow_copies;
+    int pageable_copies;
     int fail_in;
     int fail_poll_in;
     unsigned fail_with;
@@ -124,14 +124,14 @@ struct fake_state {
 
 extern struct fake_state fake;
 
-// Memory. The lock is held.
+// Memory. The caller holds the lock.
 
 struct allocation *fake_allocation_of(nb_cuda_address address, size_t bytes);
-// Opens the memory at an address to this process, until fake_alias_close().
+// Returns an accessible alias of the memory at an address, valid until fake_alias_close().
 unsigned char *fake_alias_open(struct allocation *it, nb_cuda_address address);
 void fake_alias_close(struct allocation *it);
 
-// Forgets the contexts that this thread has pushed.
+// Drops the contexts that this thread has pushed.
 void fake_contexts_forget(void);
 
 #endif

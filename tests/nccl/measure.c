@@ -1,11 +1,12 @@
-// Measures a net plugin, or NCCL's own network, on host memory between two processes, as NCCL's proxy calls it.
+// Benchmark of a net plugin, or of NCCL's own network: two processes, host memory, called as NCCL's proxy calls it.
 //
-//   measure --plugin FILE [--version N] [--through LIBNCCL]   a plugin's table; with --through by NCCL's own adapter
+//   measure --plugin FILE [--version N] [--through LIBNCCL]   a plugin's table; --through: by NCCL's own adapter
 //   measure --stock LIBNCCL                                   NCCL's Socket network
 //   options: --bytes N --count N --depth N --channels N --rounds N --fault kill|stop
 //
-// One line of JSON: Gbit/s from process 0 to process 1, half the time of a round trip of 8 bytes, CPU time of both. With
-// a fault: the time until process 0 sees an error after process 1 is killed or stopped. What is missing: {"not_run": why}.
+// Prints one line of JSON: Gbit/s from process 0 to process 1, half the round-trip time of 8 bytes, and the CPU time of
+// both processes. With --fault: the time until process 0 gets an error after process 1 is killed or stopped. If
+// something is missing: {"not_run": reason}.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -33,7 +34,7 @@ struct plan {
     long count; // messages of one channel
     long depth; // in flight on one channel
     long channels;
-    long rounds; // of the latency
+    long rounds; // of the latency measurement
     long side;   // -1: the parent
 };
 
@@ -67,25 +68,25 @@ __attribute__((noreturn, format(printf, 1, 2))) static void not_run(const char *
     exit(0);
 }
 
-static void need(bool ok, const char *what) {
+static void require(bool ok, const char *what) {
     if (!ok) {
         (void)fprintf(stderr, "failed: %s\n", what);
         exit(1);
     }
 }
 
-static void give(const void *data, size_t bytes) {
-    need(pair_give(data, bytes), "write to the other process");
+static void send_bytes(const void *data, size_t bytes) {
+    require(pair_send(data, bytes), "write to the other process");
 }
 
-static void take(void *data, size_t bytes) {
-    need(pair_take(data, bytes), "the other process has ended");
+static void receive_bytes(void *data, size_t bytes) {
+    require(pair_receive(data, bytes), "the other process has ended");
 }
 
-static void meet(void) {
+static void barrier(void) {
     char byte = 'm';
-    give(&byte, 1);
-    take(&byte, 1);
+    send_bytes(&byte, 1);
+    receive_bytes(&byte, 1);
 }
 
 static struct proxy proxy_load(const struct plan *plan) {
@@ -117,20 +118,20 @@ static struct proxy proxy_load(const struct plan *plan) {
 static void channel_open(const struct proxy *proxy, struct channel *channel, const struct plan *plan) {
     unsigned char handle[NCCL_HANDLE_BYTES] = {0};
     void *mhandle = NULL;
-    need(proxy_listen(proxy, 0, handle, &channel->listener) == 0, "listen");
-    give(handle, sizeof handle);
-    take(handle, sizeof handle);
+    require(proxy_listen(proxy, 0, handle, &channel->listener) == 0, "listen");
+    send_bytes(handle, sizeof handle);
+    receive_bytes(handle, sizeof handle);
     while (channel->send == NULL || channel->recv == NULL) {
-        need(channel->send != NULL || proxy_connect(proxy, 0, handle, &channel->send) == 0, "connect");
-        need(channel->recv != NULL || proxy_accept(proxy, channel->listener, &channel->recv) == 0, "accept");
+        require(channel->send != NULL || proxy_connect(proxy, 0, handle, &channel->send) == 0, "connect");
+        require(channel->recv != NULL || proxy_accept(proxy, channel->listener, &channel->recv) == 0, "accept");
     }
     channel->data = calloc((size_t)plan->depth, plan->bytes + PING_BYTES);
-    need(channel->data != NULL, "memory");
+    require(channel->data != NULL, "memory");
     void *comm = plan->side == 0 ? channel->send : channel->recv;
-    need(proxy_register(proxy, comm, channel->data, plan->bytes, &mhandle) == 0, "regMr");
+    require(proxy_register(proxy, comm, channel->data, plan->bytes, &mhandle) == 0, "regMr");
 }
 
-// Moves all messages of all channels one way. Returns the time.
+// Moves all messages of all channels in one direction. Returns the time in ns.
 static int64_t stream(const struct proxy *proxy, struct channel *channels, const struct plan *plan) {
     struct proxy_queue queues[CHANNELS_MAX] = {0};
     long posted[CHANNELS_MAX] = {0};
@@ -147,24 +148,24 @@ static int64_t stream(const struct proxy *proxy, struct channel *channels, const
             char *data = channels[c].data + (size_t)(posted[c] % plan->depth) * plan->bytes;
             if (posted[c] < plan->count && queues[c].count < plan->depth) {
                 posted[c] += proxy_post(proxy, &queues[c], data, plan->bytes, &result);
-                need(result == 0, "isend or irecv");
+                require(result == 0, "isend or irecv");
             }
             left -= proxy_poll(proxy, &queues[c], &bytes, &result);
-            need(result == 0, "test");
+            require(result == 0, "test");
         }
     }
     return now_ns() - began;
 }
 
-static void one(const struct proxy *proxy, void *comm, bool sends, char *data) {
+static void transfer(const struct proxy *proxy, void *comm, bool sends, char *data) {
     struct proxy_queue queue = {.comm = comm, .sends = sends};
     int result = 0;
     int bytes = 0;
     while (!proxy_post(proxy, &queue, data, PING_BYTES, &result)) {
-        need(result == 0, "isend or irecv");
+        require(result == 0, "isend or irecv");
     }
     while (!proxy_poll(proxy, &queue, &bytes, &result)) {
-        need(result == 0, "test");
+        require(result == 0, "test");
     }
 }
 
@@ -173,29 +174,29 @@ static int64_t round_trips(const struct proxy *proxy, struct channel *channel, c
     for (long i = 0; i < rounds; i++) {
         for (int half = 0; half < 2; half++) {
             bool sends = (half == 0) == (plan->side == 0);
-            one(proxy, sends ? channel->send : channel->recv, sends, channel->data);
+            transfer(proxy, sends ? channel->send : channel->recv, sends, channel->data);
         }
     }
     return now_ns() - began;
 }
 
-// The other process is killed or stopped while it owes a message. Returns the time until an error is seen.
+// Kills or stops the other process while a receive is pending. Returns the time in ns until an error, or -1.
 static int64_t fault(const struct proxy *proxy, struct channel *channel, const struct plan *plan) {
     pid_t pid = getpid();
     if (plan->side == 1) {
-        give(&pid, sizeof pid);
+        send_bytes(&pid, sizeof pid);
         for (;;) {
             pause();
         }
     }
-    take(&pid, sizeof pid);
+    receive_bytes(&pid, sizeof pid);
     struct proxy_queue queue = {.comm = channel->recv};
     int result = 0;
     int bytes = 0;
-    need(proxy_post(proxy, &queue, channel->data, plan->bytes, &result), "irecv");
-    need(!proxy_poll(proxy, &queue, &bytes, &result) && result == 0, "test");
+    require(proxy_post(proxy, &queue, channel->data, plan->bytes, &result), "irecv");
+    require(!proxy_poll(proxy, &queue, &bytes, &result) && result == 0, "test");
     int64_t began = now_ns();
-    need(kill(pid, strcmp(plan->fault, "kill") == 0 ? SIGKILL : SIGSTOP) == 0, "kill");
+    require(kill(pid, strcmp(plan->fault, "kill") == 0 ? SIGKILL : SIGSTOP) == 0, "kill");
     while (result == 0 && now_ns() - began < (int64_t)120 * 1000000000) {
         (void)proxy_poll(proxy, &queue, &bytes, &result);
     }
@@ -207,13 +208,13 @@ static int64_t fault(const struct proxy *proxy, struct channel *channel, const s
 static int side_main(const struct plan *plan) {
     struct proxy proxy = proxy_load(plan);
     struct channel channels[CHANNELS_MAX] = {0};
-    need(proxy_init(&proxy, 1) == 0, "init");
+    require(proxy_init(&proxy, 1) == 0, "init");
     int64_t began = now_ns();
     for (long c = 0; c < plan->channels; c++) {
         channel_open(&proxy, &channels[c], plan);
     }
     double open_ms = (double)(now_ns() - began) / 1e6;
-    meet();
+    barrier();
     if (plan->fault != NULL) {
         int64_t took = fault(&proxy, &channels[0], plan);
         (void)printf("{\"fault\": \"%s\", \"error_after_s\": %.3f}\n", plan->fault,
@@ -222,14 +223,14 @@ static int side_main(const struct plan *plan) {
     }
     (void)round_trips(&proxy, &channels[0], plan, WARM_ROUNDS);
     double trip_us = (double)round_trips(&proxy, &channels[0], plan, plan->rounds) / (double)plan->rounds / 1e3;
-    meet();
+    barrier();
     double cpu[2] = {cpu_s(), 0};
     int64_t took = stream(&proxy, channels, plan);
     cpu[0] = cpu_s() - cpu[0];
-    give(&cpu[0], sizeof cpu[0]);
-    take(&cpu[1], sizeof cpu[1]);
+    send_bytes(&cpu[0], sizeof cpu[0]);
+    receive_bytes(&cpu[1], sizeof cpu[1]);
     double moved = (double)plan->bytes * (double)plan->count * (double)plan->channels;
-    if (plan->side == 1) { // the receiver knows when all has arrived
+    if (plan->side == 1) { // only the receiver knows when all data have arrived
         (void)printf(
             "{\"gbit_per_s\": %.3f, \"latency_us\": %.2f, \"open_ms\": %.1f, \"cpu_s_per_gb\": %.3f, \"bytes\": %zu, "
             "\"count\": %ld, \"depth\": %ld, \"channels\": %ld}\n",
@@ -237,41 +238,41 @@ static int side_main(const struct plan *plan) {
             plan->depth, plan->channels);
     }
     for (long c = 0; c < plan->channels; c++) {
-        need(proxy_close_send(&proxy, channels[c].send) == 0, "closeSend");
-        need(proxy_close_recv(&proxy, channels[c].recv) == 0, "closeRecv");
-        need(proxy_close_listen(&proxy, channels[c].listener) == 0, "closeListen");
+        require(proxy_close_send(&proxy, channels[c].send) == 0, "closeSend");
+        require(proxy_close_recv(&proxy, channels[c].recv) == 0, "closeRecv");
+        require(proxy_close_listen(&proxy, channels[c].listener) == 0, "closeListen");
         free(channels[c].data);
     }
-    meet();
-    need(proxy_finalize(&proxy) == 0, "finalize");
+    barrier();
+    require(proxy_finalize(&proxy) == 0, "finalize");
     return 0;
 }
 
 static int parent_main(int argc, char **argv) {
     int ends[2];
     pid_t pids[2];
-    char *words[64];
-    need(argc < 60 && socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "socketpair");
-    int high[2] = {fcntl(ends[0], F_DUPFD_CLOEXEC, 10), fcntl(ends[1], F_DUPFD_CLOEXEC, 10)};
+    char *arguments[64];
+    require(argc < 60 && socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "socketpair");
+    int fds[2] = {fcntl(ends[0], F_DUPFD_CLOEXEC, 10), fcntl(ends[1], F_DUPFD_CLOEXEC, 10)};
     close(ends[0]);
     close(ends[1]);
-    memcpy(words, argv, (size_t)argc * sizeof *words);
-    words[argc] = "--side";
-    words[argc + 2] = NULL;
+    memcpy(arguments, argv, (size_t)argc * sizeof *arguments);
+    arguments[argc] = "--side";
+    arguments[argc + 2] = NULL;
     for (int i = 0; i < 2; i++) {
         posix_spawn_file_actions_t actions;
-        words[argc + 1] = i == 0 ? "0" : "1";
+        arguments[argc + 1] = i == 0 ? "0" : "1";
         posix_spawn_file_actions_init(&actions);
-        posix_spawn_file_actions_adddup2(&actions, high[i], SOCKET);
-        need(posix_spawn(&pids[i], "/proc/self/exe", &actions, NULL, words, environ) == 0, "start a process");
+        posix_spawn_file_actions_adddup2(&actions, fds[i], SOCKET);
+        require(posix_spawn(&pids[i], "/proc/self/exe", &actions, NULL, arguments, environ) == 0, "start a process");
         posix_spawn_file_actions_destroy(&actions);
     }
-    close(high[0]);
-    close(high[1]);
+    close(fds[0]);
+    close(fds[1]);
     int failed = 0;
     for (int i = 0; i < 2; i++) {
         int status = -1;
-        need(waitpid(pids[i], &status, 0) == pids[i], "waitpid");
+        require(waitpid(pids[i], &status, 0) == pids[i], "waitpid");
         failed = failed || (WIFEXITED(status) && WEXITSTATUS(status) != 0) ||
                  (WIFSIGNALED(status) && WTERMSIG(status) != SIGKILL);
     }
@@ -300,8 +301,8 @@ int main(int argc, char **argv) {
         plan.version = strcmp(argv[i], "--version") == 0 ? atoi(argv[i + 1]) : plan.version;
         plan.bytes = strcmp(argv[i], "--bytes") == 0 ? (size_t)atol(argv[i + 1]) : plan.bytes;
     }
-    need(plan.plugin != NULL || plan.stock != NULL, "name --plugin or --stock");
-    need(plan.depth > 0 && plan.depth <= PROXY_REQUESTS && plan.channels > 0 && plan.channels <= CHANNELS_MAX,
-         "--depth is at most 32, --channels at most 16");
+    require(plan.plugin != NULL || plan.stock != NULL, "name --plugin or --stock");
+    require(plan.depth > 0 && plan.depth <= PROXY_REQUESTS && plan.channels > 0 && plan.channels <= CHANNELS_MAX,
+            "--depth is at most 32, --channels at most 16");
     return plan.side < 0 ? parent_main(argc, argv) : side_main(&plan);
 }

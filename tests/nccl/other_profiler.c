@@ -1,5 +1,6 @@
-// Another profiler, with a table of version OTHER. It writes each call to the file that OTHER_LOG names, with its own
-// handles, which are numbers from 1 on. It wants Group, Coll and ProxyStep events, so NCCL reports ProxyOp events, too.
+// Another profiler plugin, with a table of version OTHER, to which ours forwards events. It logs each call to the file
+// OTHER_LOG. Its handles are numbers from 1 on. It requests Group, Coll and ProxyStep events, so NCCL also reports
+// ProxyOp events.
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -15,7 +16,7 @@ static FILE *out;
 static uintptr_t last;
 static int context;
 
-__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
+__attribute__((format(printf, 1, 2))) static void log_call(const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
     (void)vfprintf(out, fmt, args);
@@ -24,40 +25,41 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_end(args);
 }
 
-static int begin(void **ctx, int *mask, uint64_t comm, int rank) {
+static int init_common(void **ctx, int *mask, uint64_t comm, int rank) {
     out = out != NULL ? out : fopen(getenv("OTHER_LOG"), "w");
     *ctx = &context;
     *mask = NCCL_PROFILE_GROUP | NCCL_PROFILE_COLL | NCCL_PROFILE_PROXY_STEP;
-    note("init %llx rank %d", (unsigned long long)comm, rank);
+    log_call("init %llx rank %d", (unsigned long long)comm, rank);
     return NCCL_SUCCESS;
 }
 
 static int start_event(void *ctx, void **handle, void *event) {
 #if OTHER == 4
-    const struct nccl_event_v4 *seen = event;
+    const struct nccl_event_v4 *received = event;
     const void *group = NULL;
 #else
-    const struct nccl_event_v5 *seen = event;
-    const void *group = seen->type == NCCL_PROFILE_COLL ? seen->coll.group : NULL;
+    const struct nccl_event_v5 *received = event;
+    const void *group = received->type == NCCL_PROFILE_COLL ? received->coll.group : NULL;
 #endif
     *handle = (void *)++last;
-    note("start %llu type %llu parent %lu group %lu%s", (unsigned long long)last, (unsigned long long)seen->type,
-         (unsigned long)(uintptr_t)seen->parent, (unsigned long)(uintptr_t)group, ctx == &context ? "" : " no context");
+    log_call("start %llu type %llu parent %lu group %lu%s", (unsigned long long)last,
+             (unsigned long long)received->type, (unsigned long)(uintptr_t)received->parent,
+             (unsigned long)(uintptr_t)group, ctx == &context ? "" : " no context");
     return NCCL_SUCCESS;
 }
 
 static int stop_event(void *handle) {
-    note("stop %lu", (unsigned long)(uintptr_t)handle);
+    log_call("stop %lu", (unsigned long)(uintptr_t)handle);
     return NCCL_SUCCESS;
 }
 
 static int record_state(void *handle, int state, union nccl_state_args *args) {
-    note("state %lu %d bytes %zu", (unsigned long)(uintptr_t)handle, state, args->bytes);
+    log_call("state %lu %d bytes %zu", (unsigned long)(uintptr_t)handle, state, args->bytes);
     return NCCL_SUCCESS;
 }
 
 static int finalize(void *ctx) {
-    note("finalize%s", ctx == &context ? "" : " no context");
+    log_call("finalize%s", ctx == &context ? "" : " no context");
     return NCCL_SUCCESS;
 }
 
@@ -65,14 +67,14 @@ static int finalize(void *ctx) {
 static int init(void **ctx, int *mask, const char *name, uint64_t comm, int nodes, int ranks, int rank,
                 nccl_logger log) {
     (void)name, (void)nodes, (void)ranks, (void)log;
-    return begin(ctx, mask, comm, rank);
+    return init_common(ctx, mask, comm, rank);
 }
 EXPORT const struct nccl_profiler_v4 ncclProfiler_v4 = {
 #else
 static int init(void **ctx, uint64_t comm, int *mask, const char *name, int nodes, int ranks, int rank,
                 nccl_logger log) {
     (void)name, (void)nodes, (void)ranks, (void)log;
-    return begin(ctx, mask, comm, rank);
+    return init_common(ctx, mask, comm, rank);
 }
 EXPORT const struct nccl_profiler_v5 JOIN(ncclProfiler_v, OTHER) = {
 #endif

@@ -1,4 +1,4 @@
-// The two processes of a connection, which exchange handles and bytes over a socket of their own.
+// Socket between the two processes of an NCCL test, over which they exchange handles.
 #ifndef NB_TEST_PAIR_H
 #define NB_TEST_PAIR_H
 
@@ -8,12 +8,12 @@
 
 enum { SOCKET = 3 }; // to the other process
 
-static inline bool pair_give(const void *data, size_t bytes) {
+static inline bool pair_send(const void *data, size_t bytes) {
     return write(SOCKET, data, bytes) == (ssize_t)bytes;
 }
 
 // Returns false if the other process has ended.
-static inline bool pair_take(void *data, size_t bytes) {
+static inline bool pair_receive(void *data, size_t bytes) {
     size_t got = 0;
     while (got < bytes) {
         ssize_t n = read(SOCKET, (char *)data + got, bytes - got);

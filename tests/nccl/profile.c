@@ -1,9 +1,9 @@
-// Calls a profiler plugin as NCCL does while it moves one collective, with waits of stated length.
+// Calls a profiler plugin as NCCL does during one collective, with waits of known length.
 //
-//   profile --plugin FILE --version N [--through LIBNCCL]   the plugin's table; with --through by NCCL's own adapter
+//   profile --plugin FILE --version N [--through LIBNCCL]   the plugin's table; --through: by NCCL's own adapter
 //
-// One line of JSON: the waits in ns, as this program's clock had them, and whether NCCL was asked to report events. What
-// is missing: {"not_run": why}.
+// Prints one line of JSON: the waits in ns by this program's clock, and the requested event mask. If something is
+// missing: {"not_run": reason}.
 #include <dlfcn.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -22,7 +22,7 @@ static int64_t now_ns(void) {
     return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
 }
 
-// Waits, and returns for how long in truth.
+// Waits, and returns the actual time in ns.
 static int64_t wait_ms(int64_t since_ns, int ms) {
     int64_t until_ns = since_ns + (int64_t)ms * MS;
     const struct timespec nap = {.tv_nsec = 50 * 1000};
@@ -37,7 +37,7 @@ __attribute__((noreturn)) static void not_run(const char *why) {
     exit(0);
 }
 
-static void say(int level, unsigned long subsystems, const char *file, int line, const char *fmt, ...) {
+static void log_message(int level, unsigned long subsystems, const char *file, int line, const char *fmt, ...) {
     va_list args;
     (void)subsystems;
     (void)file;
@@ -58,7 +58,7 @@ static const void *adapted(struct stock *stock, void *plugin, int version) {
     return adapter != NULL ? adapter(plugin) : NULL;
 }
 
-// A send: the GPU fills the buffer, the peer is not ready, the message is on the wire. A receive: arrival, flush, GPU.
+// A send waits for the GPU, the peer and the wire. A receive waits for the arrival, the flush and the GPU.
 static void send_and_receive(const struct profiled *nccl, void *task) {
     void *op = profiled_op(nccl, task, 0, 1, 1, getpid());
     int64_t at = now_ns();
@@ -112,7 +112,7 @@ int main(int argc, char **argv) {
     nccl.table = plugin != NULL ? dlsym(plugin, name) : NULL;
     if (nccl.table != NULL && through != NULL) {
         nccl.table = stock_open(&stock, through) ? adapted(&stock, plugin, nccl.version) : NULL;
-        nccl.version = 6; // what NCCL 2.30's adapters are called by
+        nccl.version = 6; // NCCL 2.30 calls its adapters by this version
         if (nccl.table == NULL) {
             not_run(stock.why);
         }
@@ -120,7 +120,7 @@ int main(int argc, char **argv) {
     if (nccl.table == NULL) {
         not_run("the plugin has no such table");
     }
-    if (profiled_init(&nccl, COMM, "harness", 2, 0, say) != NCCL_SUCCESS) {
+    if (profiled_init(&nccl, COMM, "harness", 2, 0, log_message) != NCCL_SUCCESS) {
         return 1;
     }
     printf("{\"mask\": %d, \"pid\": %d, ", nccl.mask, (int)getpid());

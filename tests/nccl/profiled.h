@@ -1,5 +1,5 @@
-// NCCL's calls of a profiler's table, of any version, in the order in which NCCL 2.30 makes them. This sequence is written
-// by hand from NCCL's source, and not a recording of a run on a GPU.
+// NCCL's calls to a profiler's table of any version, in the order of NCCL 2.30. The sequence follows NCCL's source; it
+// is not a recording of a run on a GPU.
 #ifndef NB_TEST_NCCL_PROFILED_H
 #define NB_TEST_NCCL_PROFILED_H
 
@@ -18,7 +18,7 @@ struct profiled {
 };
 
 static inline const struct nccl_profiler_v5 *profiled_table(const struct profiled *profiled) {
-    return profiled->table; // but for init, the tables are alike
+    return profiled->table; // the tables differ only in init
 }
 
 static inline int profiled_init(struct profiled *profiled, uint64_t comm_id, const char *name, int ranks, int rank,
@@ -35,7 +35,7 @@ static inline int profiled_finalize(const struct profiled *profiled) {
     return profiled_table(profiled)->finalize(profiled->ctx);
 }
 
-// Begins an event as its version describes it. Fields of later versions hold garbage.
+// Begins an event in the format of the table's version. Fields of later versions hold garbage.
 static inline void *profiled_start(const struct profiled *profiled, const struct nccl_event_v7 *event) {
     union {
         struct nccl_event_v4 v4;
@@ -60,7 +60,7 @@ static inline void *profiled_start(const struct profiled *profiled, const struct
 }
 
 static inline void profiled_stop(const struct profiled *profiled, void *handle) {
-    if (handle != NULL) { // NCCL looks, too
+    if (handle != NULL) { // as NCCL checks
         (void)profiled_table(profiled)->stop_event(handle);
     }
 }

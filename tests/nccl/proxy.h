@@ -1,4 +1,5 @@
-// Plays NCCL's proxy: calls a net plugin as NCCL does, through the table of any version. For C tests and benchmarks.
+// Stand-in for NCCL's proxy: calls a net plugin as NCCL does, through the table of any version. For C tests and
+// benchmarks.
 #ifndef NB_TEST_NCCL_PROXY_H
 #define NB_TEST_NCCL_PROXY_H
 
@@ -11,16 +12,16 @@
 
 #include "nccl/abi.h"
 
-enum { PROXY_REQUESTS = 32 }; // that NCCL keeps in flight on a comm
+enum { PROXY_REQUESTS = 32 }; // NCCL's limit of requests in flight on a comm
 
-// One plugin through one table.
+// One plugin, called through one table.
 struct proxy {
     int version; // 6, 8, 10, 11 or 12
     const void *table;
     void *ctx;
 };
 
-static char proxy_warning[1024]; // the last one
+static char proxy_warning[1024]; // the last warning
 
 __attribute__((format(printf, 5, 6), unused)) static void proxy_log(int level, unsigned long subsystems,
                                                                     const char *file, int line, const char *fmt, ...) {
@@ -48,7 +49,7 @@ static inline const struct nccl_net_v10 *proxy_v10(const struct proxy *proxy) {
     return proxy->table;
 }
 
-// Versions 11 and 12 have the same layout but for the properties.
+// Versions 11 and 12 have the same layout, except for the properties.
 static inline const struct nccl_net_v12 *proxy_v12(const struct proxy *proxy) {
     return proxy->table;
 }
@@ -119,7 +120,7 @@ static inline int proxy_deregister(const struct proxy *proxy, void *comm, void *
 static inline int proxy_isend(const struct proxy *proxy, void *comm, void *data, size_t bytes, void **request) {
     switch (proxy->version) {
     case 6:
-    case 8: // the same place and type
+    case 8: // isend has the same place and type in both tables
         return proxy_v6(proxy)->isend(comm, data, (int)bytes, 0, NULL, request);
     case 10:
         return proxy_v10(proxy)->isend(comm, data, bytes, 0, NULL, NULL, request);
@@ -170,7 +171,7 @@ struct proxy_queue {
     unsigned count;
 };
 
-// Posts a transfer; false: the queue is full or the plugin takes none now.
+// Posts a transfer. False: the queue is full, or the plugin accepts no request now.
 static inline bool proxy_post(const struct proxy *proxy, struct proxy_queue *queue, void *data, size_t bytes,
                               int *result) {
     void *request = NULL;
@@ -187,7 +188,7 @@ static inline bool proxy_post(const struct proxy *proxy, struct proxy_queue *que
     return true;
 }
 
-// Tests the oldest transfer; true: it is done.
+// Tests the oldest transfer. True: it is done.
 static inline bool proxy_poll(const struct proxy *proxy, struct proxy_queue *queue, int *bytes, int *result) {
     int done = 0;
     *result = NCCL_SUCCESS;

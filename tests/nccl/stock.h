@@ -1,5 +1,5 @@
-// NCCL's own network and its adapters for older plugins, from a libnccl.so.2 and without a GPU. Both are local symbols,
-// found in the library's .symtab. Every function returns NULL, or what it found; `why` says what is missing.
+// NCCL's own network and its adapters for older plugins, loaded from a libnccl.so.2 without a GPU. Both are local
+// symbols, found in the library's .symtab. Functions return NULL or false on failure; then `why` has the reason.
 #ifndef NB_TEST_NCCL_STOCK_H
 #define NB_TEST_NCCL_STOCK_H
 
@@ -49,7 +49,7 @@ static inline bool stock_open(struct stock *stock, const char *path) {
     return true;
 }
 
-// The address of a symbol of the given size (0: any), local ones included.
+// Address of a symbol of the given size (0: any), local symbols included.
 static inline void *stock_symbol(struct stock *stock, const char *name, size_t size) {
     const Elf64_Ehdr *head = (const void *)stock->file;
     const Elf64_Shdr *sections = (const void *)(stock->file + head->e_shoff);
@@ -69,7 +69,8 @@ static inline void *stock_symbol(struct stock *stock, const char *name, size_t s
     return NULL;
 }
 
-// NCCL's Socket network as a table of version 12. Its only call of CUDA asks for the device; here it is device 0.
+// NCCL's Socket network, as a table of version 12. Its only CUDA call, cudaGetDevice, is replaced by code that returns
+// device 0.
 static inline const void *stock_socket(struct stock *stock) {
 #if defined(__x86_64__)
     static const unsigned char device_0[] = {0xc7, 0x07, 0, 0, 0, 0, 0x31, 0xc0, 0xc3}; // *device = 0; return 0
@@ -80,7 +81,7 @@ static inline const void *stock_socket(struct stock *stock) {
     }
     uintptr_t page = (uintptr_t)code & ~(uintptr_t)4095;
     if (mprotect((void *)page, 8192, PROT_READ | PROT_WRITE | PROT_EXEC) != 0) {
-        (void)snprintf(stock->why, sizeof stock->why, "its memory cannot be changed: %m");
+        (void)snprintf(stock->why, sizeof stock->why, "cannot make its code writable: %m");
         return NULL;
     }
     memcpy(code, device_0, sizeof device_0);
@@ -91,7 +92,7 @@ static inline const void *stock_socket(struct stock *stock) {
 #endif
 }
 
-// A plugin's table of this version as NCCL itself sees it: through its adapter to version 12.
+// NCCL's view of a plugin's table of this version: through NCCL's adapter to version 12.
 static inline const void *stock_adapted(struct stock *stock, void *plugin, int version) {
     char name[32];
     (void)snprintf(name, sizeof name, "_Z%dgetNcclNet_v%dPv", version < 10 ? 13 : 14, version);
@@ -100,7 +101,7 @@ static inline const void *stock_adapted(struct stock *stock, void *plugin, int v
     memcpy(&adapter, &code, sizeof code);
     const void *table = adapter != NULL ? adapter(plugin) : NULL;
     if (adapter != NULL && table == NULL) {
-        (void)snprintf(stock->why, sizeof stock->why, "NCCL does not take the plugin's table of version %d", version);
+        (void)snprintf(stock->why, sizeof stock->why, "NCCL rejects the plugin's table of version %d", version);
     }
     return table;
 }

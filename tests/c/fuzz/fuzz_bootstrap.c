@@ -1,6 +1,6 @@
-// Feeds bootstrap the bytes of a broken peer. The first byte says to whom: 0: rank 0's door, raw; 1: the same after a
-// hello and a proof that are right for what the bytes claim; 2: a client, from a rank 0 that knows the secret; 3 and 4: an
-// all-gather on rank 0 and on rank 1; 5: the clock.
+// Fuzzes the bootstrap with the bytes of a broken peer. The first byte selects the receiver. 0: rank 0's listener, raw
+// bytes. 1: the same after a valid handshake for what the input claims. 2: a client, from a rank 0 that knows the
+// secret. 3 and 4: an all-gather on rank 0 and on rank 1. 5: the clock exchange.
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -26,7 +26,7 @@ static struct nb_boot_config config_of(int rank) {
     return config;
 }
 
-static int door(struct nb_listener *listener, const struct nb_boot_config *config) {
+static int open_and_connect(struct nb_listener *listener, const struct nb_boot_config *config) {
     struct nb_error err = {0};
     if (nb_listener_open(listener, config, NULL, &err) < 0) {
         abort();
@@ -34,85 +34,85 @@ static int door(struct nb_listener *listener, const struct nb_boot_config *confi
     return nb_sock_connect(&listener->addr, NULL, NULL, &err);
 }
 
-struct knock {
+struct client {
     struct input in;
     int fd;
-    bool proves;
+    bool authenticates;
 };
 
-// What comes to the door: hello, and the proof that belongs to it.
-static void *knock_main(void *arg) {
-    struct knock *knock = arg;
+// The client: sends a hello with its proof, if requested, and then the input.
+static void *client_main(void *arg) {
+    struct client *client = arg;
     struct nb_boot_config config = config_of(1);
     int64_t until = nb_now_ns() + LIMIT_NS;
-    if (knock->proves) {
+    if (client->authenticates) {
         struct nb_shake shake = {0};
         struct wire_join_proof proof;
         (void)nb_shake_hello(&shake, &config, NULL);
-        take(&knock->in, &shake.hello.rank, 12);
-        take(&knock->in, shake.hello.tag, sizeof shake.hello.tag);
+        take(&client->in, &shake.hello.rank, 12);
+        take(&client->in, shake.hello.tag, sizeof shake.hello.tag);
         shake.hello.rank %= 4;
         shake.hello.size %= 4;
         shake.hello.tag_bytes %= 2 * NB_WIRE_JOIN_TAG_MAX;
-        (void)nb_sock_write_all(knock->fd, &shake.hello, sizeof shake.hello, until);
-        if (nb_sock_read_all(knock->fd, &shake.challenge, sizeof shake.challenge, until) == 0) {
+        (void)nb_sock_write_all(client->fd, &shake.hello, sizeof shake.hello, until);
+        if (nb_sock_read_all(client->fd, &shake.challenge, sizeof shake.challenge, until) == 0) {
             nb_shake_proof(&shake, &config, &proof);
-            (void)nb_sock_write_all(knock->fd, &proof, sizeof proof, until);
+            (void)nb_sock_write_all(client->fd, &proof, sizeof proof, until);
         }
     }
-    (void)nb_sock_write_all(knock->fd, knock->in.data, knock->in.bytes, until);
-    (void)shutdown(knock->fd, SHUT_WR);
+    (void)nb_sock_write_all(client->fd, client->in.data, client->in.bytes, until);
+    (void)shutdown(client->fd, SHUT_WR);
     return NULL;
 }
 
-static void host(struct input in, bool proves) {
+static void fuzz_rank_0(struct input in, bool authenticates) {
     struct nb_listener listener = {.fd = -1};
     struct nb_boot_config config = config_of(0);
     struct nb_boot boot = {0};
     struct nb_error err = {0};
-    struct knock knock = {.in = in, .fd = door(&listener, &config), .proves = proves};
+    struct client client = {.in = in, .fd = open_and_connect(&listener, &config), .authenticates = authenticates};
     pthread_t thread;
-    if (pthread_create(&thread, NULL, knock_main, &knock) != 0) {
+    if (pthread_create(&thread, NULL, client_main, &client) != 0) {
         abort();
     }
     (void)nb_boot_join(&boot, &config, &listener, NULL, &err);
     pthread_join(thread, NULL);
     nb_boot_close(&boot);
-    close(knock.fd);
+    close(client.fd);
     nb_listener_close(&listener);
 }
 
-struct house {
+struct fake_rank_0 {
     struct input in;
     int fd;
 };
 
-// A rank 0 that knows the secret and says strange things.
-static void *house_main(void *arg) {
-    struct house *house = arg;
+// A rank 0 that knows the secret and sends the input as challenge and verdict.
+static void *fake_rank_0_main(void *arg) {
+    struct fake_rank_0 *fake = arg;
     struct nb_boot_config config = config_of(0);
     struct nb_shake shake = {0};
     struct wire_join_proof proof;
     struct wire_join_answer answer = {0};
     struct wire_join_verdict verdict = {0};
-    uint8_t how = 0;
+    uint8_t flags = 0;
     int64_t until = nb_now_ns() + LIMIT_NS;
     int fd = -1;
     while (fd < 0 && nb_now_ns() < until) {
-        fd = accept4(house->fd, NULL, NULL, SOCK_NONBLOCK);
+        fd = accept4(fake->fd, NULL, NULL, SOCK_NONBLOCK);
     }
     if (nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, until) == 0) {
         (void)nb_shake_challenge(&shake, NULL);
-        take(&house->in, &how, 1);
-        if ((how & 1) != 0) {
-            take(&house->in, &shake.challenge, sizeof shake.challenge);
+        take(&fake->in, &flags, 1);
+        if ((flags & 1) != 0) {
+            take(&fake->in, &shake.challenge, sizeof shake.challenge);
         }
         (void)nb_sock_write_all(fd, &shake.challenge, sizeof shake.challenge, until);
         (void)nb_sock_read_all(fd, &proof, sizeof proof, until);
         nb_shake_answer(&shake, &config, &answer);
         (void)nb_sock_write_all(fd, &answer, sizeof answer, until);
-        take(&house->in, &verdict, sizeof verdict);
-        if ((how & 2) == 0) {
+        take(&fake->in, &verdict, sizeof verdict);
+        if ((flags & 2) == 0) {
             nb_shake_verdict(&shake, &config, &verdict);
         }
         (void)nb_sock_write_all(fd, &verdict, sizeof verdict, until);
@@ -121,17 +121,17 @@ static void *house_main(void *arg) {
     return NULL;
 }
 
-static void client(struct input in) {
+static void fuzz_client(struct input in) {
     struct nb_listener listener = {.fd = -1};
     struct nb_boot_config config = config_of(0);
     struct nb_boot boot = {0};
     struct nb_error err = {0};
     char address[NB_SOCK_TEXT];
-    close(door(&listener, &config));
+    close(open_and_connect(&listener, &config));
     close(accept(listener.fd, NULL, NULL));
-    struct house house = {.in = in, .fd = listener.fd};
+    struct fake_rank_0 fake = {.in = in, .fd = listener.fd};
     pthread_t thread;
-    if (pthread_create(&thread, NULL, house_main, &house) != 0) {
+    if (pthread_create(&thread, NULL, fake_rank_0_main, &fake) != 0) {
         abort();
     }
     nb_sock_format(&listener.addr, address);
@@ -142,7 +142,7 @@ static void client(struct input in) {
     nb_listener_close(&listener);
 }
 
-static void links(struct input in, int mode) {
+static void fuzz_exchange(struct input in, int mode) {
     int pair[2];
     unsigned char mine[24] = {0};
     unsigned char all[48];
@@ -177,11 +177,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     struct input in = {.data = data + 1, .bytes = bytes - 1};
     int mode = data[0] % MODES;
     if (mode < 2) {
-        host(in, mode == 1);
+        fuzz_rank_0(in, mode == 1);
     } else if (mode == 2) {
-        client(in);
+        fuzz_client(in);
     } else {
-        links(in, mode);
+        fuzz_exchange(in, mode);
     }
     return 0;
 }

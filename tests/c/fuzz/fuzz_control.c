@@ -1,6 +1,6 @@
-// Feeds a job the control messages of a broken peer, between operations of its own. The first byte says which rank the
-// job is, and whether its small sums travel with the agreement; then messages: type, two bytes of length, body. A type
-// above 21 goes out as raw bytes, without a header.
+// Fuzzes a job with control messages of a broken peer, between operations of its own. The first byte selects the job's
+// rank and the inline all-reduce. Messages follow: type, two bytes of length, body. The body of a type above 21 is sent
+// raw, without a header.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -43,8 +43,8 @@ static void job_tables(struct nb_job *job, struct nb_error *err) {
     }
 }
 
-// A job as nb_job_open leaves it, without a thread; others[i] is the far end of control connection i.
-static struct nb_job *job_make(int rank, int others[SIZE]) {
+// Makes a job like nb_job_open, but without a thread. remotes[i] is the remote end of control connection i.
+static struct nb_job *job_make(int rank, int remotes[SIZE]) {
     struct nb_error err = {0};
     struct nb_job *job = calloc(1, sizeof *job);
     job->rank = rank;
@@ -80,7 +80,7 @@ static struct nb_job *job_make(int rank, int others[SIZE]) {
             nb_control_init(&job->controls[i], job, i, pair[0], &err) < 0) {
             abort();
         }
-        others[i] = pair[1];
+        remotes[i] = pair[1];
     }
     return job;
 }
@@ -91,8 +91,8 @@ static void drain(int fd) {
     }
 }
 
-// One turn of the communication thread.
-static void turn(struct nb_job *job) {
+// One pass of the communication thread.
+static void pass(struct nb_job *job) {
     while (!nb_list_empty(&job->inbox.works)) {
         struct nb_work *work = NB_CONTAINER(job->inbox.works.next, struct nb_work, link);
         nb_list_remove(&work->link);
@@ -117,28 +117,28 @@ static void turn(struct nb_job *job) {
     }
 }
 
-static void submit(struct nb_job *job, int which, struct nb_work **works, float *memory) {
+static void submit(struct nb_job *job, int index, struct nb_work **works, float *memory) {
     static const char *const names[WORKS] = {"a", "b", "c", "d", "e", "f", "g"};
     static const size_t bytes[WORKS] = {[NB_OP_ALLGATHER] = 12000,
                                         [NB_OP_REDUCESCATTER] = 12000,
                                         [NB_OP_BROADCAST] = 12000,
                                         [NB_OP_ALLTOALL] = 12000,
                                         [NB_OP_JOIN] = 4};
-    struct nb_segment segment = {.base = memory, .bytes = bytes[which]};
-    struct nb_op op = {.name = names[which], .kind = (enum nb_op_kind)which, .dtype = NB_F32};
-    op.key = (uint64_t)which + 1; // short, so that messages may name it
+    struct nb_segment segment = {.base = memory, .bytes = bytes[index]};
+    struct nb_op op = {.name = names[index], .kind = (enum nb_op_kind)index, .dtype = NB_F32};
+    op.key = (uint64_t)index + 1; // small, so that the fuzzer finds it
     op.segments = &segment;
     op.segment_count = 1;
     int code = 0;
-    if (works[which] != NULL && !nb_work_test(works[which], &code)) {
+    if (works[index] != NULL && !nb_work_test(works[index], &code)) {
         return;
     }
-    nb_work_release(works[which]);
-    works[which] = NULL;
-    (void)nb_submit(&job->world, &op, &works[which], NULL);
+    nb_work_release(works[index]);
+    works[index] = NULL;
+    (void)nb_submit(&job->world, &op, &works[index], NULL);
 }
 
-static size_t message(int fd, const uint8_t *data, size_t bytes) {
+static size_t send_message(int fd, const uint8_t *data, size_t bytes) {
     unsigned char out[8 + 2048];
     uint32_t type = data[0];
     uint32_t length = (uint32_t)(data[1] | (data[2] & 7) << 8);
@@ -156,29 +156,29 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (bytes < 1) {
         return 0;
     }
-    int others[SIZE] = {-1, -1, -1};
+    int remotes[SIZE] = {-1, -1, -1};
     struct nb_work *works[WORKS] = {NULL};
     float *memory = calloc(WORKS, 12000);
-    struct nb_job *job = job_make(data[0] & 1, others);
+    struct nb_job *job = job_make(data[0] & 1, remotes);
     job->config.algorithm = (data[0] & 2) != 0 ? NB_ALGORITHM_INLINE : NB_ALGORITHM_NONE;
     for (int i = 0; i < WORKS; i++) {
         submit(job, i, works, memory + (size_t)i * 3000);
     }
-    turn(job);
+    pass(job);
     size_t at = 1;
     for (int n = 0; at + 3 <= bytes && n < 32; n++) {
-        int which = job->rank == 0 ? 1 + n % 2 : 0;
-        at += message(others[which], data + at, bytes - at);
-        turn(job);
+        int index = job->rank == 0 ? 1 + n % 2 : 0;
+        at += send_message(remotes[index], data + at, bytes - at);
+        pass(job);
         submit(job, n % WORKS, works, memory + (size_t)(n % WORKS) * 3000);
         for (int i = 0; i < SIZE; i++) {
-            drain(others[i]);
+            drain(remotes[i]);
         }
     }
-    turn(job);
-    const struct nb_error over = {.code = NB_ECLOSED, .peer = NB_NO_PEER};
-    job->failure = job->failure.code != 0 ? job->failure : over;
-    turn(job);
+    pass(job);
+    const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER};
+    job->failure = job->failure.code != 0 ? job->failure : closed;
+    pass(job);
     fail_all(job, &job->ops.running);
     fail_all(job, &job->ops.waiting);
     for (int i = 0; i < WORKS; i++) {
@@ -190,8 +190,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     }
     nb_job_close(job);
     for (int i = 0; i < SIZE; i++) {
-        if (others[i] >= 0) {
-            close(others[i]);
+        if (remotes[i] >= 0) {
+            close(remotes[i]);
         }
     }
     free(memory);

@@ -1,5 +1,6 @@
-// Feeds two TCP lanes the bytes of a broken peer while flows are under way. The first byte says what is fed: 0: segments
-// and messages of a peer that is known (lane, length, bytes); 1: a greeting, then those; 2: the address of a peer.
+// Fuzzes two TCP lanes with the bytes of a broken peer while flows run. The first byte modulo 3 selects the input. 0:
+// segments and messages of an authenticated peer (lane, length, bytes). 1: the same, preceded by a handshake. 2: the
+// address of a peer.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -16,13 +17,14 @@ enum { FLOWS = 3 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
-// The far ends of a lane's two connections with rank 1: what is sent there, and what comes out, -1: nothing does.
+// The remote ends of a lane's two connections with rank 1. `in`: the lane receives what is sent there. `out`: the lane
+// sends there; -1: no such connection.
 struct ends {
     int in;
     int out;
 };
 
-static void turn(struct nb_loop *loop, const struct ends *ends) {
+static void progress(struct nb_loop *loop, const struct ends *ends) {
     char buffer[4096];
     for (int i = 0; i < 4; i++) {
         nb_loop_wait(loop, 0);
@@ -47,14 +49,14 @@ static int connect_pair(struct nb_loop *loop, struct nb_watch *watch) {
     return pair[1];
 }
 
-// Puts pairs where the lane has its connections: both, or the one to rank 1, which must still greet.
-static struct ends connect_pairs(struct nb_lanes *lanes, struct nb_loop *loop, int lane, bool greeted) {
+// Replaces the lane's connections by socket pairs: both, or only the outgoing one, whose handshake is not finished.
+static struct ends connect_pairs(struct nb_lanes *lanes, struct nb_loop *loop, int lane, bool authenticated) {
     struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
     nb_tcp_reset(conn);
     conn->gone = false;
-    conn->state = greeted ? OPEN : HANDSHAKE;
+    conn->state = authenticated ? OPEN : HANDSHAKE;
     int out = connect_pair(loop, &conn->out_watch);
-    return greeted ? (struct ends){connect_pair(loop, &conn->in_watch), out} : (struct ends){out, -1};
+    return authenticated ? (struct ends){connect_pair(loop, &conn->in_watch), out} : (struct ends){out, -1};
 }
 
 static void ends_close(struct ends *ends) {
@@ -64,23 +66,23 @@ static void ends_close(struct ends *ends) {
     }
 }
 
-static void greet(struct nb_lanes *lanes, const struct nb_boot *boot, int fd, int lane) {
+static void send_answer(struct nb_lanes *lanes, const struct nb_boot *boot, int fd, int lane) {
     const struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
-    struct tcp_handshake greeting = {.hello = conn->handshake.hello};
+    struct tcp_handshake handshake = {.hello = conn->handshake.hello};
     struct nb_tcp_macs macs;
-    nb_tcp_macs(boot, &greeting, 1, &conn->to, &macs);
-    memcpy(greeting.answer.mac, macs.answer, sizeof macs.answer);
-    (void)send(fd, &greeting.answer, sizeof greeting.answer, MSG_DONTWAIT | MSG_NOSIGNAL);
+    nb_tcp_macs(boot, &handshake, 1, &conn->to, &macs);
+    memcpy(handshake.answer.mac, macs.answer, sizeof macs.answer);
+    (void)send(fd, &handshake.answer, sizeof handshake.answer, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_boot *boot, const uint8_t *data,
-                 size_t bytes) {
+static void fuzz_flows(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_boot *boot, const uint8_t *data,
+                       size_t bytes) {
     struct side sides[FLOWS] = {0};
     struct ends ends[LANES];
     for (int i = 0; i < LANES; i++) {
         ends[i] = connect_pairs(lanes, loop, i, data[0] % 3 == 0);
         if (data[0] % 3 == 1 && (data[0] & 0x40) != 0) {
-            greet(lanes, boot, ends[i].in, i);
+            send_answer(lanes, boot, ends[i].in, i);
         }
     }
     size_t at = 1;
@@ -91,12 +93,12 @@ static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_b
         if (n < FLOWS) {
             side_begin(&sides[n], lanes, n, n == 0 ? NB_FLOW_OUT : NB_FLOW_IN, calloc(BLOCKS, BLOCK), 2);
         }
-        turn(loop, ends);
+        progress(loop, ends);
     }
     ends_close(&ends[0]);
     nb_loop_wait(loop, 0);
     for (int i = 0; i < FLOWS; i++) {
-        if (sides[i].memory != NULL && !sides[i].over) {
+        if (sides[i].memory != NULL && !sides[i].finished) {
             nb_lanes_cancel(lanes, &sides[i].flow);
         }
         free(sides[i].memory);
@@ -132,7 +134,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
         memcpy(address, data + 1, bytes - 1 < room ? bytes - 1 : room);
         (void)nb_lanes_peer_open(lanes, 1, address, &err);
     } else if (nb_lanes_peer_open(lanes, 1, address, &err) == 0) {
-        feed(lanes, &loop, &boot, data, bytes);
+        fuzz_flows(lanes, &loop, &boot, data, bytes);
     }
     free(address);
     nb_lanes_close(lanes);

@@ -1,6 +1,6 @@
-// Feeds the net plugin's handshake the bytes of a broken peer. The first byte says to whom: 0: the listener, raw; 1: the
-// same after a right hello; 2: the same after a right join, so that control messages follow; 3: the side that connects,
-// from a listener that knows the token.
+// Fuzzes the NCCL net plugin's handshake with the bytes of a broken peer. The first byte selects the receiver. 0: the
+// listener, raw bytes. 1: the same after a valid hello. 2: the same after a valid join, so control messages follow. 3:
+// the connecting side, from a listener that knows the token.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -9,11 +9,11 @@
 #include "input.h"
 #include "nccl/link.c" // the messages of the handshake, and their MACs
 
-enum { WAYS = 4, UNTIL_NS = 100 * 1000 * 1000, DRAINED = 256 };
+enum { MODES = 4, UNTIL_NS = 100 * 1000 * 1000, DRAINED = 256 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
-// An end of the handshake that the plugin does not know as a link.
+// The fuzzer's end of a handshake.
 struct end {
     struct nb_link link;
     struct nb_link_shake shake;
@@ -35,7 +35,7 @@ static bool receive_bytes(const struct end *end, void *data, size_t bytes) {
     return nb_sock_read_all(end->fd, data, bytes, end->until_ns) == 0;
 }
 
-static bool right_hello(struct end *end, const struct nb_net_handle *handle, struct input *in) {
+static bool send_valid_hello(struct end *end, const struct nb_net_handle *handle, struct input *in) {
     struct wire_hello *hello = &end->shake.hello;
     *hello = (struct wire_hello){.magic = MAGIC, .version = WIRE_VERSION, .listener = handle->listener};
     hello->lanes = (uint32_t)end->link.net->settings.lanes;
@@ -45,19 +45,20 @@ static bool right_hello(struct end *end, const struct nb_net_handle *handle, str
     return send_bytes(end, hello, sizeof *hello) && receive_bytes(end, &end->shake.answer, sizeof end->shake.answer);
 }
 
-// The lanes of this peer are nowhere; only their number of bytes is the input's.
-static bool right_join(struct end *end, struct input *in) {
+// Joins with lane addresses that cannot be reached; the input selects their length.
+static bool send_valid_join(struct end *end, struct input *in) {
     struct wire_lane_address address = {.bytes = take_byte(in)};
     unsigned char mac[NB_SHA256_BYTES];
-    struct sockaddr_in nowhere = {.sin_family = AF_INET, .sin_port = 1, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
-    address.bytes = address.bytes == 0 ? sizeof nowhere : address.bytes;
-    memcpy(address.addr, &nowhere, sizeof nowhere);
+    struct sockaddr_in unreachable = {
+        .sin_family = AF_INET, .sin_port = 1, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+    address.bytes = address.bytes == 0 ? sizeof unreachable : address.bytes;
+    memcpy(address.addr, &unreachable, sizeof unreachable);
     mac_of(&end->link, "join", &address, sizeof address, mac);
     return send_bytes(end, mac, sizeof mac) && send_bytes(end, &address, sizeof address);
 }
 
-// Writes the rest, and reads until the plugin has closed the connection.
-static void rest(const struct end *end, const struct input *in) {
+// Writes the rest of the input, and reads until the plugin closes the connection.
+static void send_rest(const struct end *end, const struct input *in) {
     char answer[DRAINED];
     (void)send_bytes(end, in->data, in->bytes);
     (void)shutdown(end->fd, SHUT_WR);
@@ -65,8 +66,8 @@ static void rest(const struct end *end, const struct input *in) {
     }
 }
 
-static void incoming(struct input in, struct nb_net *net, struct nb_net_listener *listener,
-                     const struct nb_net_handle *handle, int way) {
+static void fuzz_listener(struct input in, struct nb_net *net, struct nb_net_listener *listener,
+                          const struct nb_net_handle *handle, int mode) {
     struct nb_error err = {0};
     struct nb_sockaddr to;
     struct end end;
@@ -75,8 +76,8 @@ static void incoming(struct input in, struct nb_net *net, struct nb_net_listener
         abort();
     }
     end_init(&end, net, handle, nb_sock_connect(&to, NULL, NULL, &err));
-    if (way == 0 || (right_hello(&end, handle, &in) && (way == 1 || right_join(&end, &in)))) {
-        rest(&end, &in);
+    if (mode == 0 || (send_valid_hello(&end, handle, &in) && (mode == 1 || send_valid_join(&end, &in)))) {
+        send_rest(&end, &in);
     }
     (void)nb_net_accept(listener, &comm, &err);
     if (comm != NULL) {
@@ -85,45 +86,45 @@ static void incoming(struct input in, struct nb_net *net, struct nb_net_listener
     close(end.fd);
 }
 
-// The plugin connects to a listener of ours.
-static void outgoing(struct input in, struct nb_net *net, struct nb_net_handle handle) {
+// The plugin connects to the fuzzer's listener.
+static void fuzz_connecting_side(struct input in, struct nb_net *net, struct nb_net_handle handle) {
     struct nb_error err = {0};
     struct nb_net_comm *comm = NULL;
-    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
-    socklen_t length = sizeof at;
-    int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (door < 0 || bind(door, (struct sockaddr *)&at, sizeof at) != 0 || listen(door, 1) != 0 ||
-        getsockname(door, (struct sockaddr *)&at, &length) != 0) {
+    struct sockaddr_in listener_address = {.sin_family = AF_INET, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+    socklen_t length = sizeof listener_address;
+    int listener_fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (listener_fd < 0 || bind(listener_fd, (struct sockaddr *)&listener_address, sizeof listener_address) != 0 ||
+        listen(listener_fd, 1) != 0 || getsockname(listener_fd, (struct sockaddr *)&listener_address, &length) != 0) {
         abort();
     }
     handle.family = AF_INET;
-    handle.port = ntohs(at.sin_port);
-    memcpy(handle.address, &at.sin_addr, sizeof at.sin_addr);
+    handle.port = ntohs(listener_address.sin_port);
+    memcpy(handle.address, &listener_address.sin_addr, sizeof listener_address.sin_addr);
     handle.process[0] ^= 1; // another process
     (void)nb_net_connect(net, 0, &handle, &comm, &err);
     struct end end;
-    end_init(&end, net, &handle, accept4(door, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    end_init(&end, net, &handle, accept4(listener_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (receive_bytes(&end, &end.shake.hello, sizeof end.shake.hello)) {
         struct wire_answer *answer = &end.shake.answer;
-        uint8_t how = take_byte(&in);
-        take(&in, answer, (how & 1) != 0 ? sizeof *answer : 0);
+        uint8_t flags = take_byte(&in);
+        take(&in, answer, (flags & 1) != 0 ? sizeof *answer : 0);
         memcpy(answer->tag, net->settings.tag, sizeof answer->tag);
-        if ((how & 2) != 0) {
+        if ((flags & 2) != 0) {
             answer->code = 0;
             mac_of(&end.link, "answer", "", 0, answer->mac);
         }
         (void)send_bytes(&end, answer, sizeof *answer);
-        rest(&end, &in);
+        send_rest(&end, &in);
     }
     (void)nb_net_connect(net, 0, &handle, &comm, &err);
     if (comm != NULL) {
         nb_net_comm_close(comm);
     }
     close(end.fd);
-    close(door);
+    close(listener_fd);
 }
 
-static void settings(void) {
+static void set_environment(void) {
     (void)setenv("NETBOTTLENECK_IFNAME", "lo", 1);
     (void)setenv("NETBOTTLENECK_STREAMS", "1", 1);
     (void)setenv("NETBOTTLENECK_TIMEOUT_S", "0.1", 1);
@@ -137,16 +138,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     union {
         struct nb_net_handle handle;
         char room[NCCL_HANDLE_BYTES];
-    } at = {.room = {0}};
-    int way = take_byte(&in) % WAYS;
-    settings();
-    if (nb_net_open(&net, &nb_comm_up, NULL, &err) < 0 || nb_net_listen(net, &at, &listener, &err) < 0) {
+    } handle_room = {.room = {0}};
+    int mode = take_byte(&in) % MODES;
+    set_environment();
+    if (nb_net_open(&net, &nb_comm_up, NULL, &err) < 0 || nb_net_listen(net, &handle_room, &listener, &err) < 0) {
         abort();
     }
-    if (way < 3) {
-        incoming(in, net, listener, &at.handle, way);
+    if (mode < 3) {
+        fuzz_listener(in, net, listener, &handle_room.handle, mode);
     } else {
-        outgoing(in, net, at.handle);
+        fuzz_connecting_side(in, net, handle_room.handle);
     }
     nb_net_listener_close(listener);
     nb_net_close(net);

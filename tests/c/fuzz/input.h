@@ -1,4 +1,4 @@
-// The bytes of one run of a fuzzer, taken piece by piece.
+// Input of one fuzzer run, read piece by piece.
 #ifndef NB_FUZZ_INPUT_H
 #define NB_FUZZ_INPUT_H
 
@@ -11,7 +11,7 @@ struct input {
     size_t bytes;
 };
 
-// The next bytes, zero where there are none.
+// Reads the next bytes; zeros beyond the end.
 static inline void take(struct input *in, void *out, size_t bytes) {
     size_t n = in->bytes < bytes ? in->bytes : bytes;
     memset(out, 0, bytes);

@@ -1,5 +1,5 @@
-// One rank's end of a flow whose lanes are fuzzed: every block lands once, and none after the end. Shared by fuzz_lanes.c
-// and fuzz_ofi.c.
+// One rank's end of a flow whose lanes are fuzzed: every block lands once, and none after the flow has finished. Shared
+// by fuzz_lanes.c and fuzz_ofi.c.
 #ifndef NB_FUZZ_SIDE_H
 #define NB_FUZZ_SIDE_H
 
@@ -17,12 +17,12 @@ struct side {
     struct nb_flow flow;
     uint64_t map[1];
     unsigned char *memory;
-    int pieces;    // that a run's memory has, 1 or 2
-    uint32_t seen; // blocks that landed, a bit each
-    bool over;
+    int pieces;    // of a run's memory: 1 or 2
+    uint32_t seen; // bitmap of blocks that have landed
+    bool finished;
 };
 
-static inline void side_must(bool holds) {
+static inline void side_check(bool holds) {
     if (!holds) {
         abort();
     }
@@ -30,7 +30,7 @@ static inline void side_must(bool holds) {
 
 static inline size_t side_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
     (void)flow;
-    side_must((uint64_t)first + count <= BLOCKS); // the lanes ask only for what they have checked
+    side_check((uint64_t)first + count <= BLOCKS); // the lanes check ranges before they call this
     return (size_t)count * BLOCK;
 }
 
@@ -40,7 +40,7 @@ static inline uint32_t side_limit(const struct nb_flow *flow, uint32_t first, ui
     return count < left ? count : left;
 }
 
-// Flow NO_MEMORY has none of its own.
+// Flow NO_MEMORY has no destination memory.
 static inline int side_memory(const struct nb_flow *flow, uint32_t first, uint32_t count,
                               struct iovec iov[NB_LANE_IOV_MAX]) {
     const struct side *side = flow->owner;
@@ -58,7 +58,7 @@ static inline int side_memory(const struct nb_flow *flow, uint32_t first, uint32
 static inline void side_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
     struct side *side = flow->owner;
     uint32_t blocks = ((1u << count) - 1) << first;
-    side_must(!side->over && first + count <= BLOCKS && (side->seen & blocks) == 0);
+    side_check(!side->finished && first + count <= BLOCKS && (side->seen & blocks) == 0);
     side->seen |= blocks;
     if (data != NULL) {
         memcpy(side->memory + (size_t)first * BLOCK, data, bytes);
@@ -67,8 +67,8 @@ static inline void side_consume(struct nb_flow *flow, uint32_t first, uint32_t c
 
 static inline void side_finished(struct nb_flow *flow) {
     struct side *side = flow->owner;
-    side_must(!side->over);
-    side->over = true;
+    side_check(!side->finished);
+    side->finished = true;
 }
 
 // Begins flow `op` with rank 1, on memory of BLOCKS * BLOCK bytes.
@@ -98,7 +98,7 @@ static inline void side_begin(struct side *side, struct nb_lanes *lanes, int op,
 
 static inline void side_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
     (void)ctx;
-    side_must(peer == 1 && lane < LANES && why->code < 0 && lanes_left >= 0 && lanes_left < LANES);
+    side_check(peer == 1 && lane < LANES && why->code < 0 && lanes_left >= 0 && lanes_left < LANES);
 }
 
 #endif

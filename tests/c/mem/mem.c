@@ -1,5 +1,5 @@
-// A network inside one process: what two ranks share lies in a link, under the lock of the net; what only the driving
-// thread touches lies in its lane. No callback is made with the lock held.
+// Lanes of the in-process test network. State that two ranks share is in a link, under the net's lock. State of one
+// rank's thread is in its lane. Callbacks are called without the lock.
 #include "mem/mem.h"
 
 #include <errno.h>
@@ -15,7 +15,7 @@ static int draw_delay(struct mem_lane *lane) {
     return (int)nb_mem_draw(&lane->random, (uint32_t)lane->net->delay_max + 1);
 }
 
-// The peer's queue that this lane's messages, or its data, go to.
+// The peer's queue for this lane's messages or data.
 static struct queue *queue_to(const struct mem_lane *lane, int peer, bool message) {
     struct link *link = link_of(lane, peer);
     int side = !side_of(lane, peer);
@@ -39,7 +39,7 @@ static void packet_send(struct mem_lane *lane, int peer, struct packet *packet) 
         packet = NULL;
     }
     pthread_mutex_unlock(&net->lock);
-    free(packet); // gone with the link
+    free(packet); // the link is down
 }
 
 static bool pipe_full(const struct mem_lane *lane, int peer, bool message) {
@@ -49,11 +49,11 @@ static bool pipe_full(const struct mem_lane *lane, int peer, bool message) {
     return full;
 }
 
-// Ends this side of a flow. A link that is down already may be another flow's by now.
+// Ends this side of a flow. A link that is down already may belong to a new flow.
 static void peer_end(struct mem_lane *lane, int peer) {
     struct mem_peer *p = &lane->peers[peer];
     pthread_mutex_lock(&lane->net->lock);
-    if (p->state != NONE && link_of(lane, peer)->wants[side_of(lane, peer)]) {
+    if (p->state != NONE && link_of(lane, peer)->is_open[side_of(lane, peer)]) {
         nb_mem_down(link_of(lane, peer));
         nb_mem_wake(lane->net, peer, lane->base.index);
     }
@@ -67,7 +67,7 @@ static void peer_end(struct mem_lane *lane, int peer) {
     p->current = NULL;
 }
 
-// The same; requests under way are answered with `code`.
+// Ends this side of a flow and completes requests in flight with `code`.
 static void peer_drop(struct mem_lane *lane, int peer, int code) {
     struct mem_peer *p = &lane->peers[peer];
     peer_end(lane, peer);
@@ -97,8 +97,8 @@ static void out_done(struct mem_lane *lane, int peer, struct nb_request *request
 }
 
 static size_t draw_chunk(struct mem_lane *lane, size_t left) {
-    bool whole = !lane->net->in_pieces || left < 2 || nb_mem_draw(&lane->random, 3) == 0;
-    return whole ? left : 1 + nb_mem_draw(&lane->random, (uint32_t)left);
+    bool unsplit = !lane->net->in_pieces || left < 2 || nb_mem_draw(&lane->random, 3) == 0;
+    return unsplit ? left : 1 + nb_mem_draw(&lane->random, (uint32_t)left);
 }
 
 static int stream_out(struct mem_lane *lane, int peer, struct nb_request *request) {
@@ -114,7 +114,7 @@ static int stream_out(struct mem_lane *lane, int peer, struct nb_request *reques
     return 1;
 }
 
-// Writes a piece. False: refused by the peer, or gone.
+// Writes a piece. False: the peer refuses it, or the link is down.
 static bool rma_write(struct mem_lane *lane, struct nb_request *request) {
     struct posted *posted = posted_of(request);
     size_t chunk = draw_chunk(lane, request->frame.bytes - posted->done);
@@ -161,7 +161,7 @@ static int out_progress(struct mem_lane *lane, int peer) {
     return nb_mem_is_rma(lane) ? rma_out(lane, peer, request) : stream_out(lane, peer, request);
 }
 
-// The next packet that is due, which is then this thread's.
+// Removes and returns the next packet that is due, or NULL.
 static struct packet *in_take(struct mem_lane *lane, int peer, bool message) {
     struct link *link = link_of(lane, peer);
     int side = side_of(lane, peer);
@@ -170,13 +170,13 @@ static struct packet *in_take(struct mem_lane *lane, int peer, bool message) {
     pthread_mutex_lock(&lane->net->lock);
     if (queue->head != NULL && !link->stalled && queue->head->delay-- <= 0) {
         packet = nb_mem_pop(queue);
-        nb_mem_wake(lane->net, peer, lane->base.index); // there is room again
+        nb_mem_wake(lane->net, peer, lane->base.index); // the queue has room again
     }
     pthread_mutex_unlock(&lane->net->lock);
     return packet;
 }
 
-// Asks where the segment goes. 0, -EAGAIN, or a failure.
+// Asks the receiver for the segment's destination. Returns 0, -EAGAIN or another error.
 static int segment_place(struct mem_lane *lane, int peer, const struct packet *packet) {
     struct mem_peer *p = &lane->peers[peer];
     int n = lane->config.up->place(lane->config.up_ctx, &lane->base, peer, &packet->frame, p->iov);
@@ -191,7 +191,7 @@ static int segment_place(struct mem_lane *lane, int peer, const struct packet *p
     return room == packet->bytes ? 0 : -EINVAL;
 }
 
-// Moves the segment on by a piece. Not the flow's while a callback runs, which may close it.
+// Copies the next piece of a segment. The flow does not own the packet during a callback, which may close the flow.
 static int segment_progress(struct mem_lane *lane, int peer, struct packet *packet) {
     struct mem_peer *p = &lane->peers[peer];
     uint64_t epoch = p->epoch;
@@ -241,7 +241,7 @@ static int packet_progress(struct mem_lane *lane, int peer, struct packet *packe
 static int in_progress(struct mem_lane *lane, int peer) {
     struct mem_peer *p = &lane->peers[peer];
     int done = 0;
-    for (int i = 0; i < PACKETS_A_TURN && p->state == OPEN && !p->held; i++) {
+    for (int i = 0; i < PACKETS_PER_PASS && p->state == OPEN && !p->held; i++) {
         struct packet *packet = p->current;
         p->current = NULL;
         if (packet == NULL) {
@@ -263,7 +263,7 @@ static int peer_progress(struct mem_lane *lane, int peer) {
     }
     pthread_mutex_lock(&lane->net->lock);
     bool up = nb_mem_up(link_of(lane, peer));
-    bool gone = !link_of(lane, peer)->wants[side_of(lane, peer)];
+    bool gone = !link_of(lane, peer)->is_open[side_of(lane, peer)];
     pthread_mutex_unlock(&lane->net->lock);
     if (gone) {
         peer_lost(lane, peer, NB_EPEER, "the flow is gone");
@@ -292,12 +292,12 @@ static int mem_progress(struct nb_lane *base) {
     return done;
 }
 
-// Something will happen by calling progress() alone. The lock is held.
+// True if progress() has work without another event. The caller holds the lock.
 static bool peer_pending(const struct mem_lane *lane, int peer) {
     const struct mem_peer *p = &lane->peers[peer];
     const struct link *link = link_of(lane, peer);
     int side = side_of(lane, peer);
-    if (p->state == NONE || !link->wants[side]) {
+    if (p->state == NONE || !link->is_open[side]) {
         return p->state != NONE;
     }
     if (p->state == OPENING) {
@@ -347,7 +347,7 @@ static int mem_post(struct nb_lane *base, struct nb_request *request) {
     *end = request;
     p->out_count++;
     if (p->out == request && !nb_mem_is_rma(lane) && nb_mem_draw(&lane->random, 8) == 0) {
-        stream_out(lane, request->peer, request); // sent() before this returns
+        stream_out(lane, request->peer, request); // calls sent() before post() returns
     }
     return 0;
 }
@@ -378,7 +378,7 @@ static int mem_open(const struct nb_lane_config *config, const struct nb_lane_op
                     struct nb_error *err) {
     struct nb_mem_net *net = nb_mem_find(config->library);
     if (net == NULL || config->size != net->size || config->index >= net->lanes) {
-        return nb_fail(err, -EINVAL, "lane %d: library must name a memory network that has it", config->index);
+        return nb_fail(err, -EINVAL, "lane %d: library must name an in-process network with this lane", config->index);
     }
     struct mem_lane *lane = calloc(1, sizeof *lane);
     struct mem_peer *peers = calloc((size_t)config->size, sizeof *peers);
@@ -439,7 +439,7 @@ static int mem_peer_open(struct nb_lane *base, int peer, const unsigned char *ad
     p->state = OPENING;
     p->delay = draw_delay(lane);
     pthread_mutex_lock(&lane->net->lock);
-    link_of(lane, peer)->wants[side_of(lane, peer)] = true;
+    link_of(lane, peer)->is_open[side_of(lane, peer)] = true;
     nb_mem_wake(lane->net, peer, base->index);
     pthread_mutex_unlock(&lane->net->lock);
     return 0;
@@ -469,10 +469,10 @@ static int rma_open(const struct nb_lane_config *config, struct nb_lane **lane, 
     return mem_open(config, nb_mem_ops(NB_LANE_RMA), lane, err);
 }
 
-#define OPS(its_name, its_kind, its_open)                                                                              \
-    {.name = its_name,                                                                                                 \
-     .kind = its_kind,                                                                                                 \
-     .open = its_open,                                                                                                 \
+#define OPS(ops_name, ops_kind, ops_open)                                                                              \
+    {.name = ops_name,                                                                                                 \
+     .kind = ops_kind,                                                                                                 \
+     .open = ops_open,                                                                                                 \
      .address = mem_address,                                                                                           \
      .peer_open = mem_peer_open,                                                                                       \
      .peer_ready = mem_peer_ready,                                                                                     \

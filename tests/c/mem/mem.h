@@ -1,6 +1,6 @@
-// A network inside one process, for tests: ranks are threads (or one thread that drives them all, which makes a run
-// repeatable), and the weather is drawn from a seed: delays counted in calls of progress(), lanes that overtake each
-// other, refused posts, segments that arrive in pieces. Order within one lane and peer is kept.
+// In-process network for tests. Ranks are threads, or one thread drives all ranks, which makes a run reproducible. A
+// seed determines the network's behaviour: delays counted in calls of progress(), lanes that overtake each other,
+// refused posts, and segments that arrive in pieces. Order within one lane and peer is kept.
 #ifndef NB_MEM_H
 #define NB_MEM_H
 
@@ -12,20 +12,22 @@ enum { NB_MEM_NAME = 32 };
 
 struct nb_mem_net;
 
-// Both kinds: segments announced by headers, and writes to memory that the receiver opened by a key.
+// Operations for each kind of lane: STREAM announces segments by headers, RMA writes to memory that the receiver
+// mapped.
 const struct nb_lane_ops *nb_mem_ops(int kind);
 
-// A network of `size` ranks and up to `lanes` lanes each; NULL: no memory. It outlives its lanes.
+// Opens a network of `size` ranks with up to `lanes` lanes each; NULL: no memory. Close its lanes first.
 struct nb_mem_net *nb_mem_net_open(int size, int lanes, uint64_t seed);
 void nb_mem_net_close(struct nb_mem_net *net);
 
-// What goes into nb_lane_config.library, by which a lane finds its network.
+// Writes the network's name. A lane finds its network by this name in nb_lane_config.library.
 void nb_mem_net_name(const struct nb_mem_net *net, char name[NB_MEM_NAME]);
 
-// Kills the flow between two ranks on one lane; both sides get lost() from their next progress(). Any thread.
+// Breaks the flow between two ranks on one lane: both sides get lost() in their next progress(). Any thread may call
+// this.
 void nb_mem_break(struct nb_mem_net *net, int from, int to, int lane);
 
-// From now on nothing moves between two ranks on one lane, and no rank is notified. For one thread that drives both.
+// Stops all data between two ranks on one lane, without a notification. One thread must drive both ranks.
 void nb_mem_stall(struct nb_mem_net *net, int from, int to, int lane);
 
 #endif

@@ -1,4 +1,4 @@
-// What mem.c (a lane) and mem_net.c (what ranks share) have in common. Nobody else includes this.
+// In-process network: declarations shared by mem.c (lanes) and mem_net.c (state that ranks share).
 #ifndef NB_MEM_INTERNAL_H
 #define NB_MEM_INTERNAL_H
 
@@ -7,11 +7,11 @@
 #include "mem/mem.h"
 
 enum {
-    PIPE_MAX = 4,      // packets on their way in one direction
-    PACKETS_A_TURN = 3 // that one call of progress() takes from one peer
+    PIPE_MAX = 4,        // packets in flight in one direction
+    PACKETS_PER_PASS = 3 // packets that one call of progress() takes from one peer
 };
 
-// A complete segment, arrival or message on its way.
+// A complete segment, arrival or message in flight.
 struct packet {
     struct packet *next;
     int delay;
@@ -27,12 +27,12 @@ struct queue {
     int count;
 };
 
-// One lane between two ranks; [0] is the lower one's side. Queues are the receiving side's.
+// One lane between two ranks; [0] is the lower rank's side. A queue is indexed by the receiving side.
 struct link {
-    bool wants[2]; // opened, and not gone since. Up when both do
+    bool is_open[2]; // the side is open. The link is up when both are
     bool stalled;
     struct queue data[2];
-    struct queue messages[2]; // RMA; on STREAM lanes messages stand among the data
+    struct queue messages[2]; // RMA only: on STREAM lanes, messages are in the data queue
 };
 
 struct region {
@@ -52,26 +52,26 @@ struct nb_mem_net {
     uint64_t seed;
     int delay_max;
     int refuse_one_in; // 0: never
-    int posts_max;     // requests one peer takes at a time
+    int posts_max;     // requests in flight to one peer
     bool in_pieces;
     struct mem_lane **lane; // [rank × lanes + index]
     struct link *links;     // [(index × size + lower) × size + higher]
 };
 
-// In nb_request.lane_private.
+// The lane's state of a request, in nb_request.lane_private.
 struct posted {
     struct nb_request *next;
     size_t done;
     int delay;
-    bool arrived; // RMA: written and announced, completion outstanding
+    bool arrived; // RMA: written and announced, not yet completed
 };
-_Static_assert(sizeof(struct posted) <= sizeof((struct nb_request *)0)->lane_private, "fits the request");
+_Static_assert(sizeof(struct posted) <= sizeof((struct nb_request *)0)->lane_private, "it fits the request");
 
 enum state { NONE, OPENING, OPEN };
 
 struct mem_peer {
     enum state state;
-    uint64_t epoch; // of the flow: a callback may have closed it
+    uint64_t epoch; // changes when the flow ends, so that callers detect a callback that closed it
     int delay;      // until opened, or until writable
     bool refused;
     bool held;
@@ -89,7 +89,7 @@ struct mem_lane {
     struct nb_lane_config config;
     struct nb_mem_net *net;
     uint64_t random;
-    struct region *regions; // under the net's lock: peers look keys up
+    struct region *regions; // under the net's lock, because peers look up keys
     struct mem_peer *peers;
 };
 
@@ -110,7 +110,7 @@ static inline struct posted *posted_of(struct nb_request *request) {
     return (struct posted *)(void *)request->lane_private;
 }
 
-// mem_net.c. The lock is held in these.
+// mem_net.c. The caller holds the lock.
 struct link *nb_mem_link(const struct nb_mem_net *net, int index, int a, int b);
 struct mem_lane *nb_mem_lane(const struct nb_mem_net *net, int rank, int index);
 void nb_mem_wake(const struct nb_mem_net *net, int rank, int index);
@@ -118,18 +118,18 @@ void nb_mem_push(struct queue *queue, struct packet *packet);
 struct packet *nb_mem_pop(struct queue *queue);
 bool nb_mem_up(const struct link *link);
 void nb_mem_down(struct link *link);
-// Where a write of this request may go now; NULL: the key is closed, or the range is not of its memory.
+// Destination of this request's write; NULL: the key is unknown, or the range exceeds its memory.
 char *nb_mem_remote(const struct mem_lane *lane, const struct nb_request *request);
 
-// And not in these.
+// The caller does not hold the lock.
 int nb_mem_map(struct nb_lane *base, void *memory, size_t bytes, struct nb_region *region, struct nb_error *err);
 void nb_mem_unmap(struct nb_lane *base, struct nb_region *region);
-// As nb_lane_ops.held, and never true: whatever a lane says that it has, all bytes arrive.
+// nb_lane_ops.held with a random result: all bytes must arrive whatever a lane reports here.
 size_t nb_mem_held(const struct nb_lane *base, int peer);
-// Copies between `data` and the bytes from `skip` on of scattered memory.
+// Copy between `data` and scattered memory, from byte `skip` of it on.
 void nb_mem_gather(const struct iovec *iov, size_t skip, void *data, size_t bytes);
 void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size_t bytes);
-// The net that a name of nb_mem_net_name() stands for; NULL: none.
+// Finds a network by a name from nb_mem_net_name(); NULL: none.
 struct nb_mem_net *nb_mem_find(const char *name);
 
 static inline struct link *link_of(const struct mem_lane *lane, int peer) {

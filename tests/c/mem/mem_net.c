@@ -1,4 +1,4 @@
-// What the ranks of a network inside one process share: links, the packets on them, and the weather.
+// In-process network: state that ranks share. Links, the packets on them, and the random conditions.
 #include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -54,14 +54,14 @@ static void queue_purge(struct queue *queue) {
 
 void nb_mem_down(struct link *link) {
     for (int side = 0; side < 2; side++) {
-        link->wants[side] = false;
+        link->is_open[side] = false;
         queue_purge(&link->data[side]);
         queue_purge(&link->messages[side]);
     }
 }
 
 bool nb_mem_up(const struct link *link) {
-    return link->wants[0] && link->wants[1];
+    return link->is_open[0] && link->is_open[1];
 }
 
 void nb_mem_break(struct nb_mem_net *net, int from, int to, int lane) {
@@ -89,16 +89,16 @@ struct nb_mem_net *nb_mem_net_open(int size, int lanes, uint64_t seed) {
     static const int refusals[] = {0, 8, 3, 2};
     size_t ranks = (size_t)size;
     size_t per_rank = (size_t)lanes;
-    uint64_t weather = mix(seed + 0x9e3779b97f4a7c15u);
+    uint64_t conditions = mix(seed + 0x9e3779b97f4a7c15u);
     struct nb_mem_net *net = calloc(1, sizeof *net);
     if (net == NULL) {
         return NULL;
     }
-    *net = (struct nb_mem_net){.size = size, .lanes = lanes, .seed = weather};
-    net->delay_max = delays[weather % 4];
-    net->refuse_one_in = refusals[weather / 4 % 4];
-    net->posts_max = 1 + (int)(weather / 16 % 4);
-    net->in_pieces = weather / 64 % 2 == 0;
+    *net = (struct nb_mem_net){.size = size, .lanes = lanes, .seed = conditions};
+    net->delay_max = delays[conditions % 4];
+    net->refuse_one_in = refusals[conditions / 4 % 4];
+    net->posts_max = 1 + (int)(conditions / 16 % 4);
+    net->in_pieces = conditions / 64 % 2 == 0;
     net->lane = calloc(ranks * per_rank, sizeof *net->lane);
     net->links = calloc(ranks * ranks * per_rank, sizeof *net->links);
     if (net->lane == NULL || net->links == NULL || pthread_mutex_init(&net->lock, NULL) != 0) {
@@ -129,7 +129,8 @@ void nb_mem_net_name(const struct nb_mem_net *net, char name[NB_MEM_NAME]) {
 
 struct nb_mem_net *nb_mem_find(const char *name) {
     void *net = NULL;
-    return name != NULL && sscanf(name, "%p", &net) == 1 ? net : NULL; // NOLINT(cert-err34-c): our own text
+    return name != NULL && sscanf(name, "%p", &net) == 1 ? net
+                                                         : NULL; // NOLINT(cert-err34-c): nb_mem_net_name() wrote it
 }
 
 char *nb_mem_remote(const struct mem_lane *lane, const struct nb_request *request) {
@@ -151,10 +152,10 @@ int nb_mem_map(struct nb_lane *base, void *memory, size_t bytes, struct nb_regio
     }
     struct region *known = malloc(sizeof *known);
     if (known == NULL) {
-        return nb_fail(err, -ENOMEM, "a region of %zu bytes", bytes);
+        return nb_fail(err, -ENOMEM, "region of %zu bytes", bytes);
     }
     uint64_t key = nb_mem_draw(&lane->random, UINT32_MAX) | (uint64_t)nb_mem_draw(&lane->random, UINT32_MAX) << 32;
-    uint64_t addr = key % 2 == 0 ? 0 : (uint64_t)(uintptr_t)memory; // providers differ in this
+    uint64_t addr = key % 2 == 0 ? 0 : (uint64_t)(uintptr_t)memory; // libfabric providers use either form
     *known = (struct region){.key = key, .addr = addr, .base = memory, .bytes = bytes};
     pthread_mutex_lock(&lane->net->lock);
     known->next = lane->regions;
@@ -180,7 +181,7 @@ void nb_mem_unmap(struct nb_lane *base, struct nb_region *region) {
     region->handle = NULL;
 }
 
-// The piece of `iov` that byte *skip is in: *iov and *skip are moved there. Returns how much of `bytes` it holds.
+// Advances *iov and *skip to the piece that contains byte *skip. Returns how many of `bytes` the piece holds.
 static size_t piece_at(const struct iovec **iov, size_t *skip, size_t bytes) {
     while (*skip >= (*iov)->iov_len) {
         *skip -= (*iov)->iov_len;

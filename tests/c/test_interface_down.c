@@ -1,11 +1,11 @@
-// Lanes whose interface goes down are given up within 2 s of tick time if another interface is up. They are kept if
-// it is the only interface, if data still moves, or if the interface comes back at once.
+// Interface failover: lanes whose interface goes down are given up within 2 s of tick time if another interface is up.
+// They are kept if it is the only interface, if data still moves, or if the interface comes back within a second.
 #include <time.h>
 
 #include "flows.h"
 #include "transport/lanes_internal.h"
 
-enum { BLOCK = 1024, BLOCKS = 64, STEP_MS = 50, LANES = 2, TIMEOUT_MS = 24000, TURNS = 200, SEEDS = 4 };
+enum { BLOCK = 1024, BLOCKS = 64, STEP_MS = 50, LANES = 2, TIMEOUT_MS = 24000, PASSES = 200, SEEDS = 4 };
 
 static const int64_t MS = 1000000;
 static int64_t clock_ns;
@@ -27,9 +27,9 @@ bool __wrap_nb_sock_interface_down(const char *name) {
 
 static void step(struct flow_world *world) {
     clock_ns += STEP_MS * MS;
-    for (int turn = 0; turn < TURNS; turn++) {
+    for (int pass = 0; pass < PASSES; pass++) {
         for (int rank = 0; rank < 2; rank++) {
-            flows_turn(&world->nodes[rank]);
+            flows_progress(&world->nodes[rank]);
         }
     }
     for (int rank = 0; rank < 2; rank++) {
@@ -41,7 +41,7 @@ static bool done(struct flow_world *world) {
     return flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]);
 }
 
-// Two ranks at the beginning of flows both ways; each lane of each has an interface of its own.
+// Opens two ranks with one flow in each direction. Each lane of each rank has its own interface.
 static struct flow_world *begin(int kind, uint64_t seed) {
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
@@ -81,18 +81,19 @@ static void end(struct flow_world *world) {
     free(world);
 }
 
-// What was sent on the lane goes over the other. How many lanes were given up: none where it carried nothing.
-static int test_fails_over(int kind, uint64_t seed) {
+// The other lane carries the segments of the lane whose interface is down. Returns the number of lanes given up: 0 if
+// the lane carried nothing.
+static int test_failover(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
     world->nodes[0].may_lose = true;
     world->nodes[1].may_lose = true;
-    lane_down(1, seed % 2 == 0); // the other host need not see it
+    lane_down(1, seed % 2 == 0); // the other host need not detect it
     nb_mem_stall(world->net, 0, 1, 1);
     send_more(world, BLOCKS);
     int64_t down_ns = clock_ns;
     while (!done(world)) {
         step(world);
-        CHECK(clock_ns - down_ns < 2000 * MS, "seed %llu: a dead interface holds the flows up for %lld ms",
+        CHECK(clock_ns - down_ns < 2000 * MS, "seed %llu: a dead interface delays the flows for %lld ms",
               (unsigned long long)seed, (long long)((clock_ns - down_ns) / MS));
     }
     int lost = world->nodes[0].lost;
@@ -101,8 +102,8 @@ static int test_fails_over(int kind, uint64_t seed) {
     return lost;
 }
 
-// The only interface: as long as it takes.
-static void test_all_are_down(int kind, uint64_t seed) {
+// No interface is up: the lanes are kept until the timeout.
+static void test_lanes_kept_if_all_are_down(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
     lane_down(0, true);
     lane_down(1, true);
@@ -116,8 +117,8 @@ static void test_all_are_down(int kind, uint64_t seed) {
     end(world);
 }
 
-// It is down for less than a second, and again.
-static void test_comes_back(int kind, uint64_t seed) {
+// The interface is down repeatedly, each time for less than a second.
+static void test_lane_kept_after_short_outage(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
     nb_mem_stall(world->net, 0, 1, 1);
     send_more(world, BLOCKS);
@@ -130,7 +131,7 @@ static void test_comes_back(int kind, uint64_t seed) {
 }
 
 // The reported state of the interface does not matter while bytes arrive.
-static void test_still_moves(int kind, uint64_t seed) {
+static void test_lane_kept_while_data_move(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
     lane_down(1, true);
     while (!done(world)) {
@@ -145,12 +146,12 @@ int main(void) {
     int lost = 0;
     for (uint64_t seed = 0; seed < SEEDS; seed++) {
         for (int kind = NB_LANE_STREAM; kind <= NB_LANE_RMA; kind++) {
-            lost += test_fails_over(kind, seed);
-            test_all_are_down(kind, seed);
-            test_comes_back(kind, seed);
-            test_still_moves(kind, seed);
+            lost += test_failover(kind, seed);
+            test_lanes_kept_if_all_are_down(kind, seed);
+            test_lane_kept_after_short_outage(kind, seed);
+            test_lane_kept_while_data_move(kind, seed);
         }
     }
-    CHECK(lost >= SEEDS, "only %d lanes carried something", lost);
+    CHECK(lost >= SEEDS, "only %d lanes failed over", lost);
     return 0;
 }

@@ -1,4 +1,5 @@
-// Events of several threads all arrive, a full ring counts what it drops, and a killed rank's file is readable.
+// Trace ring: the events of several threads are all recorded, a full ring counts dropped events, and the file of a
+// killed rank is readable.
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -19,7 +20,7 @@
 
 enum { PATH_BYTES = 64, THREADS = 2, EACH = 5000 };
 
-// A file without a name; path leads to it.
+// Opens an unlinked file; `path` refers to it.
 static FILE *file_open(char path[PATH_BYTES]) {
     FILE *file = tmpfile();
     CHECK(file != NULL, "tmpfile: %m");
@@ -33,7 +34,7 @@ struct view {
     size_t bytes;
 };
 
-// As a reader in another process maps it.
+// Maps the file as a reader in another process does.
 static struct view view_open(FILE *file) {
     struct stat stat;
     CHECK(fstat(fileno(file), &stat) == 0, "fstat: %m");
@@ -79,49 +80,51 @@ static void write_from_threads(struct nb_ring *ring) {
     }
 }
 
-// Every thread's events are whole and in its order, none twice.
+// Each thread's events are complete, in order and without duplicates.
 static void check_events(const struct view *view, uint64_t count) {
     uint64_t next[THREADS] = {0};
     for (uint64_t i = 0; i < count; i++) {
         const struct nb_event *event = &view->events[i];
         CHECK(__atomic_load_n(&event->kind, __ATOMIC_ACQUIRE) == NB_EV_OP_DONE, "event %llu is not written",
               (unsigned long long)i);
-        CHECK(event->key < THREADS, "key");
+        CHECK(event->key < THREADS, "unknown thread");
         uint64_t a = next[event->key]++;
         CHECK(event->a == a && event->b == a + 1 && event->c == a + 2 && event->d == a + 3 && event->e == ~a,
-              "event %llu of thread %llu", (unsigned long long)a, (unsigned long long)event->key);
-        CHECK(event->time_ns >= view->header->opened_mono_ns && event->time_ns <= nb_now_ns(), "its time");
+              "event %llu of thread %llu is missing or wrong", (unsigned long long)a, (unsigned long long)event->key);
+        CHECK(event->time_ns >= view->header->opened_mono_ns && event->time_ns <= nb_now_ns(),
+              "the event's time is out of range");
     }
 }
 
-static void test_room_for_all(void) {
+static void test_events_of_several_threads(void) {
     struct nb_ring ring;
     char path[PATH_BYTES];
     FILE *file = file_open(path);
     CHECK(nb_ring_open(&ring, path, (uint64_t)THREADS * EACH + 100, 3, NULL) == 0, "open: %m");
     write_from_threads(&ring);
-    CHECK(nb_ring_dropped(&ring) == 0, "nothing is dropped");
+    CHECK(nb_ring_dropped(&ring) == 0, "events are dropped");
     struct view view = view_open(file);
-    CHECK(view_count(&view) == (uint64_t)THREADS * EACH, "all are there before the close");
+    CHECK(view_count(&view) == (uint64_t)THREADS * EACH, "events are missing before the close");
     check_events(&view, view_count(&view));
-    CHECK(memcmp(view.header->magic, NB_RING_MAGIC, sizeof view.header->magic) == 0, "magic");
-    CHECK(view.header->version == NB_RING_VERSION && view.header->event_bytes == 64, "version");
-    CHECK(view.header->rank == 3 && view.header->pid == (uint32_t)getpid(), "rank and pid");
-    CHECK(view.header->opened_wall_ns > view.header->opened_mono_ns, "the wall clock began before the boot");
-    CHECK(atomic_load(&view.header->closed) == 0, "not closed");
+    CHECK(memcmp(view.header->magic, NB_RING_MAGIC, sizeof view.header->magic) == 0, "wrong magic");
+    CHECK(view.header->version == NB_RING_VERSION && view.header->event_bytes == 64, "wrong version");
+    CHECK(view.header->rank == 3 && view.header->pid == (uint32_t)getpid(), "wrong rank or pid");
+    CHECK(view.header->opened_wall_ns > view.header->opened_mono_ns, "the wall clock is behind the monotonic clock");
+    CHECK(atomic_load(&view.header->closed) == 0, "the file is marked as closed");
     view_close(&view);
 
     nb_ring_close(&ring);
     view = view_open(file);
-    CHECK(view.bytes == NB_RING_HEADER + (size_t)THREADS * EACH * 64, "cut to what was written: %zu", view.bytes);
-    CHECK(atomic_load(&view.header->closed) == 1, "closed");
+    CHECK(view.bytes == NB_RING_HEADER + (size_t)THREADS * EACH * 64, "the file is not truncated to its events: %zu",
+          view.bytes);
+    CHECK(atomic_load(&view.header->closed) == 1, "the file is not marked as closed");
     check_events(&view, view_count(&view));
     view_close(&view);
     (void)fclose(file);
 }
 
-// Only a ring that is for a timeline has what nothing else needs.
-static void test_for_a_timeline(void) {
+// Events that only a timeline needs are recorded only if the ring is for a timeline.
+static void test_timeline_events(void) {
     static const enum nb_event_kind kinds[] = {NB_EV_OP_SUBMIT, NB_EV_OP_NAME, NB_EV_OP_READY, NB_EV_OP_PACK};
     for (int timeline = 0; timeline < 2; timeline++) {
         struct nb_ring ring;
@@ -140,7 +143,7 @@ static void test_for_a_timeline(void) {
     }
 }
 
-static void test_full(void) {
+static void test_full_ring(void) {
     enum { CAPACITY = 777 };
     struct nb_ring ring;
     char path[PATH_BYTES];
@@ -157,7 +160,7 @@ static void test_full(void) {
     (void)fclose(file);
 }
 
-static void test_stamps(void) {
+static void test_time_and_step(void) {
     struct nb_ring ring;
     char path[PATH_BYTES];
     FILE *file = file_open(path);
@@ -165,13 +168,14 @@ static void test_stamps(void) {
     nb_ring_put_at(&ring, 12345, NB_EV_STEP_BEGIN, 0, 0, 0, 0, 0, 0);
     atomic_store(&ring.step, 41);
     nb_ring_put_at(&ring, -1, NB_EV_STEP_END, 9, 0, 0, 0, 0, 0);
-    CHECK(ring.events[0].time_ns == 12345 && ring.events[0].step == 0, "the time given, step 0");
-    CHECK(ring.events[1].time_ns == -1 && ring.events[1].step == 41 && ring.events[1].key == 9, "step 41");
+    CHECK(ring.events[0].time_ns == 12345 && ring.events[0].step == 0, "wrong time or step of the first event");
+    CHECK(ring.events[1].time_ns == -1 && ring.events[1].step == 41 && ring.events[1].key == 9,
+          "wrong time, step or key of the second event");
     nb_ring_close(&ring);
     (void)fclose(file);
 }
 
-static void test_killed(void) {
+static void test_killed_process(void) {
     char path[PATH_BYTES];
     FILE *file = file_open(path);
     pid_t child = fork();
@@ -184,31 +188,33 @@ static void test_killed(void) {
         (void)kill(getpid(), SIGKILL);
     }
     int status = 0;
-    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "the child was killed: %x", status);
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "the child was not killed: status %x", status);
     struct view view = view_open(file);
-    CHECK(view_count(&view) == EACH && atomic_load(&view.header->closed) == 0, "all that was written, and not closed");
-    CHECK(view.header->pid == (uint32_t)child, "written by the child");
+    CHECK(view_count(&view) == EACH && atomic_load(&view.header->closed) == 0,
+          "events are missing, or the file is marked as closed");
+    CHECK(view.header->pid == (uint32_t)child, "wrong pid");
     check_events(&view, EACH);
-    CHECK(view.events[EACH].kind == NB_EV_NONE, "the next is not written");
+    CHECK(view.events[EACH].kind == NB_EV_NONE, "there is an event too many");
     view_close(&view);
     (void)fclose(file);
 }
 
-static void test_off_and_errors(void) {
+static void test_recording_off_and_errors(void) {
     struct nb_ring off = {0};
     struct nb_ring ring;
     struct nb_error err = {0};
     nb_ring_put(&off, NB_EV_STEP_END, 1, 2, 3, 4, 5, 6);
     nb_ring_put(NULL, NB_EV_STEP_END, 1, 2, 3, 4, 5, 6);
-    CHECK(nb_ring_dropped(&off) == 0, "recording is off: nothing is dropped");
+    CHECK(nb_ring_dropped(&off) == 0, "events are dropped while recording is off");
     nb_ring_close(&off);
-    CHECK(nb_ring_open(&ring, "/proc/no/such/place", 8, 0, &err) == -ENOENT, "no such folder: %d", err.code);
+    CHECK(nb_ring_open(&ring, "/proc/no/such/place", 8, 0, &err) == -ENOENT, "missing folder: %d", err.code);
     CHECK(strstr(err.text, "/proc/no/such/place") != NULL, "%s", err.text);
-    CHECK(nb_ring_open(&ring, "/proc/no/such/place", UINT64_MAX / 64, 0, NULL) == -EFBIG, "too many events");
+    CHECK(nb_ring_open(&ring, "/proc/no/such/place", UINT64_MAX / 64, 0, NULL) == -EFBIG,
+          "a ring of too many events is opened");
 }
 
-// Room is kept for every event before the first is written.
-static void test_room_is_kept(void) {
+// Disk space for all events is allocated when the ring opens.
+static void test_disk_space_is_allocated(void) {
     enum { CAPACITY = 100000 };
     struct nb_ring ring;
     struct stat stat;
@@ -217,13 +223,14 @@ static void test_room_is_kept(void) {
     CHECK(nb_ring_open(&ring, path, CAPACITY, 0, NULL) == 0, "open: %m");
     CHECK(fstat(fileno(file), &stat) == 0, "fstat: %m");
     CHECK(stat.st_size == NB_RING_HEADER + CAPACITY * 64 && stat.st_blocks * 512 >= stat.st_size,
-          "%lld bytes have %lld blocks", (long long)stat.st_size, (long long)stat.st_blocks);
+          "%lld bytes, but %lld blocks are allocated", (long long)stat.st_size, (long long)stat.st_blocks);
     nb_ring_close(&ring);
     (void)fclose(file);
 }
 
-// Where there is no room, opening says so, gives back what it took, and what fits still opens.
-static void check_no_room(const char *path, int code) {
+// Without enough disk space, opening fails with a message and frees what it allocated. A smaller ring can then be
+// opened.
+static void check_no_disk_space(const char *path, int code) {
     struct nb_ring ring;
     struct nb_error err = {0};
     struct stat stat_after;
@@ -232,16 +239,16 @@ static void check_no_room(const char *path, int code) {
               strstr(err.text, strerror(-code)) != NULL && strstr(err.text, "NETBOTTLENECK_DIR") != NULL &&
               strstr(err.text, "NETBOTTLENECK_TRACE_EVENTS") != NULL,
           "%s", err.text);
-    CHECK(stat(path, &stat_after) == 0 && stat_after.st_blocks == 0, "%lld blocks are left",
+    CHECK(stat(path, &stat_after) == 0 && stat_after.st_blocks == 0, "%lld blocks are still allocated",
           (long long)stat_after.st_blocks);
-    CHECK(nb_ring_open(&ring, path, EACH, 0, NULL) == 0, "one that fits: %m");
+    CHECK(nb_ring_open(&ring, path, EACH, 0, NULL) == 0, "a smaller ring: %m");
     struct writer writer = {&ring, 0};
     (void)write_events(&writer);
-    CHECK(nb_ring_dropped(&ring) == 0, "all are there");
+    CHECK(nb_ring_dropped(&ring) == 0, "events are dropped");
     nb_ring_close(&ring);
 }
 
-static void in_a_child(void (*run)(const char *path), const char *path) {
+static void run_in_child(void (*run)(const char *path), const char *path) {
     pid_t child = fork();
     CHECK(child >= 0, "fork: %m");
     if (child == 0) {
@@ -249,62 +256,62 @@ static void in_a_child(void (*run)(const char *path), const char *path) {
         _exit(0);
     }
     int status = 0;
-    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with %x", status);
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with status %x", status);
 }
 
-static void on_a_small_file(const char *path) {
+static void with_small_file_limit(const char *path) {
     struct rlimit limit = {.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
     (void)signal(SIGXFSZ, SIG_IGN); // as Python does
     CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit: %m");
-    check_no_room(path, -EFBIG);
+    check_no_disk_space(path, -EFBIG);
 }
 
-static bool put(const char *path, const char *text) {
+static bool write_text(const char *path, const char *text) {
     FILE *file = fopen(path, "w");
     bool written = file != NULL && fputs(text, file) >= 0;
     return file != NULL && fclose(file) == 0 && written;
 }
 
-// Into namespaces of its own, as root there.
-static bool move_out(void) {
+// Moves this process to new user and mount namespaces, as root.
+static bool enter_namespaces(void) {
     char users[32];
     char groups[32];
     (void)snprintf(users, sizeof users, "0 %u 1", geteuid());
     (void)snprintf(groups, sizeof groups, "0 %u 1", getegid());
-    return unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 && put("/proc/self/uid_map", users) &&
-           put("/proc/self/setgroups", "deny") && put("/proc/self/gid_map", groups);
+    return unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 && write_text("/proc/self/uid_map", users) &&
+           write_text("/proc/self/setgroups", "deny") && write_text("/proc/self/gid_map", groups);
 }
 
-// A disk of 1 MiB, where this process may have one.
-static void on_a_small_disk(const char *folder) {
+// On a file system of 1 MiB, if this process may mount one.
+static void on_small_file_system(const char *folder) {
     char path[PATH_BYTES];
-    if (!move_out() || mount("none", folder, "tmpfs", 0, "size=1m") != 0) {
-        (void)fprintf(stderr, "no disk of its own (%m): the limit on a file's size stands for it\n");
+    if (!enter_namespaces() || mount("none", folder, "tmpfs", 0, "size=1m") != 0) {
+        (void)fprintf(stderr, "cannot mount a file system (%m): only the file size limit is tested\n");
         return;
     }
     (void)snprintf(path, sizeof path, "%s/ring", folder);
-    check_no_room(path, -ENOSPC);
+    check_no_disk_space(path, -ENOSPC);
 }
 
-static void test_no_room(void) {
+static void test_no_disk_space(void) {
     char path[PATH_BYTES];
-    char folder[] = "/tmp/test_ring.XXXXXX";
+    char folder[] = "/tmp/test_trace_ring.XXXXXX";
     FILE *file = file_open(path);
-    in_a_child(on_a_small_file, path);
+    run_in_child(with_small_file_limit, path);
     (void)fclose(file);
     CHECK(mkdtemp(folder) != NULL, "mkdtemp: %m");
-    in_a_child(on_a_small_disk, folder);
+    run_in_child(on_small_file_system, folder);
     CHECK(rmdir(folder) == 0, "rmdir: %m");
 }
 
 int main(void) {
-    test_room_for_all();
-    test_for_a_timeline();
-    test_full();
-    test_stamps();
-    test_killed();
-    test_room_is_kept();
-    test_no_room();
-    test_off_and_errors();
+    test_events_of_several_threads();
+    test_timeline_events();
+    test_full_ring();
+    test_time_and_step();
+    test_killed_process();
+    test_disk_space_is_allocated();
+    test_no_disk_space();
+    test_recording_off_and_errors();
     return 0;
 }

@@ -1,5 +1,5 @@
-// Connections that close or are reset at any moment of a job: a lost lane costs its bandwidth and is reported. A
-// lost last lane or control connection ends the job on every rank, with an error that names the peer.
+// Connections that close or are reset at any moment of a job. A lost lane costs its bandwidth and is reported. Losing
+// the last lane or the control connection ends the job on every rank, with an error that names the peer.
 #include <errno.h>
 #include <stdint.h>
 #include <time.h>
@@ -12,14 +12,14 @@
 #include "transport/lanes_internal.h"
 #include "transport/tcp_internal.h"
 
-// Of the two connections of a TCP lane the one that this rank, or the one that its peer sends on.
+// Duplicates one of a TCP lane's two connections: the one that this rank sends on, or the one that its peer sends on.
 static int lane_descriptor(struct test_rank *me, int lane, int peer, bool out) {
     const struct tcp_lane *tcp = NB_CONTAINER(me->job->lanes->lane[lane], struct tcp_lane, base);
     const struct conn *conn = &tcp->conns[peer];
     return dup(out ? conn->out_watch.fd : conn->in_watch.fd);
 }
 
-// Where a libfabric lane of a rank listens: its address as it was exchanged holds the name of the endpoint.
+// Port of a rank's libfabric lane, from the endpoint's name in its exchanged address.
 static uint16_t ofi_port(struct test_rank *me, int lane, int rank) {
     enum { NAME_AT = 88 };
     size_t bytes = nb_lanes_address_bytes(me->job->lanes);
@@ -29,14 +29,14 @@ static uint16_t ofi_port(struct test_rank *me, int lane, int rank) {
     return nb_sock_port(&name);
 }
 
-// Ends a connection in good order, or resets it: bytes under way are lost then.
-static bool cut(int fd, bool reset) {
+// Shuts a connection down, or resets it, which loses bytes in flight.
+static bool break_connection(int fd, bool reset) {
     static const struct sockaddr nowhere = {.sa_family = AF_UNSPEC};
     return reset ? connect(fd, &nowhere, sizeof nowhere) == 0 : shutdown(fd, SHUT_RDWR) == 0;
 }
 
-// Ends every connection of this process to or from one of two ports; how many there were.
-static int cut_ports(uint16_t one, uint16_t other, bool reset) {
+// Breaks every connection of this process to or from one of two ports. Returns their number.
+static int break_ports(uint16_t one, uint16_t other, bool reset) {
     int done = 0;
     for (int fd = 3; fd < 1024; fd++) {
         struct nb_sockaddr here = {.len = sizeof here.in6};
@@ -47,24 +47,24 @@ static int cut_ports(uint16_t one, uint16_t other, bool reset) {
         uint16_t a = nb_sock_port(&here);
         uint16_t b = nb_sock_port(&there);
         if (a == one || a == other || b == one || b == other) {
-            done += cut(fd, reset);
+            done += break_connection(fd, reset);
         }
     }
     return done;
 }
 
-// Ends a lane between ranks 0 and 1, behind the back of both. `fd`: a TCP lane's.
-static void cut_lane(struct test_rank *me, int lane, int fd, bool reset) {
+// Breaks a lane between ranks 0 and 1 without involving either engine. `fd`: of a TCP lane, or -1.
+static void break_lane(struct test_rank *me, int lane, int fd, bool reset) {
     if (fd >= 0) {
-        CHECK(cut(fd, reset), "cut: %m");
+        CHECK(break_connection(fd, reset), "break: %m");
         close(fd);
     } else {
-        CHECK(cut_ports(ofi_port(me, lane, 0), ofi_port(me, lane, 1), reset) > 0, "lane %d has no connection", lane);
+        CHECK(break_ports(ofi_port(me, lane, 0), ofi_port(me, lane, 1), reset) > 0, "lane %d has no connection", lane);
     }
 }
 
-// The only lane between two ranks ends while both live.
-static void only_lane_ends(struct test_rank *me) {
+// The only lane between two live ranks breaks.
+static void only_lane_breaks(struct test_rank *me) {
     struct stage *stage = me->arg;
     float *data = calloc(LARGE, sizeof *data);
     struct nb_error err = {0};
@@ -72,7 +72,7 @@ static void only_lane_ends(struct test_rank *me) {
     int fd = me->rank == 0 ? lane_descriptor(me, 0, 1, stage->round / 2 == 1) : -1;
     test_barrier(me, "before");
     if (me->rank == 0) {
-        cut_lane(me, 0, fd, stage->round % 2 == 1);
+        break_lane(me, 0, fd, stage->round % 2 == 1);
     }
     int rc = test_try(me, test_op("sum", NB_OP_ALLREDUCE, &all), &err);
     CHECK(rc == NB_EPEER && (err.peer == 0 || err.peer == 1), "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
@@ -80,23 +80,22 @@ static void only_lane_ends(struct test_rank *me) {
     free(data);
 }
 
-// The control connection of rank 1 ends in the middle of a sum: all ranks learn that rank 1 is cut off, rank 1 that
-// rank 0 is.
-static void control_ends(struct test_rank *me) {
+// The control connection of rank 1 breaks during an all-reduce: all other ranks blame rank 1, and rank 1 blames rank 0.
+static void control_connection_breaks(struct test_rank *me) {
     struct stage *stage = me->arg;
     float *data = calloc(LARGE, sizeof *data);
     struct nb_error err = {0};
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
     int fd = me->rank == 1 ? dup(me->job->controls[0].watch.fd) : -1;
     test_barrier(me, "before");
-    pthread_barrier_wait(&stage->meet);
+    pthread_barrier_wait(&stage->barrier);
     struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
-    pthread_barrier_wait(&stage->meet);
+    pthread_barrier_wait(&stage->barrier);
     if (me->rank == 1) {
-        CHECK(cut(fd, stage->round == 1), "cut: %m");
+        CHECK(break_connection(fd, stage->round == 1), "break: %m");
         close(fd);
     }
-    (void)test_finish(work, &err); // it may be over already
+    (void)test_finish(work, &err); // it may have finished already
     int rc = test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);
     CHECK(rc == NB_EPEER && err.peer == (me->rank == 1 ? 0 : 1), "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
           err.text);
@@ -115,9 +114,10 @@ static void check_sum(const struct test_rank *me, const float *data, size_t coun
     }
 }
 
-// The only libfabric lane between two ranks ends in the middle of a sum. libfabric may connect again without a word: then
-// all goes on, or what was under way is lost and the deadline ends the job; else both learn at once whose lane it was.
-static void only_ofi_lane_ends(struct test_rank *me) {
+// The only libfabric lane between two ranks breaks during an all-reduce. If libfabric reconnects silently, the job
+// continues, or data in flight are lost and the deadline ends the job. Otherwise both ranks report the lost lane at
+// once.
+static void only_ofi_lane_breaks(struct test_rank *me) {
     struct stage *stage = me->arg;
     struct timespec pause = {.tv_nsec = stage->round * 300 * 1000};
     struct nb_error err = {0};
@@ -127,12 +127,12 @@ static void only_ofi_lane_ends(struct test_rank *me) {
     struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
     if (me->rank == 0) {
         nanosleep(&pause, NULL);
-        cut_lane(me, 0, -1, stage->round % 2 == 1);
+        break_lane(me, 0, -1, stage->round % 2 == 1);
     }
     int rc = test_finish(work, &err);
     if (rc == 0) {
         check_sum(me, all.base, LARGE);
-        rc = test_try(me, test_op("after", NB_OP_ALLREDUCE, &all), &err); // over the lane, in its turn
+        rc = test_try(me, test_op("after", NB_OP_ALLREDUCE, &all), &err); // uses the same lane
     }
     CHECK(rc == 0 || ((rc == NB_EPEER || rc == NB_ETIMEOUT) && (err.peer == 0 || err.peer == 1)),
           "round %d, rank %d: %d, peer %d, %s", stage->round, me->rank, rc, err.peer, err.text);
@@ -141,8 +141,8 @@ static void only_ofi_lane_ends(struct test_rank *me) {
 
 enum { LANE_OPS = 6 };
 
-// One of several lanes ends at some moment of a few operations under way: all of them end well.
-static void one_lane_ends(struct test_rank *me) {
+// One of several lanes breaks while operations run: all of them succeed.
+static void one_of_several_lanes_breaks(struct test_rank *me) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};
     struct nb_segment all[LANE_OPS];
@@ -155,7 +155,7 @@ static void one_lane_ends(struct test_rank *me) {
         size_t count = i % 3 == 0 ? LARGE : 1000 * (size_t)i + 3;
         all[i] = (struct nb_segment){.base = malloc(count * sizeof(float)), .bytes = count * sizeof(float)};
         fill(all[i].base, count);
-        if (stage->round % 2 == 0) { // memory that every lane knows: libfabric writes to its final place
+        if (stage->round % 2 == 0) { // registered memory: libfabric writes to the final place
             CHECK(nb_job_map(me->job, all[i].base, all[i].bytes, &err) == 0, "map: %s", err.text);
         }
     }
@@ -165,8 +165,8 @@ static void one_lane_ends(struct test_rank *me) {
         works[i] = test_submit(me, test_op(name, NB_OP_ALLREDUCE, &all[i]));
     }
     if (me->rank == 0) {
-        nanosleep(&pause, NULL); // any moment is a good one
-        cut_lane(me, stage->round % 4, fd, stage->round / 4 % 2 == 1);
+        nanosleep(&pause, NULL); // varies the moment of the fault
+        break_lane(me, stage->round % 4, fd, stage->round / 4 % 2 == 1);
     }
     for (int i = 0; i < LANE_OPS; i++) {
         int rc = test_finish(works[i], &err);
@@ -174,25 +174,25 @@ static void one_lane_ends(struct test_rank *me) {
         check_sum(me, all[i].base, all[i].bytes / sizeof(float));
         free(all[i].base);
     }
-    if (me->rank < 2 && tcp) { // libfabric connects again where nothing was under way
-        heard_of_lanes(me, 1 - me->rank);
+    if (me->rank < 2 && tcp) { // libfabric reconnects without a notice if nothing was in flight
+        await_lane_notice(me, 1 - me->rank);
     }
-    pthread_barrier_wait(&stage->meet);
+    pthread_barrier_wait(&stage->barrier);
 }
 
-// A lane that breaks when nothing needs it: others carry what follows.
-static void idle_lane_ends(struct test_rank *me) {
+// An idle lane breaks: the other lanes carry later operations.
+static void idle_lane_breaks(struct test_rank *me) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};
     int fd = me->rank == 0 ? lane_descriptor(me, 1, 1, stage->round / 2 == 1) : -1;
     test_barrier(me, "before");
     if (me->rank == 0) {
-        cut_lane(me, 1, fd, stage->round % 2 == 1);
+        break_lane(me, 1, fd, stage->round % 2 == 1);
     }
     if (me->rank < 2) {
-        heard_of_lanes(me, 1 - me->rank);
+        await_lane_notice(me, 1 - me->rank);
     }
-    pthread_barrier_wait(&stage->meet);
+    pthread_barrier_wait(&stage->barrier);
     float *data = calloc(LARGE, sizeof *data);
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
     CHECK(test_finish(test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all)), &err) == 0, "rank %d: %s", me->rank,
@@ -202,19 +202,19 @@ static void idle_lane_ends(struct test_rank *me) {
 
 int main(void) {
     for (int round = 0; round < 4; round++) {
-        run_case(only_lane_ends, round, 1, 20000);
+        run_case(only_lane_breaks, round, 1, 20000);
     }
-    for (int round = 0; round < 3 && run_case_of(2, "ofi", only_ofi_lane_ends, round, 1, 1500); round++) {
+    for (int round = 0; round < 3 && run_case_of(2, "ofi", only_ofi_lane_breaks, round, 1, 1500); round++) {
     }
-    run_case(control_ends, 0, 2, 20000);
-    run_case(control_ends, 1, 2, 20000);
+    run_case(control_connection_breaks, 0, 2, 20000);
+    run_case(control_connection_breaks, 1, 2, 20000);
     for (int round = 0; round < 16; round++) {
-        run_case(one_lane_ends, round, 4, 20000);
+        run_case(one_of_several_lanes_breaks, round, 4, 20000);
     }
-    for (int round = 0; round < 8 && run_case_of(2, "ofi", one_lane_ends, round, 4, 8000); round++) {
+    for (int round = 0; round < 8 && run_case_of(2, "ofi", one_of_several_lanes_breaks, round, 4, 8000); round++) {
     }
     for (int round = 0; round < 4; round++) {
-        run_case(idle_lane_ends, round, 4, 20000);
+        run_case(idle_lane_breaks, round, 4, 20000);
     }
     return 0;
 }

@@ -1,5 +1,5 @@
-// Retransmission after a lost lane, message by message: the report of missing segments, what is sent again from a
-// copy, and what is kept until the peer confirms it. One rank; the test is its peer and its lanes.
+// Retransmission after a lost lane, message by message: the report of missing segments, retransmission from a copy, and
+// the lifetime of copies. There is one rank. The test plays its peer and implements its lanes.
 #include "base/bits.h"
 #include "base/clock.h"
 #include "check.h"
@@ -12,12 +12,12 @@
 
 enum { LANES = 3, BLOCK = 64, BLOCKS_MAX = 64, POSTS_MAX = 64, RECEIVED_MAX = 64, RUNS = 13, SELF = 0, PEER = 1 };
 
-// As they cross the wire.
+// Messages in wire format.
 struct report {
     uint8_t type;
     uint8_t count;
     uint8_t zero[6];
-    uint64_t first; // lanes, or the operation
+    uint64_t first; // bitmap of lanes, or the operation
     union {
         uint64_t floor[NB_SERIES];
         struct {
@@ -27,13 +27,13 @@ struct report {
     };
 };
 
-_Static_assert(sizeof(struct report) == 120, "as a report of missing runs");
+_Static_assert(sizeof(struct report) == 120, "the size of a report of missing runs");
 
 struct post {
     struct nb_request *request;
     int lane;
     uint32_t block;
-    bool over;
+    bool completed;
     unsigned char bytes[BLOCK];
 };
 
@@ -45,23 +45,23 @@ static int received_room;
 static struct nb_lanes *lanes;
 static const struct nb_lane_ops *network;
 
-static int hand_open(const struct nb_lane_config *config, struct nb_lane **lane, struct nb_error *err) {
-    struct nb_lane *hand = calloc(1, sizeof *hand);
+static int manual_open(const struct nb_lane_config *config, struct nb_lane **lane, struct nb_error *err) {
+    struct nb_lane *made = calloc(1, sizeof *made);
     (void)err;
-    CHECK(hand != NULL, "memory");
-    *hand = (struct nb_lane){.ops = network, .index = config->index};
-    *lane = hand;
+    CHECK(made != NULL, "memory");
+    *made = (struct nb_lane){.ops = network, .index = config->index};
+    *lane = made;
     return 0;
 }
 
-static void hand_address(const struct nb_lane *lane, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes) {
+static void manual_address(const struct nb_lane *lane, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes) {
     (void)lane;
     addr[0] = 0;
     *bytes = 1;
 }
 
-static int hand_peer_open(struct nb_lane *lane, int peer, const unsigned char *addr, size_t bytes,
-                          struct nb_error *err) {
+static int manual_peer_open(struct nb_lane *lane, int peer, const unsigned char *addr, size_t bytes,
+                            struct nb_error *err) {
     (void)lane;
     (void)peer;
     (void)addr;
@@ -70,27 +70,27 @@ static int hand_peer_open(struct nb_lane *lane, int peer, const unsigned char *a
     return 0;
 }
 
-static bool hand_peer_ready(const struct nb_lane *lane, int peer) {
+static bool manual_peer_ready(const struct nb_lane *lane, int peer) {
     (void)lane;
     (void)peer;
     return true;
 }
 
-static void hand_end(struct nb_lane *lane, int code) {
+static void complete_posts(struct nb_lane *lane, int code) {
     for (int i = 0; i < post_count; i++) {
-        if (posts[i].lane == lane->index && !posts[i].over) {
-            posts[i].over = true;
+        if (posts[i].lane == lane->index && !posts[i].completed) {
+            posts[i].completed = true;
             nb_lanes_up.sent(lanes, lane, posts[i].request, code);
         }
     }
 }
 
-static void hand_peer_close(struct nb_lane *lane, int peer) {
+static void manual_peer_close(struct nb_lane *lane, int peer) {
     (void)peer;
-    hand_end(lane, NB_ECLOSED);
+    complete_posts(lane, NB_ECLOSED);
 }
 
-static int hand_map(struct nb_lane *lane, void *base, size_t bytes, struct nb_region *region, struct nb_error *err) {
+static int manual_map(struct nb_lane *lane, void *base, size_t bytes, struct nb_region *region, struct nb_error *err) {
     (void)lane;
     (void)bytes;
     (void)err;
@@ -98,19 +98,19 @@ static int hand_map(struct nb_lane *lane, void *base, size_t bytes, struct nb_re
     return 0;
 }
 
-static void hand_unmap(struct nb_lane *lane, struct nb_region *region) {
+static void manual_unmap(struct nb_lane *lane, struct nb_region *region) {
     (void)lane;
     (void)region;
 }
 
-static int hand_post(struct nb_lane *lane, struct nb_request *request) {
-    CHECK(post_count < POSTS_MAX && request->frame.blocks == 1 && request->iov[0].iov_len == BLOCK, "a post");
+static int manual_post(struct nb_lane *lane, struct nb_request *request) {
+    CHECK(post_count < POSTS_MAX && request->frame.blocks == 1 && request->iov[0].iov_len == BLOCK, "unexpected post");
     posts[post_count] = (struct post){.request = request, .lane = lane->index, .block = request->frame.block};
     memcpy(posts[post_count++].bytes, request->iov[0].iov_base, BLOCK);
     return 0;
 }
 
-static int hand_message(struct nb_lane *lane, int peer, const void *data, size_t bytes) {
+static int manual_message(struct nb_lane *lane, int peer, const void *data, size_t bytes) {
     (void)lane;
     (void)peer;
     if (received_count == received_room) {
@@ -121,50 +121,50 @@ static int hand_message(struct nb_lane *lane, int peer, const void *data, size_t
     return 0;
 }
 
-static void hand_resume(struct nb_lane *lane, int peer) {
+static void manual_resume(struct nb_lane *lane, int peer) {
     (void)lane;
     (void)peer;
 }
 
-static int hand_idle(struct nb_lane *lane) {
+static int manual_idle(struct nb_lane *lane) {
     (void)lane;
     return 0;
 }
 
-static void hand_stats(const struct nb_lane *lane, int peer, struct nb_lane_stats *stats) {
+static void manual_stats(const struct nb_lane *lane, int peer, struct nb_lane_stats *stats) {
     (void)lane;
     (void)peer;
     *stats = (struct nb_lane_stats){0};
 }
 
-static size_t hand_held(const struct nb_lane *lane, int peer) {
+static size_t manual_held(const struct nb_lane *lane, int peer) {
     (void)lane;
     (void)peer;
     return 0;
 }
 
-static void hand_close(struct nb_lane *lane) {
+static void manual_close(struct nb_lane *lane) {
     free(lane);
 }
 
-static struct nb_lane_ops hand_ops(int kind) {
-    return (struct nb_lane_ops){.name = "hand",
+static struct nb_lane_ops manual_ops(int kind) {
+    return (struct nb_lane_ops){.name = "manual",
                                 .kind = kind,
-                                .open = hand_open,
-                                .address = hand_address,
-                                .peer_open = hand_peer_open,
-                                .peer_ready = hand_peer_ready,
-                                .peer_close = hand_peer_close,
-                                .map = hand_map,
-                                .unmap = hand_unmap,
-                                .post = hand_post,
-                                .message = hand_message,
-                                .resume = hand_resume,
-                                .progress = hand_idle,
-                                .arm = hand_idle,
-                                .stats = hand_stats,
-                                .held = hand_held,
-                                .close = hand_close};
+                                .open = manual_open,
+                                .address = manual_address,
+                                .peer_open = manual_peer_open,
+                                .peer_ready = manual_peer_ready,
+                                .peer_close = manual_peer_close,
+                                .map = manual_map,
+                                .unmap = manual_unmap,
+                                .post = manual_post,
+                                .message = manual_message,
+                                .resume = manual_resume,
+                                .progress = manual_idle,
+                                .arm = manual_idle,
+                                .stats = manual_stats,
+                                .held = manual_held,
+                                .close = manual_close};
 }
 
 struct side {
@@ -205,7 +205,7 @@ static void side_finished(struct nb_flow *flow) {
     struct side *side = flow->owner;
     CHECK(!side->finished, "finished twice");
     side->finished = true;
-    memset(side->memory, 0x55, sizeof side->memory); // it is its owner's again
+    memset(side->memory, 0x55, sizeof side->memory); // its owner may write to it again
 }
 
 static const struct nb_flow_ops side_ops = {.bytes = side_bytes,
@@ -275,16 +275,16 @@ static void deliver(struct report report) {
     }
 }
 
-static void say_lost(uint64_t on) {
+static void send_lost(uint64_t on) {
     deliver((struct report){.type = NB_MESSAGE_LOST, .first = on});
 }
 
-static void say_lost_end(uint64_t on, uint64_t floor) {
+static void send_lost_end(uint64_t on, uint64_t floor) {
     deliver((struct report){.type = NB_MESSAGE_LOST_END, .first = on, .floor = {floor}});
 }
 
-// What left on these lanes, of the posts from `from` on, is missing there.
-static void say_missing(uint64_t op, uint64_t on, int from) {
+// Reports as missing the blocks of posts from `from` on that were sent on these lanes.
+static void send_missing(uint64_t op, uint64_t on, int from) {
     struct report report = {.type = NB_MESSAGE_MISSING, .first = op};
     for (int i = from; i < post_count; i++) {
         if ((on >> posts[i].lane & 1) != 0) {
@@ -292,24 +292,24 @@ static void say_missing(uint64_t op, uint64_t on, int from) {
             report.runs[report.count++].count = 1;
         }
     }
-    CHECK(report.count > 0, "nothing left on those lanes");
+    CHECK(report.count > 0, "nothing was sent on those lanes");
     deliver(report);
 }
 
-static void say_done(uint64_t op) {
+static void send_done(uint64_t op) {
     deliver((struct report){.type = NB_MESSAGE_DONE, .count = 1, .first = op});
 }
 
 static void lose(int lane) {
     struct nb_error why = {.code = NB_EPEER, .peer = PEER};
-    hand_end(lanes->lane[lane], NB_EPEER);
+    complete_posts(lanes->lane[lane], NB_EPEER);
     nb_lanes_up.lost(lanes, lanes->lane[lane], PEER, &why);
 }
 
-static void all_sent(void) {
+static void complete_all_posts(void) {
     for (int i = 0; i < post_count; i++) {
-        if (!posts[i].over) {
-            posts[i].over = true;
+        if (!posts[i].completed) {
+            posts[i].completed = true;
             nb_lanes_up.sent(lanes, lanes->lane[posts[i].lane], posts[i].request, 0);
         }
     }
@@ -323,14 +323,14 @@ static uint64_t blocks_on(int lane, int from, int to) {
     return blocks;
 }
 
-// Of the posts from `from` on, each with the bytes that its owner gave.
-static uint64_t blocks_again(int from, uint64_t op) {
+// Bitmap of the blocks posted from `from` on. Checks that each has its owner's bytes.
+static uint64_t blocks_sent_again(int from, uint64_t op) {
     uint64_t blocks = 0;
     for (int i = from; i < post_count; i++) {
         blocks |= (uint64_t)1 << posts[i].block;
         CHECK(posts[i].bytes[0] == (unsigned char)(op * 10 + posts[i].block) &&
                   posts[i].bytes[BLOCK - 1] == posts[i].bytes[0],
-              "block %u is sent again as another", posts[i].block);
+              "block %u is sent again with wrong bytes", posts[i].block);
     }
     return blocks;
 }
@@ -339,26 +339,26 @@ static void end(void) {
     nb_lanes_close(lanes);
 }
 
-// More missing runs than a message holds, in one flow, where the lane takes few messages at a time.
-static void test_long_report(int room) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+// One flow has more missing runs than a message holds, and the lane accepts few messages at a time.
+static void test_report_of_many_messages(int room) {
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_STREAM);
     static struct side in;
     int reported[BLOCKS_MAX] = {0};
-    bool over = false;
+    bool completed = false;
     begin(&ops);
     side_add(&in, NB_FLOW_IN, 4, BLOCKS_MAX);
     for (uint32_t block = 0; block < BLOCKS_MAX; block += 2) {
         struct nb_frame frame = {.op = 4, .block = block, .blocks = 1, .bytes = BLOCK};
         struct iovec iov[NB_LANE_IOV_MAX];
-        CHECK(nb_lanes_up.place(lanes, lanes->lane[0], PEER, &frame, iov) == 1, "a place");
+        CHECK(nb_lanes_up.place(lanes, lanes->lane[0], PEER, &frame, iov) == 1, "place");
         nb_lanes_up.landed(lanes, lanes->lane[0], PEER, &frame);
     }
     received_room = room;
     lose(1);
-    for (int turn = 0; !over; turn++) {
-        CHECK(turn < 20, "the report has no end");
+    for (int pass = 0; !completed; pass++) {
+        CHECK(pass < 20, "the report does not end");
         for (int i = 0; i < received_count; i++) {
-            over = over || received[i].type == NB_MESSAGE_LOST_END;
+            completed = completed || received[i].type == NB_MESSAGE_LOST_END;
             for (int run = 0; received[i].type == NB_MESSAGE_MISSING && run < received[i].count; run++) {
                 for (uint32_t k = 0; k < received[i].runs[run].count; k++) {
                     reported[received[i].runs[run].first + k]++;
@@ -375,110 +375,114 @@ static void test_long_report(int room) {
     end();
 }
 
-// A small flow is over here when it was sent. The peer reports it, then another lane that carried some of it is lost.
+// A small flow finishes when it is sent. The peer reports missing blocks of it; then another lane that carried some of
+// it is lost.
 static void test_copy_reported_then_lost(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_STREAM);
     static struct side out;
     begin(&ops);
     side_add(&out, NB_FLOW_OUT, 5, 6);
-    all_sent();
+    complete_all_posts();
     int sent = post_count;
-    CHECK(sent == 6 && out.finished, "%d blocks left, and it is %s", sent, out.finished ? "over" : "not over");
+    CHECK(sent == 6 && out.finished, "%d blocks were sent, and the flow is %s", sent,
+          out.finished ? "finished" : "not finished");
     uint64_t on_1 = blocks_on(1, 0, sent);
     uint64_t on_2 = blocks_on(2, 0, sent);
     CHECK(on_1 != 0 && on_2 != 0, "a lane carries nothing");
-    say_lost(1 << 2);
-    say_missing(5, 1 << 1 | 1 << 2, 0);
-    say_lost_end(1 << 2, 5);
-    CHECK(blocks_again(sent, 5) == on_2, "what left on the lost lane is sent again, and that alone");
+    send_lost(1 << 2);
+    send_missing(5, 1 << 1 | 1 << 2, 0);
+    send_lost_end(1 << 2, 5);
+    CHECK(blocks_sent_again(sent, 5) == on_2, "not exactly the blocks of the lost lane are sent again");
     int again = post_count;
     on_1 |= blocks_on(1, sent, again);
-    all_sent();
-    CHECK(!nb_lanes_settle(lanes), "the peer has not confirmed it");
+    complete_all_posts();
+    CHECK(!nb_lanes_settle(lanes), "settled before the peer has confirmed the flow");
     lose(1);
-    say_lost(1 << 1 | 1 << 2);
-    say_missing(5, 1 << 1, 0);
-    say_lost_end(1 << 1 | 1 << 2, 5);
-    CHECK(blocks_again(again, 5) == on_1, "the copy was given up");
-    all_sent();
-    say_done(5);
-    CHECK(nb_lanes_settle(lanes), "all is there");
+    send_lost(1 << 1 | 1 << 2);
+    send_missing(5, 1 << 1, 0);
+    send_lost_end(1 << 1 | 1 << 2, 5);
+    CHECK(blocks_sent_again(again, 5) == on_1, "the copy was freed before the peer confirmed the flow");
+    complete_all_posts();
+    send_done(5);
+    CHECK(nb_lanes_settle(lanes), "not settled after the peer has confirmed the flow");
     end();
 }
 
-// The same where the report comes while the last of it leaves: the copy stands in for it between two words.
-static void test_copy_stands_in_during_a_report(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+// The report begins while the last blocks are being sent: after the flow finishes, its copy serves the rest of the
+// report.
+static void test_flow_finishes_during_a_report(void) {
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_STREAM);
     static struct side out;
     begin(&ops);
     side_add(&out, NB_FLOW_OUT, 5, 4);
-    say_lost(1 << 2);
+    send_lost(1 << 2);
     deliver((struct report){.type = NB_MESSAGE_MISSING, .count = 1, .first = 5, .runs = {{.first = 0, .count = 4}}});
-    all_sent();
-    CHECK(out.finished, "it was sent");
-    say_lost_end(1 << 2, 5);
-    all_sent();
-    CHECK(!nb_lanes_settle(lanes), "the copy was given up");
-    say_done(5);
-    CHECK(nb_lanes_settle(lanes), "all is there");
+    complete_all_posts();
+    CHECK(out.finished, "the flow is not finished after it was sent");
+    send_lost_end(1 << 2, 5);
+    complete_all_posts();
+    CHECK(!nb_lanes_settle(lanes), "the copy was freed before the peer confirmed the flow");
+    send_done(5);
+    CHECK(nb_lanes_settle(lanes), "not settled after the peer has confirmed the flow");
     end();
 }
 
-// The report names the flow before the flow was added.
+// The report names the flow before the flow is added.
 static void test_flow_added_during_a_report(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_STREAM);
     static struct side out;
     begin(&ops);
-    say_lost(1 << 2);
+    send_lost(1 << 2);
     deliver((struct report){.type = NB_MESSAGE_MISSING, .count = 1, .first = 6, .runs = {{.first = 0, .count = 4}}});
     side_add(&out, NB_FLOW_OUT, 6, 4);
-    say_lost_end(1 << 2, 6);
-    all_sent();
-    CHECK(!nb_lanes_settle(lanes), "it is taken for one that has landed");
-    say_done(6);
-    CHECK(nb_lanes_settle(lanes), "all is there");
+    send_lost_end(1 << 2, 6);
+    complete_all_posts();
+    CHECK(!nb_lanes_settle(lanes), "the flow counts as landed");
+    send_done(6);
+    CHECK(nb_lanes_settle(lanes), "not settled after the peer has confirmed the flow");
     end();
 }
 
-// A rank stops only after the peer has confirmed the last block, also if a lane is lost at that moment.
+// A rank settles only after the peer has confirmed the last block, also if a lane is lost meanwhile.
 static void test_lane_lost_while_settling(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_STREAM);
     static struct side out;
     bool requested = false;
     begin(&ops);
     side_add(&out, NB_FLOW_OUT, 5, 6);
-    all_sent();
+    complete_all_posts();
     int sent = post_count;
-    CHECK(out.finished && !nb_lanes_settle(lanes), "the peer has not confirmed it");
+    CHECK(out.finished && !nb_lanes_settle(lanes), "settled before the peer has confirmed the flow");
     for (int i = 0; i < received_count; i++) {
         requested = requested || received[i].type == NB_MESSAGE_DONE_REQUEST;
     }
-    CHECK(requested, "the peer gets no request");
+    CHECK(requested, "the peer gets no request for confirmation");
     uint64_t on_1 = blocks_on(1, 0, sent);
     lose(1);
-    CHECK(!nb_lanes_settle(lanes), "a lane was lost, and the peer has not confirmed it");
-    say_lost(1 << 1);
-    say_missing(5, 1 << 1, 0);
-    say_lost_end(1 << 1, 5);
-    CHECK(on_1 != 0 && blocks_again(sent, 5) == on_1, "missing blocks are not sent again");
-    CHECK(!nb_lanes_settle(lanes), "it is on its way");
-    all_sent();
-    CHECK(!nb_lanes_settle(lanes), "it was sent, and the peer has not confirmed it");
-    say_done(5);
-    CHECK(nb_lanes_settle(lanes), "all is there");
+    CHECK(!nb_lanes_settle(lanes), "settled after a lane was lost and before the peer has confirmed the flow");
+    send_lost(1 << 1);
+    send_missing(5, 1 << 1, 0);
+    send_lost_end(1 << 1, 5);
+    CHECK(on_1 != 0 && blocks_sent_again(sent, 5) == on_1, "missing blocks are not sent again");
+    CHECK(!nb_lanes_settle(lanes), "settled while blocks are in flight");
+    complete_all_posts();
+    CHECK(!nb_lanes_settle(lanes), "settled after the retransmission and before the peer has confirmed the flow");
+    send_done(5);
+    CHECK(nb_lanes_settle(lanes), "not settled after the peer has confirmed the flow");
     end();
 }
 
-static void say_credit(uint64_t op, uint32_t count) {
+static void send_credit(uint64_t op, uint32_t count) {
     struct wire_credits message = {.type = NB_MESSAGE_CREDITS, .count = 1};
     message.credits[0].op = op;
     message.credits[0].count = count;
     nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, NB_WIRE_CREDITS_BYTES(1));
 }
 
-// Credit that is sent again after a lane was lost, for the newest operation, which is complete: it is dropped.
-static void test_late_credit(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
+// A credit for the newest operation arrives again after a lost lane. The operation is complete, so the credit is
+// dropped.
+static void test_credit_for_a_finished_operation_is_dropped(void) {
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_RMA);
     static struct side out;
     begin(&ops);
     for (uint16_t lane = 0; lane < LANES; lane++) {
@@ -486,32 +490,32 @@ static void test_late_credit(void) {
         nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &region, sizeof region);
     }
     side_add(&out, NB_FLOW_OUT, 5, 4);
-    say_credit(5, 4);
-    all_sent();
-    say_done(5);
-    CHECK(out.finished && nb_lanes_settle(lanes), "it is over");
+    send_credit(5, 4);
+    complete_all_posts();
+    send_done(5);
+    CHECK(out.finished && nb_lanes_settle(lanes), "the flow is not finished and settled");
     const struct rma_peer *rma = lanes->peers[PEER].rma;
-    say_credit(5, 4);
-    CHECK(rma->orphans == NULL, "credit for an operation that is over is kept");
-    say_credit(6, 4);
-    CHECK(rma->orphans != NULL, "credit for the next one is not");
+    send_credit(5, 4);
+    CHECK(rma->orphans == NULL, "a credit for a finished operation is kept");
+    send_credit(6, 4);
+    CHECK(rma->orphans != NULL, "a credit for the next operation is dropped");
     end();
 }
 
-static void say_pong(int lane, uint32_t writes) {
+static void send_pong(int lane, uint32_t writes) {
     const struct wire_lane_pong pong = {.type = NB_MESSAGE_PONG, .writes = writes};
     nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &pong, sizeof pong);
 }
 
-// Lands the first granted block.
-static void land(int lane) {
+// Lets the first block that has a credit land.
+static void land_first_block(int lane) {
     struct wire_credits granted = {0};
     for (int i = 0; i < received_count && granted.count == 0; i++) {
         if (received[i].type == NB_MESSAGE_CREDITS) {
             memcpy(&granted, &received[i], sizeof granted);
         }
     }
-    CHECK(granted.count > 0, "nothing is granted");
+    CHECK(granted.count > 0, "no credit was sent");
     const struct wire_credit *credit = &granted.credits[0];
     const struct nb_frame frame = {.op = credit->op,
                                    .block = credit->first,
@@ -522,27 +526,29 @@ static void land(int lane) {
     nb_lanes_up.landed(lanes, lanes->lane[lane], NB_NO_PEER, &frame);
 }
 
-// A write that is complete at the peer was lost: the lane was connected again without a word. It may be late once.
-static void test_write_lost(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
+// A write that completed at the sender was lost, because the lane reconnected silently. A single pong may count a write
+// that has not landed yet.
+static void test_lane_with_a_lost_write_is_given_up(void) {
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_RMA);
     static struct side in;
     begin(&ops);
     side_add(&in, NB_FLOW_IN, 5, 4);
-    land(2);
-    say_pong(1, 1);
-    say_pong(2, 1);
-    CHECK(lanes->peers[PEER].paths[1].open, "a write may land after the pong that counts it");
-    say_pong(2, 1);
-    CHECK(lanes->peers[PEER].paths[2].open, "all of its writes have landed");
+    land_first_block(2);
+    send_pong(1, 1);
+    send_pong(2, 1);
+    CHECK(lanes->peers[PEER].paths[1].open,
+          "the lane is given up after one pong, but a write may land after the pong that counts it");
+    send_pong(2, 1);
+    CHECK(lanes->peers[PEER].paths[2].open, "a lane is lost whose writes have all landed");
     received_count = 0;
-    say_pong(1, 1);
-    CHECK(!lanes->peers[PEER].paths[1].open, "a write was lost and its lane is taken for good");
-    CHECK(lanes->peers[PEER].paths[0].open && lanes->peers[PEER].paths[2].open, "other lanes lost nothing");
+    send_pong(1, 1);
+    CHECK(!lanes->peers[PEER].paths[1].open, "a write was lost and its lane is still open");
+    CHECK(lanes->peers[PEER].paths[0].open && lanes->peers[PEER].paths[2].open, "another lane is lost");
     bool reported = false;
     for (int i = 0; i < received_count; i++) {
         reported = reported || (received[i].type == NB_MESSAGE_LOST && received[i].first == 1 << 1);
     }
-    CHECK(reported, "the peer gets no report of it");
+    CHECK(reported, "the peer gets no report of the lost lane");
     nb_lanes_cancel(lanes, &in.flow);
     end();
 }
@@ -556,9 +562,9 @@ static int pings_received(void) {
     return count;
 }
 
-// A ping may be lost with its connection, and only the next message shows it.
-static void test_pings(void) {
-    const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
+// Pings repeat at rising intervals, because a ping may be lost with its connection and only a later message detects it.
+static void test_ping_intervals(void) {
+    const struct nb_lane_ops ops = manual_ops(NB_LANE_RMA);
     const int64_t ms = 1000 * 1000, start = nb_now_ns();
     static const struct {
         int at_ms, pings;
@@ -577,14 +583,14 @@ static void test_pings(void) {
 }
 
 int main(void) {
-    test_long_report(RECEIVED_MAX);
-    test_long_report(2);
+    test_report_of_many_messages(RECEIVED_MAX);
+    test_report_of_many_messages(2);
     test_copy_reported_then_lost();
-    test_copy_stands_in_during_a_report();
+    test_flow_finishes_during_a_report();
     test_flow_added_during_a_report();
     test_lane_lost_while_settling();
-    test_late_credit();
-    test_write_lost();
-    test_pings();
+    test_credit_for_a_finished_operation_is_dropped();
+    test_lane_with_a_lost_write_is_given_up();
+    test_ping_intervals();
     return 0;
 }

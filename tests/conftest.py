@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -378,3 +380,25 @@ def fake_driver() -> Path:
     sources = [str(path) for path in sorted((TESTS / "cuda").glob("*.c"))]
     subprocess.run(["gcc", *options, *sources, "-o", str(made)], check=True)
     return made.replace(folder / "libcuda.so.1")
+
+
+@pytest.fixture(scope="session")
+def device(fake_driver: Path) -> dict[str, str]:
+    """Compile the device, unless it is there; return the environment of a program that uses them."""
+    torch = pytest.importorskip("torch")
+    cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    folder = TESTS.parent / "build" / "torch_device" / torch.__version__
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(fake_driver), "DEVICE_FOLDER": str(folder)}
+    places = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(TESTS.parent / "csrc")]
+    name = "-DTORCH_EXTENSION_NAME=nb_torch_device"
+    options = ["-std=c++20", "-O0", "-w", "-fPIC", "-shared", name, *(f"-I{place}" for place in places)]
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    target, made = folder / "nb_torch_device.so", folder / f"nb_torch_device.{os.getpid()}"
+    sources = [*(TESTS / "cuda").glob("torch_*"), *(TESTS.parent / "csrc" / "cuda").glob("*.h")]
+    if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        subprocess.run(["g++", *options, str(TESTS / "cuda" / "torch_device.cpp"), "-o", str(made), *libraries], check=True)
+        made.replace(target)
+    return env

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,37 +20,13 @@ from warm import WarmPair
 pytest.importorskip("torch")
 
 import torch
-from torch.utils import cpp_extension
 
 from netbottleneck.config import Settings
 from netbottleneck.hooks import ddp, horovod
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "device_training.py"
-SOURCES = ROOT / "tests" / "cuda"
-FOLDER = ROOT / "build" / "torch_device"
-DEVICE = "nb_torch_device"
 LIMIT_S = 2 * RANKS_LIMIT_S  # of a command that starts ranks for several parts
-
-
-@pytest.fixture(scope="module")
-def device(fake_driver: Path) -> dict[str, str]:
-    """Compile the device, unless it is there; return the environment of a program that uses them."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    folder = FOLDER / torch.__version__
-    folder.mkdir(parents=True, exist_ok=True)
-    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(fake_driver), "DEVICE_FOLDER": str(folder)}
-    places = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
-    name = f"-DTORCH_EXTENSION_NAME={DEVICE}"
-    options = ["-std=c++20", "-O0", "-w", "-fPIC", "-shared", name, *(f"-I{place}" for place in places)]
-    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    target, made = folder / f"{DEVICE}.so", folder / f"{DEVICE}.{os.getpid()}"
-    sources = [*SOURCES.glob("torch_*"), *(ROOT / "csrc" / "cuda").glob("*.h")]
-    if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
-        subprocess.run(["g++", *options, str(SOURCES / "torch_device.cpp"), "-o", str(made), *libraries], check=True)
-        made.replace(target)
-    return env
 
 
 def weights(ranks: Ranks, how: str, where: str, env: dict[str, str]) -> str:

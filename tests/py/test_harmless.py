@@ -262,7 +262,7 @@ class Untold:
 
 def test_a_backend_without_a_known_timeout_has_that_of_the_settings() -> None:
     chosen = config.settings(environ={})
-    assert ddp._with_timeout_of(Untold(), chosen) == chosen
+    assert ddp._with_timeout_of(Untold(), chosen, torch.device("cpu")) == chosen
 
 
 DECORATED = """

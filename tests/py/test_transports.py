@@ -96,7 +96,7 @@ def test_arms_over_nccl_are_named_in_settings_and_not_in_studies() -> None:
             (
                 (2, 28, 9),
                 {"NCCL_NET": "netbottleneck", "NCCL_NET_PLUGIN": plugin},
-                "gradients on a GPU cannot be timed yet, so no run compares it: use stock, tcp or ofi",
+                "NCCL over our transports does not take turns in a run yet: use stock, tcp or ofi",
             )
             for plugin in ("", "netbottleneck", "/opt/libnccl-net-netbottleneck.so")
         ),

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit
+from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit, follow_device
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
@@ -243,6 +243,7 @@ def _use_own_group(session: Session, ddp: DistributedDataParallel) -> None:
 
 def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, called: torch.nn.Module) -> Measured:
     failures: list[Exception] = []
+    follow_device(session, (parameter for _, parameter in reduced_parameters(ddp)))
     group = ReducerGroup(ddp, session.recorder, on_error=failures.append)
     swaps = not set(session.blocks.arms) <= {STOCK, BARE}
     process_group, model = ddp.process_group, weakref.ref(ddp)
@@ -275,14 +276,18 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
     group.on_error = measured.failed
     for error in failures:
         measured.failed(error)
-    check = Crosscheck(ddp, group, session)
+    session.on_close.append(group.close)
+    check = None
+    if session.recorder.device_stream is None:  # DDP's own times are the host's
+        check = Crosscheck(ddp, group, session)
+        session.on_close.append(check.compare)
 
     def between() -> None:
         group.learn_parameters()
-        check.look()
+        if check is not None:
+            check.look()
 
     measured.between = between
-    session.on_close += [group.close, check.compare]
     _measured[ddp] = measured
     end = weakref.finalize(ddp, _gone, measured)
     end.atexit = False
@@ -316,7 +321,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
-    settings = _with_timeout_of(ddp.process_group, settings)
+    settings = _with_timeout_of(ddp.process_group, settings, ddp.device)
     control = job.start(settings).comm
     votes = job.together(control, b"0" if reason else b"1", settings.start_timeout_s)
     if reason:
@@ -327,12 +332,12 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     return open_together(settings, stock=own, model=model)
 
 
-def _with_timeout_of(group: Any, settings: Settings) -> Settings:
+def _with_timeout_of(group: Any, settings: Settings, device: torch.device) -> Settings:
     """Return settings whose timeout for a silent peer is the process group's, unless the user set one."""
     if "timeout_s" in settings.sources:
         return settings
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(device)
         limit = getattr(backend, "wrapped_pg", backend).options._timeout
     except (AttributeError, RuntimeError):  # a backend that does not report its timeout, such as MPI
         return settings
@@ -353,14 +358,15 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
     over_nccl = next((arm for arm in settings.transports if arm.over_nccl), None)
     if over_nccl is not None:
         return nccl_refusal(over_nccl.transport)
-    elsewhere = next(((name, p) for name, p in reduced_parameters(ddp) if p.device.type != "cpu"), None)
-    if elsewhere is not None:
-        name, parameter = elsewhere
+    parameters = reduced_parameters(ddp)
+    for name, parameter in parameters:
         if not is_reachable(parameter.device):
             return f"parameter {name} is on {parameter.device}: {UNREACHABLE}"
-        return (
-            f"parameter {name} is on {parameter.device}: gradients travel from host memory only; use a model on the CPU"
-        )
+        if parameter.device != parameters[0][1].device:
+            return (
+                f"parameter {name} is on {parameter.device}, {parameters[0][0]} on {parameters[0][1].device}: only a "
+                "model on one device can be measured"
+            )
     return ""
 
 

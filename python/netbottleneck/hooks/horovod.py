@@ -14,7 +14,7 @@ from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, report
+from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, follow_device, report
 from netbottleneck.launch import connect
 from netbottleneck.runtime import async_operations, job, run_folder, timeline
 from netbottleneck.runtime.collectives import shape_key
@@ -55,6 +55,7 @@ class Measuring(job.Observer):
             self._refused = True
             return
         self._session = session
+        follow_device(session, gradients.parameters)
         gradients.record(session.recorder)
         Measured(session, gradients, optimizer, own_sync=False)
         atexit.register(job.stop)  # runs before the exit handlers of modules imported earlier

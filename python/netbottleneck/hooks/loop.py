@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit
+from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device
 from netbottleneck.launch import connect
 from netbottleneck.runtime.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
@@ -72,6 +72,7 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
             raise ValueError(f"the DDP model of {type(model.module).__name__} is left alone: the log says why")
         return measured
     broadcast(session.control, model)
+    follow_device(session, model.parameters())
     gradients = Gradients(
         model.named_parameters(),
         recorder=session.recorder,
@@ -90,7 +91,7 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
         if data.numel() == 0:
             continue
         flat = data if data.is_contiguous() else data.contiguous()
-        where = (flat.data_ptr(), flat.numel() * flat.element_size())
+        where = (flat.data_ptr(), flat.numel() * flat.element_size()) if flat.device.type == "cpu" else flat
         works.append((comm.submit(f"state.{name}"[-90:], core.BROADCAST, where, core.UINT8, keep=flat), data, flat))
     for work, data, flat in works:
         work.wait()

@@ -171,6 +171,13 @@ _c: Any = torch._C
 logger = logging.getLogger("netbottleneck")
 
 
+def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
+    """Stamp with the time of the device that holds the parameters, if they are not in host memory."""
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+    if device.type != "cpu" and session.recorder.device_stream is None:
+        session.recorder.follow(torch.empty(1, device=device), session.settings.cuda_library)
+
+
 class Measured:
     """Measures one model, its gradients and its optimizer, and records them into a session.
 
@@ -221,6 +228,7 @@ class Measured:
         self.closed = False
         self._arm: Arm | None = None
         self._version = -1
+        self._on_device = session.recorder.device_stream is not None
         put = session.recorder.stamper
         self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
         self._forward_begin, self._forward_end = put(EVENTS["FORWARD_BEGIN"]), put(EVENTS["FORWARD_END"])
@@ -392,6 +400,8 @@ class Measured:
         if self._broken:
             self.session.end(recorded=False)
         self.guarded(self.session.end)
+        if self._on_device:
+            self.guarded(self.session.recorder.read)
         if self.gradients.version != self._version:
             self.guarded(self._describe)
         self.guarded(self.between)
@@ -401,6 +411,7 @@ class Measured:
     def _choose(self) -> None:
         """Switch the gradients to the arm of the next step."""
         session, before = self.session, self._arm
+        self.gradients.detailed = session.sampled
         ends = session.arm != before or session.block_ends
         if before is not None and ends and self._agree is not None and not self._agree():
             session.stay(before)

@@ -5,6 +5,8 @@ reducer with this one; `leave` restores it. Dense gradient all-reduces are timed
 our communicator. Every other call goes to the own group.
 
 DDP's reducer itself notes when each gradient is ready, so no hook of ours is on a parameter while DDP synchronises.
+On a GPU these notes are times of the host, which runs ahead. So there the stamps are marks on the current stream (see
+_core.Recorder.follow): one for each bucket, and one for each gradient in sampled steps.
 """
 
 import importlib
@@ -22,7 +24,7 @@ from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of, quietly
-from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code
+from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code, is_reachable
 from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class _Sent(NamedTuple):
 class _Place:
     """A bucket's tensor, and its operation in the record."""
 
-    __slots__ = ("dtype", "elements", "index", "name", "operation", "pointer", "strided", "takes", "tensor")
+    __slots__ = ("dtype", "elements", "index", "memory", "name", "operation", "pointer", "strided", "takes", "tensor")
 
     def __init__(self, index: int, name: str, tensor: torch.Tensor, operation: Any) -> None:
         self.index, self.name, self.operation = index, name, operation
@@ -75,13 +77,27 @@ class _Place:
         self.tensor = weakref.ref(tensor)  # torch gives the same object again while the reducer has its tensor
         self.strided = tensor.layout is torch.strided
         self.pointer = tensor.data_ptr() if self.strided else 0
+        on_host = tensor.device.type == "cpu"
+        self.memory = (self.pointer, self.elements * tensor.element_size()) if on_host else None
         self.takes = (
             self.strided
-            and tensor.device.type == "cpu"
+            and (on_host or is_reachable(tensor.device))
             and _REAL.get(tensor.dtype, tensor.dtype) in CODES
             and self.elements > 0
             and tensor.is_contiguous()
         )
+
+
+class OwnStream:
+    """A stream of our own on a device. address: the driver's stream."""
+
+    def __init__(self, device: torch.device, address: int) -> None:
+        self._module = getattr(torch, device.type)
+        self._stream = self._module.ExternalStream(address, device=device)
+
+    def current(self) -> Any:
+        """Return a context in which it is the device's current stream."""
+        return self._module.stream(self._stream)
 
 
 class _Unsent:
@@ -151,6 +167,9 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._recorder: _core.Recorder | None = recorder
         self.on_error = on_error
         self._parameters = [weakref.ref(p) for _, p in named]
+        device, address = named[0][1].device if named else torch.device("cpu"), recorder.device_stream
+        self._devices = None if device.type == "cpu" else [device]
+        self._stream = None if address is None else OwnStream(device, address)
         self._elements = sum(p.numel() for _, p in named)
         self._own = True
         self._inside = False
@@ -196,7 +215,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             return
         reducer_of(ddp)._update_process_group(self)
         self._inside = True
-        self._use_hooks(self.unseen)
+        self._use_hooks(self.unseen and self._stream is None)
         self.new_pass()
 
     def leave(self) -> None:
@@ -234,7 +253,8 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         if not self._inside or ddp is None or not torch.is_grad_enabled():
             return
         synchronises = bool(ddp.require_backward_grad_sync)
-        self._use_hooks(self.unseen or not synchronises)
+        on_device = self._stream is not None
+        self._use_hooks(self.detailed if on_device else self.unseen or not synchronises)
         if synchronises:
             self._forward_ns = self._now_ns()
             self.new_pass()
@@ -267,10 +287,24 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             return self._group.allreduce(tensors, opts)
         work = quietly(self._group.allreduce, tensors, opts)
         try:
-            work.get_future().add_done_callback(submitted.started())
+            self._stamp_end(submitted, work.get_future())
         except Exception as error:
             self._measuring_ends(error)
         return work
+
+    def _stamp_end(self, submitted: "_core.Operation", future: Any) -> None:
+        """Stamp the start of a bucket, and its end when the future completes.
+
+        NCCL's future is complete at once, and carries an event for the end of the device's work. A stream of our own
+        waits for that event.
+        """
+        if self._stream is None or not future.done():
+            future.add_done_callback(submitted.started(self._stream is not None))
+            return
+        done = submitted.started()
+        with self._stream.current():
+            future.wait()
+            done()
 
     @eager
     def hook_begins(self, bucket: Any) -> Any:
@@ -290,7 +324,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     def hook_returned(self, submitted: Any, future: Any) -> None:
         """Stamp the start of a bucket, and its end when the hook's future completes."""
         try:
-            future.add_done_callback(submitted.started())
+            self._stamp_end(submitted, future)
         except Exception as error:
             self._measuring_ends(error)
 
@@ -346,7 +380,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
 
     def _send(self, place: _Place, tensor: torch.Tensor) -> Any:
         """Submit a bucket to the communicator; return the work that DDP waits for."""
-        future: Future = Future()
+        future: Future = Future(devices=self._devices)
         work: Any = None
         self._sends.append((place.index, self._now_ns()))
         destination = cast("_core.Comm | None", self._destination)
@@ -355,7 +389,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
                 work = destination.submit(
                     place.name,
                     self._core.ALLREDUCE,
-                    (place.pointer, place.elements * place.dtype.itemsize),
+                    place.memory or tensor,
                     dtype_code(_REAL.get(place.dtype, place.dtype)),
                     bucket=place.index + 1,
                     keep=tensor,
@@ -421,7 +455,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         if ddp is None or recorder is None or self._sent_elements < self._elements:
             return
         begun_ns = 0
-        if not self._stamps.on:
+        if not self._stamps.on and self._stream is None:
             offsets = reducer_of(ddp).get_backward_stats()
             sent = [(ns, self.buckets[index].parameters) for index, ns in self._sends]
             begun_ns = recorder.put_ready(offsets, sent, self._forward_ns) if len(offsets) == len(self.names) else 0

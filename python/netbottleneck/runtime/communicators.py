@@ -46,7 +46,7 @@ def nccl_refusal(transport: str, environ: Mapping[str, str] = os.environ) -> str
     elif plugin and not ours:
         why = f"NCCL_NET_PLUGIN={plugin} is set, and NCCL uses one plugin in a process: compare in two runs"
     else:
-        why = "gradients on a GPU cannot be timed yet, so no run compares it: use stock, tcp or ofi"
+        why = "NCCL over our transports does not take turns in a run yet: use stock, tcp or ofi"
     return f"{transport}: {why}"
 
 

@@ -156,6 +156,7 @@ class Session:
         self.begun_ns = time.monotonic_ns()
         block, arm = self.blocks.at(self.step)
         self.recorder.step = self.step
+        self.recorder.detailed = self.sampled
         for communicator in self.arms.values():
             ring = getattr(communicator, "_ring", None)
             if ring is not None:

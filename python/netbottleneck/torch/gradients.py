@@ -130,7 +130,8 @@ class GradientSink:
 
     Behind it are our own buckets (Gradients, PerParameter), DDP's (ReducerGroup) or the calls of Horovod (Route).
     names, parameters: of the gradients, the same on every rank and in the same order. version: increases when a bucket
-    changes or moves. paused: gradients are not sent. on_first: called at the first gradient of each pass that is not
+    changes or moves. paused: gradients are not sent. detailed: each gradient is stamped in this step, on a GPU too.
+    on_first: called at the first gradient of each pass that is not
     paused, by Gradients; a pass begins after wait().
     """
 
@@ -139,6 +140,7 @@ class GradientSink:
     buckets: Sequence[Bucket]
     version = 0
     paused = False
+    detailed = False
     on_first: Callable[[], Any] | None = None
     _destination: Destination = None
     _factors: tuple[bool, float, int | None] = (True, 1.0, None)

@@ -3,13 +3,14 @@
 Arguments: how (hvd, streams, calls) and where (cpu, fakecuda).
 """
 
+import contextlib
 import hashlib
 import itertools
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,9 +32,21 @@ def open_device() -> Any:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module._is_in_bad_fork = lambda: False
+    module.ExternalStream = lambda address, device=None: address
+    module.stream = lambda address: _current(nb_torch_device, address)
     torch._register_device_module("fakecuda", module)
     warnings.filterwarnings("ignore", message="Set seed for")
     return nb_torch_device
+
+
+@contextlib.contextmanager
+def _current(device: Any, stream: int) -> Iterator[None]:
+    """Make a stream the current one, as torch.cuda.stream does."""
+    before = device.use_stream(stream)
+    try:
+        yield
+    finally:
+        device.use_stream(before)
 
 
 def model_on(where: str) -> torch.nn.Module:

@@ -1,0 +1,90 @@
+"""Trains a DDP model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
+
+Arguments: where (cpu, fakecuda), steps. The script's own process group copies tensors to the host and sums them by
+gloo, on a stream of its own, and its futures are complete at once, as NCCL's are.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device_training import digest, loss_of, model_on, open_device
+from torch.nn.parallel import DistributedDataParallel
+
+import netbottleneck  # noqa: F401 - measures DDP models, by the environment
+
+Future = torch.futures.Future
+
+
+class Staged(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group for tensors of any device over a gloo group."""
+
+    def __init__(self, gloo: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._gloo = gloo
+        self._streams: list[Any] = []
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "staged"
+
+    def _on_host(self, call: Any, tensors: list[torch.Tensor], *options: Any) -> Any:
+        """Call gloo with copies, and return a work whose future has the device's events."""
+        if tensors[0].device.type == "cpu":
+            return call(tensors, *options)
+        if not self._streams:
+            self._streams.append(DEVICE.new_stream())
+        usual = DEVICE.use_stream(self._streams[0])
+        try:
+            DEVICE.wait_stream(self._streams[0], usual)
+            copies = [tensor.cpu() for tensor in tensors]
+            call(copies, *options).wait()
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+            future: Any = Future(devices=[tensors[0].device])
+            future.set_result(tensors)
+        finally:
+            DEVICE.use_stream(usual)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._on_host(self._gloo.allreduce, tensors, *([] if opts is None else [opts]))
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        return self._on_host(self._gloo.broadcast, tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._gloo.allgather(outputs, inputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._gloo.barrier()
+
+
+def made(store: Any, rank: int, size: int, timeout: Any) -> Staged:
+    """Return a group for torch."""
+    gloo = torch._C._distributed_c10d.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    return Staged(gloo, rank, size)
+
+
+def main() -> None:
+    """Train, and print the digest."""
+    where, steps = sys.argv[1], int(sys.argv[2])
+    global DEVICE  # noqa: PLW0603
+    DEVICE = open_device() if where != "cpu" else None
+    dist.Backend.register_backend("staged", made, devices=["cpu", "fakecuda"])
+    dist.init_process_group("staged")
+    model = model_on(where)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, init_sync=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp, where, step, dist.get_rank()).backward()
+        optimizer.step()
+    print(digest(model), flush=True)
+    dist.destroy_process_group()
+
+
+DEVICE: Any = None
+
+if __name__ == "__main__":
+    main()

@@ -399,6 +399,8 @@ def device(fake_driver: Path) -> dict[str, str]:
     target, made = folder / "nb_torch_device.so", folder / f"nb_torch_device.{os.getpid()}"
     sources = [*(TESTS / "cuda").glob("torch_*"), *(TESTS.parent / "csrc" / "cuda").glob("*.h")]
     if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
-        subprocess.run(["g++", *options, str(TESTS / "cuda" / "torch_device.cpp"), "-o", str(made), *libraries], check=True)
+        subprocess.run(
+            ["g++", *options, str(TESTS / "cuda" / "torch_device.cpp"), "-o", str(made), *libraries], check=True
+        )
         made.replace(target)
     return env

@@ -42,7 +42,7 @@ struct nb_cuda_clock {
     struct moment last;
     struct moment before; // error_ns < 0: none
     int64_t last_time_ns; // of the marks in order
-    double worst_ns;
+    double worst_ns; // error since it was last taken
     uint64_t lost;
     struct queued *queue; // circular
     size_t first;
@@ -248,8 +248,10 @@ int nb_cuda_clock_next(struct nb_cuda_clock *clock, struct nb_cuda_mark *mark, i
     return rc;
 }
 
-int64_t nb_cuda_clock_error_ns(const struct nb_cuda_clock *clock) {
-    return (int64_t)ceil(clock->worst_ns);
+int64_t nb_cuda_clock_take_error_ns(struct nb_cuda_clock *clock) {
+    double worst_ns = clock->worst_ns;
+    clock->worst_ns = 0;
+    return (int64_t)ceil(worst_ns);
 }
 
 size_t nb_cuda_clock_pending(const struct nb_cuda_clock *clock) {

@@ -40,8 +40,8 @@ int nb_cuda_clock_look(struct nb_cuda_clock *clock, struct nb_error *err);
 // Reads the oldest mark if the GPU has passed it. 1: written to `mark` and `time_ns`; 0: none; negative: a failure.
 int nb_cuda_clock_next(struct nb_cuda_clock *clock, struct nb_cuda_mark *mark, int64_t *time_ns, struct nb_error *err);
 
-// The largest distance so far between a time and the true one, in ns.
-int64_t nb_cuda_clock_error_ns(const struct nb_cuda_clock *clock);
+// The largest distance between a time and the true one, in ns, of the times read since the last call; 0: none.
+int64_t nb_cuda_clock_take_error_ns(struct nb_cuda_clock *clock);
 // Marks that are not read yet, and marks that were lost.
 size_t nb_cuda_clock_pending(const struct nb_cuda_clock *clock);
 uint64_t nb_cuda_clock_lost(const struct nb_cuda_clock *clock);

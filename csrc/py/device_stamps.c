@@ -82,12 +82,14 @@ void core_device_stamps_put(struct core_device_stamps *self, const struct nb_rin
     PyErr_Restore(type, value, trace);
 }
 
-// States the error of the clock, each time that it has grown by a quarter, and the stamps that were lost.
+// States the error of the clock when it has grown by a quarter or fallen to half, and the stamps that were lost.
 static void state_error(struct core_device_stamps *self, struct nb_ring *ring) {
-    int64_t error_ns = nb_cuda_clock_error_ns(self->clock);
+    int64_t before_ns = self->stated_error_ns;
+    int64_t error_ns = nb_cuda_clock_take_error_ns(self->clock);
     uint64_t lost = nb_cuda_clock_lost(self->clock);
-    if (error_ns > self->stated_error_ns + self->stated_error_ns / 4 || lost > self->stated_lost) {
-        self->stated_error_ns = error_ns;
+    bool other = error_ns > 0 && (error_ns > before_ns + before_ns / 4 || error_ns < before_ns / 2);
+    if (other || lost > self->stated_lost) {
+        self->stated_error_ns = error_ns = other ? error_ns : before_ns;
         self->stated_lost = lost;
         nb_ring_put(ring, NB_EV_DEVICE_CLOCK, 0, (uint64_t)self->where.number, (uint64_t)error_ns, lost, 0, 0);
     }

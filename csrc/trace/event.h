@@ -58,8 +58,8 @@ enum nb_event_kind {
                             // two numbers of 32 bits each, the first one low; 0: none
     NB_EV_CHECKPOINT_BEGIN = 30, // torch.save
     NB_EV_CHECKPOINT_END = 31,
-    // The training's stamps are times of a device, on the host's clock. a: device, b: the largest error in ns so far,
-    // c: stamps lost so far
+    // The training's stamps are times of a device, on the host's clock. a: device, b: the largest error in ns until the
+    // next such event, c: stamps lost so far
     NB_EV_DEVICE_CLOCK = 32,
     NB_EV_END // one above the last kind
 };

@@ -1,4 +1,4 @@
-"""DDP on a torch device over the fake CUDA driver: weights, and the record, whose times are the device's."""
+"""DDP on a torch device over the fake CUDA driver: weights are the CPU's, and the record has the device's times."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 from conftest import Ranks
+from warm import WarmPair
 
 pytest.importorskip("torch")
 
+from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.report import Run
-from netbottleneck.trace.transports import Arm
+from netbottleneck.report.text import warnings
+from netbottleneck.trace.transports import BARE
 
 SCRIPT = Path(__file__).parent / "scripts" / "device_ddp.py"
-STEPS = 24
+STEPS, PARAMETERS = 24, 6
 
 
 def trained(ranks: Ranks, where: str, env: dict[str, str]) -> str:
@@ -23,18 +26,50 @@ def trained(ranks: Ranks, where: str, env: dict[str, str]) -> str:
     return printed.pop()
 
 
-@pytest.mark.parametrize("transports", ["stock", "stock,tcp", "stock,tcp,ofi"])
-def test_weights_are_those_of_the_cpu(
-    warm_ranks: Ranks, device: dict[str, str], tmp_path: Path, transports: str
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> str:
+    """Return the weights of the same training on the CPU, which nothing measures."""
+    return trained(Ranks(tmp_path_factory.mktemp("cpu"), warm=warm), "cpu", {})
+
+
+def measured(folder: Path, device: dict[str, str], transports: str, seed: int = 1) -> dict[str, str]:
+    """Return the environment of a measured training on the device."""
+    names = {"TRANSPORT": transports, "DIR": str(folder), "BLOCK_STEPS": "4", "START_STEP": "2", "SAMPLE_EVERY": "5"}
+    return {**device, "FAKE_CUDA_SEED": str(seed), **{f"NETBOTTLENECK_{name}": value for name, value in names.items()}}
+
+
+@pytest.mark.parametrize("transports", ["stock", "stock,tcp,ofi"])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
+def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path, transports: str, seed: int
 ) -> None:
-    env = {**device, "FAKE_CUDA_SEED": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
-    env |= {"NETBOTTLENECK_TRANSPORT": transports, "NETBOTTLENECK_BLOCK_STEPS": "4", "NETBOTTLENECK_SAMPLE_EVERY": "5"}
-    bare = trained(warm_ranks, "cpu", {"NETBOTTLENECK_LOG": "error"})
-    assert trained(warm_ranks, "fakecuda", env) == bare
-    run = Run(next(tmp_path.glob("run*")))
-    assert run.trace.notes == ()
-    from netbottleneck.trace.ring_reader import read_ring, EVENTS; N={v:k for k,v in EVENTS.items()}; r=read_ring(next(tmp_path.glob("run*"))/"ranks"/"0.train.ring"); print(r.dropped); [print(N[int(e["kind"])], e) for e in r.events[:120]]
-    for step in run.trace.steps[:9]: print(step)
-    for c in run.trace.collectives[:12]: print(c)
-    run.show()
-    assert 0
+    folder = tmp_path / "run"
+    assert trained(warm_ranks, "fakecuda", measured(folder, device, transports, seed)) == on_cpu
+    run = Run(folder)
+    assert {rank.device_error_ns is not None for rank in run.trace.ranks} == {True}
+    assert not [line for line in warnings(run.findings) if "pair(s) of blocks" not in line]
+    steps = [step for step in run.trace.steps if step.arm != BARE]
+    assert {str(step.arm) for step in steps} == set(transports.split(","))
+    for step in steps:
+        where = (step.rank, step.index)
+        assert len(step.forward) == 1, where
+        assert sorted(index for index, _ in step.grad_ready) == list(range(PARAMETERS)), where
+        assert step.begin_ns <= step.forward[0][1] <= step.grad_ready[0][1] <= step.end_ns, where
+        assert step.waits, where
+        assert len({at for _, at in step.grad_ready}) > 2 if step.sampled else bool(step.optimizer), where
+    assert any(step.sampled for step in steps)
+    for _, split, _ in split_steps(run.trace):
+        assert sum(split.phases().values()) == split.step_ns
+    done = [one for one in run.trace.collectives if one.step is not None and not one.by_script]
+    assert done
+    assert all(one.finished for one in done)
+
+
+def test_a_failed_stamp_ends_the_measuring_and_not_the_training(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    env = {**measured(folder, device, "stock"), "FAKE_CUDA_FAIL": "cuStreamIsCapturing"}
+    assert trained(warm_ranks, "fakecuda", env) == on_cpu
+    notes = Run(folder).trace.notes
+    assert any("measuring ended at step" in note and "CUDA: cuStreamIsCapturing" in note for note in notes), notes

@@ -260,9 +260,12 @@ class Untold:
         raise RuntimeError("backend mpi does not implement getBackendOptions")
 
 
+ON_CPU: Any = "cpu"
+
+
 def test_a_backend_without_a_known_timeout_has_that_of_the_settings() -> None:
     chosen = config.settings(environ={})
-    assert ddp._with_timeout_of(Untold(), chosen, torch.device("cpu")) == chosen
+    assert ddp._with_timeout_of(Untold(), chosen, ON_CPU) == chosen
 
 
 DECORATED = """

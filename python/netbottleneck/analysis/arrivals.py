@@ -119,7 +119,7 @@ def clock_error_ns(trace: Trace) -> float:
     """Largest possible error of a time difference between two ranks; infinite if a clock was not compared."""
     if trace.origin != "measured":
         return 0.0
-    errors = sorted((_error_ns(rank.clock) for rank in trace.ranks), reverse=True)
+    errors = sorted((_error_ns(rank.clock) + (rank.device_error_ns or 0) for rank in trace.ranks), reverse=True)
     return sum(errors[:2])
 
 

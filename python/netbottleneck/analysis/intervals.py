@@ -423,6 +423,11 @@ def _forward_times(trace: Trace, sampled: Iterable[Step]) -> dict[str, list[int]
     return found
 
 
+def device_error_ns(trace: Trace) -> int | None:
+    """Largest error of the times of the ranks' GPUs, on their hosts' clocks; None: the times are those of the hosts."""
+    return max((rank.device_error_ns for rank in trace.ranks if rank.device_error_ns is not None), default=None)
+
+
 def _buckets(parameters: Iterable[Parameter]) -> tuple[int, ...]:
     return tuple(sorted({p.bucket for p in parameters if p.bucket is not None}))
 
@@ -430,19 +435,23 @@ def _buckets(parameters: Iterable[Parameter]) -> tuple[int, ...]:
 def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterable[Step]) -> tuple[Layer, ...]:
     """The layers in the order of their parameters: means over `steps`. Their exposed ns add up to the mean step's.
 
-    Forward times are means over `sampled`, the steps in which module hooks took time stamps. Operations without a layer
-    form a last row of their own if they have exposed or backward time.
+    Forward times are means over `sampled`, the steps in which module hooks took time stamps. On a GPU, so are backward
+    times: other steps have one time for each bucket. Operations without a layer form a last row of their own if they
+    have exposed or backward time.
     """
     names = [layer_of(p.name) for p in trace.parameters]
     known = dict(enumerate(names))
     backward: dict[str, float] = defaultdict(float)
     exposed: dict[str, float] = defaultdict(float)
+    chosen, sampled = list(steps), list(sampled)
     forward = _forward_times(trace, sampled)
-    count = 0
-    for step, shares in steps:
-        count += 1
+    count = len(chosen)
+    on_device = device_error_ns(trace) is not None
+    timed = [step for step in sampled if step.sampled] if on_device else [step for step, _ in chosen]
+    for step in timed:
         for index, ns in backward_times(step):
             backward[known.get(index, NO_LAYER)] += ns
+    for _, shares in chosen:
         for member, part in _by_parameters(trace, shares):
             exposed[known.get(member, NO_LAYER)] += part
     order = dict.fromkeys([*names, *(name for name in (NO_LAYER,) if exposed[name] or backward[name])])
@@ -455,7 +464,7 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
             bytes=sum(p.bytes for p in own),
             buckets=_buckets(own),
             forward_ns=float(np.mean(forward[name])) if name in forward else None,
-            backward_ns=backward[name] / count,
+            backward_ns=backward[name] / max(len(timed), 1),
             exposed_ns=exposed[name] / count,
         )
         for name, own in members.items()

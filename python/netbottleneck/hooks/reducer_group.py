@@ -168,7 +168,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self.on_error = on_error
         self._parameters = [weakref.ref(p) for _, p in named]
         device, address = named[0][1].device if named else torch.device("cpu"), recorder.device_stream
-        self._devices = None if device.type == "cpu" else [device]
+        self._devices: Any = None if device.type == "cpu" else [device]  # that DDP's futures have events of
         self._stream = None if address is None else OwnStream(device, address)
         self._elements = sum(p.numel() for _, p in named)
         self._own = True

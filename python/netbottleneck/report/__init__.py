@@ -39,7 +39,7 @@ FIRST_EVENTS, LAST_EVENTS = 1 << 12, 1 << 18
 # Of a host's counters, bytes at the end of the file.
 COUNTERS_BYTES = 4 << 20
 # Events that count for all later steps, and how many of them are kept.
-LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM")
+LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM", "DEVICE_CLOCK")
 LASTING_EVENTS = 1 << 12
 # A run without a new step for this time, and for this many of its longest steps, is named.
 QUIET_S, QUIET_STEPS = 10.0, 5

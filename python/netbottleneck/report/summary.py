@@ -138,6 +138,7 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                 "method": rank.clock.method,
                 "offset_ns": rank.clock.offset_ns,
                 "error_ns": rank.clock.error_ns,
+                "device_error_ns": rank.device_error_ns,
             },
             "steps_unfinished": rank.steps_unfinished,
             "events_dropped": rank.events_dropped,

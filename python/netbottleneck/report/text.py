@@ -14,7 +14,7 @@ from rich.text import Text
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
-from netbottleneck.analysis.intervals import Layer
+from netbottleneck.analysis.intervals import Layer, device_error_ns
 from netbottleneck.analysis.nccl import NcclMean
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
@@ -536,6 +536,9 @@ def render(
     console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
     console.print()
     about = [f"{trace.size} ranks", trace.model, trace.network.how if trace.network else "", trace.origin]
+    error_ns = device_error_ns(trace)
+    if error_ns is not None:
+        about.append(f"times of the GPUs, within {short(error_ns)} of the hosts' clocks")
     console.print(f"Run {trace.id}: {', '.join(part for part in about if part)}.", highlight=False, markup=False)
     for warning in warnings(findings):
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)

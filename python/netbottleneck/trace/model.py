@@ -112,7 +112,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process of the run, and the missing parts of its record. cores: the cores in its affinity mask."""
+    """A process of the run, and the missing parts of its record. cores: the cores in its affinity mask.
+
+    device_error_ns: the training's times are those of its GPU, on the host's clock within so much; None: the host's.
+    """
 
     rank: int
     hostname: str = ""
@@ -125,6 +128,7 @@ class Rank:
     events_dropped: int = 0
     cores: tuple[int, ...] = ()
     transports: tuple[TransportInfo, ...] = ()
+    device_error_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

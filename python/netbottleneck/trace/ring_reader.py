@@ -278,6 +278,38 @@ def faults(events: Iterable[Event], rank: int, size: int) -> list[tr.Fault]:
     return found
 
 
+def device_clock(events: Iterable[Event], steps: Sequence[tr.Step]) -> tuple[int | None, int]:
+    """Return the largest error in ns of a device's times in these steps, and the number of lost times.
+
+    None: the times are those of the host."""
+    stated = [event for event in events if event.kind == "DEVICE_CLOCK"]
+    if not stated:
+        return None, 0
+    since_ns = min((step.begin_ns for step in steps), default=0)
+    ends = [event.time_ns for event in stated[1:]]
+    in_steps = [event.b for event, end in zip(stated, [*ends, float("inf")], strict=True) if end >= since_ns]
+    return max(in_steps), stated[-1].c
+
+
+def with_bucket_times(
+    steps: Iterable[tr.Step], collectives: Iterable[tr.Collective], buckets: Sequence[tr.Bucket]
+) -> list[tr.Step]:
+    """Return steps of a device: gradients without times of their own are ready when their bucket is handed over."""
+    handed: dict[int, list[tuple[int, int]]] = {}
+    for one in collectives:
+        if one.step is not None and one.bucket is not None and not one.by_script:
+            members = buckets[one.bucket].parameters
+            handed.setdefault(one.step, []).extend((index, one.submit_ns) for index in members)
+    return [
+        step if step.grad_ready else replace(step, grad_ready=tuple(sorted(handed.get(step.index, ()), key=_by_time)))
+        for step in steps
+    ]
+
+
+def _by_time(row: tuple[int, int]) -> int:
+    return row[1]
+
+
 def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:
     """Return the probe result of each number of streams."""
     return tuple(tr.Probe(e.a, e.b, e.c) for e in events if e.kind == "PROBE")
@@ -653,6 +685,9 @@ def _rank_trace(
     for name, events in named.items():
         if name not in (TRAIN, NCCL):
             found += collectives(events, files.rank, name, index, buckets)
+    error_ns, lost = device_clock(train, steps)
+    if error_ns is not None:
+        steps = with_bucket_times(steps, found, run.buckets)
     ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")
     rank = tr.Rank(
         files.rank,
@@ -664,9 +699,10 @@ def _rank_trace(
         clock=clock,
         # After a normal end, the last step is open: the script ends within it.
         steps_unfinished=unfinished + (still_open and not ended_well),
-        events_dropped=sum(ring.dropped for ring in files.rings.values()),
+        events_dropped=sum(ring.dropped for ring in files.rings.values()) + lost,
         cores=tuple(files.meta.get("cores") or ()),
         transports=_transports(files.meta.get("transports") or {}, named),
+        device_error_ns=error_ns,
     )
     return replace(
         run,

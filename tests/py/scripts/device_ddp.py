@@ -25,7 +25,7 @@ class Staged(dist.ProcessGroup):  # type: ignore[misc]
         self._gloo = gloo
         self._streams: list[Any] = []
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "staged"
 
     def _on_host(self, call: Any, tensors: list[torch.Tensor], *options: Any) -> Any:

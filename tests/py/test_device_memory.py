@@ -70,16 +70,18 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> str:
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
-@pytest.mark.parametrize("how", ["hvd", "streams"])
+@pytest.mark.parametrize("how", ["hvd", "streams", "ddp", "ddp-streams"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_are_those_of_the_cpu(
-    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, how: str, seed: int
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: dict[str, str], how: str, seed: int
 ) -> None:
-    assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == on_cpu
+    assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == on_cpu[how[:3]]
 
 
-def test_calls(warm_ranks: Ranks, device: dict[str, str]) -> None:
-    assert weights(warm_ranks, "calls", "fakecuda", {**device, "FAKE_CUDA_SEED": "1"}) == "right\n"
+@pytest.mark.parametrize("how", ["calls", "nb-calls"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_calls(warm_ranks: Ranks, device: dict[str, str], how: str, seed: int) -> None:
+    assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == "right\n"
 
 
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))

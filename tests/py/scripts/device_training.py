@@ -1,6 +1,7 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how (hvd, streams, calls) and where (cpu, fakecuda).
+Arguments: how (hvd, streams, ddp, ddp-streams, or nb-calls, which compares calls on the device with those on the CPU)
+and where (cpu, fakecuda).
 """
 
 import hashlib
@@ -12,13 +13,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck.torch as hvd
 from netbottleneck.torch import handles
 
 STEPS = 5
+# Torch's later names, and its earlier ones.
+gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_whole = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def open_device() -> Any:
@@ -80,6 +87,21 @@ def train_hvd(where: str, around: Callable[[Callable[[], None]], None]) -> torch
     return model
 
 
+def train_ddp(where: str, around: Callable[[Callable[[], None]], None]) -> torch.nn.Module:
+    """Train with DDP over the backend nb. around: runs the forward and backward passes of a step."""
+    model = model_on(where)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(dist.get_rank())  # DDP begins with rank 0's weights
+    whole = DistributedDataParallel(model, bucket_cap_mb=0.1)  # several buckets
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        around(lambda at=step: loss_of(whole, where, at, dist.get_rank()).backward())  # type: ignore[misc]
+        optimizer.step()
+    return model
+
+
 def on_streams(device: Any) -> Callable[[Callable[[], None]], None]:
     """Return a function that runs passes on a stream of their own, as a user of CUDA streams does."""
     if device is None:
@@ -115,16 +137,142 @@ def check_calls(where: str) -> None:
     assert ones.tolist() == [total] * 5
 
 
+TYPES = (torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OTHERS = (torch.bool, torch.int16, torch.float8_e4m3fn)  # the engine does not reduce them
+LARGE = 1_500_000  # several windows
+
+
+def numbers(count: int, where: str, dtype: torch.dtype = torch.float32, of: int | None = None) -> torch.Tensor:
+    """Return small integers that differ from rank to rank."""
+    seed = dist.get_rank() if of is None else of
+    return ((torch.arange(count) * (seed + 3) + seed) % 5).to(dtype).to(where)
+
+
+def reductions(where: str) -> list[torch.Tensor]:
+    """Reduce on the device in all ways."""
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+    cases = [(9, dtype, op) for op in ops for dtype in TYPES]
+    cases += [(count, torch.float32, dist.ReduceOp.SUM) for count in (1, 0, LARGE)]
+    cases += [(9, torch.int16, dist.ReduceOp.SUM), (LARGE, torch.int32, dist.ReduceOp.BXOR)]
+    results = [numbers(count, where, dtype) for count, dtype, _ in cases]
+    for tensor, (_, _, op) in zip(results, cases, strict=True):
+        dist.all_reduce(tensor, op)
+    turned = numbers(12, where).reshape(3, 4).t()
+    dist.all_reduce(turned)
+    some = [numbers(5, where), numbers(7, where, torch.int64), numbers(0, where), numbers(3, where)]
+    dist.group.WORLD.allreduce_coalesced(some).wait()  # type: ignore[union-attr]
+    at_root = numbers(40, where)
+    dist.reduce(at_root, 1)
+    scattered = [torch.zeros(4, dtype=dtype, device=where) for dtype in (torch.float32, torch.int16)]
+    whole = numbers(4 * dist.get_world_size(), where)
+    scatter_whole(scattered[0], whole)
+    dist.reduce_scatter(scattered[1], list(whole.to(torch.int16).split(4)), dist.ReduceOp.BOR)
+    return [*results, turned, *some, *scattered, whole, *([at_root] if dist.get_rank() == 1 else [])]
+
+
+def moves(where: str) -> list[torch.Tensor]:
+    """Move tensors on the device in all ways."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    results: list[torch.Tensor] = []
+    for count, dtype in [(6, dtype) for dtype in (*TYPES, *OTHERS)] + [(LARGE, torch.float32), (0, torch.float32)]:
+        mine = numbers(count, where, dtype)
+        parts = [torch.zeros_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine)
+        spread = mine.clone()
+        dist.broadcast(spread, size - 1)
+        results += [*parts, spread]
+    line = torch.zeros(3 * size, device=where)
+    gather_whole(line, numbers(3, where))
+    even = torch.zeros(2 * size, 3, device=where)
+    dist.all_to_all_single(even, numbers(6 * size, where).reshape(2 * size, 3))
+    counts = [(rank + other) % 3 for other in range(size)]
+    uneven = torch.zeros(sum(counts), 2, device=where)
+    dist.all_to_all_single(uneven, numbers(2 * sum(counts), where).reshape(sum(counts), 2), counts, counts)
+    listed = [torch.zeros(other + 1, device=where) for other in range(size)]
+    dist.all_to_all(listed, [numbers(rank + 1, where) + other for other in range(size)])
+    at_root = [torch.zeros(5, device=where) for _ in range(size)] if rank == 0 else None
+    dist.gather(numbers(5, where), at_root, 0)
+    into = torch.zeros(2, 4, device=where).t()
+    given = [numbers(8, where).reshape(4, 2) + other for other in range(size)] if rank == 1 else None
+    dist.scatter(into, given, 1)
+    return [*results, line, even, uneven, *listed, *(at_root or []), into]
+
+
+def messages(where: str) -> list[torch.Tensor]:
+    """Send tensors on the device around, more than there are names for, and receive them in another order."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent = [dist.isend(numbers(at % 7, where) + at, after, tag=at % 2) for at in range(40)]
+    came = [torch.zeros(at % 7, device=where) for at in range(40)]
+    received = [dist.irecv(came[at], before, tag=at % 2) for at in (*range(1, 40, 2), *range(0, 40, 2))]
+    for work in (*reversed(received), *sent):
+        assert work is not None
+        assert work.wait()
+    return came
+
+
+def check_nb(where: str, device: Any) -> None:
+    """Compare the backend's calls on the device with those on the CPU, and how they use streams."""
+    for call in (reductions, moves, messages):
+        results = [[(t.dtype, t.shape, t.cpu().tolist()) for t in call(place)] for place in ("cpu", where)]
+        assert results[0] == results[1], call
+    dist.barrier()
+    check_waits(where, device)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    mine = numbers(4, where)
+    dist.all_reduce(mine, dist.ReduceOp.AVG, group=alone)
+    dist.all_to_all_single(into := torch.zeros(4, device=where), mine, group=alone)
+    assert into.tolist() == mine.tolist() == numbers(4, "cpu").tolist()
+    place = where if dist.get_rank() else "cpu"
+    with pytest.raises(RuntimeError, match="gradient .*: rank 0 has it on cpu, rank 1 on cuda"):
+        dist.all_reduce(torch.ones(6, device=place))
+
+
+def check_waits(where: str, device: Any) -> None:
+    """Begin operations behind what a stream holds, and wait for them on another one."""
+    size, expected = dist.get_world_size(), [float(sum(range(dist.get_world_size())))] * LARGE
+    usual, other = device.use_stream(0), device.new_stream()
+    device.use_stream(usual)
+    for dtype in (torch.float32, torch.int16):  # by the engine; by the ranks, in two rounds
+        for through_future in (False, True):
+            device.wait_stream(other, usual)
+            device.use_stream(other)
+            tensor = torch.zeros(LARGE, device=where, dtype=dtype)
+            tensor += dist.get_rank()
+            work = dist.all_reduce(tensor, async_op=True)
+            device.use_stream(usual)
+            assert work is not None
+            if through_future:
+                doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+                assert doubled.wait().tolist() == [2 * value for value in expected]
+                assert work.get_future().wait()[0] is tensor
+            else:
+                assert work.wait()
+            assert tensor.tolist() == expected
+            assert work.is_completed()
+            assert work.is_success()
+    works = [dist.all_reduce(torch.ones(8, device=where), async_op=True) for _ in range(40)]
+    whole = torch.futures.collect_all([work.get_future() for work in works if work is not None]).wait()
+    assert [done.value()[0][0].item() for done in whole] == [float(size)] * 40
+
+
 def main() -> None:
     """Run one way of training."""
     how, where = sys.argv[1:]
     device = open_device() if where != "cpu" else None
+    around = on_streams(device) if how.endswith("streams") else lambda work: work()
+    if how.startswith(("ddp", "nb")):
+        dist.init_process_group("nb")
+        if how == "nb-calls":
+            check_nb(where, device)
+        print("right" if how == "nb-calls" else digest(train_ddp(where, around)), flush=True)
+        dist.destroy_process_group()
+        return
     hvd.init()
     if how == "calls":
         check_calls(where)
         print("right", flush=True)
     else:
-        around = on_streams(device) if how == "streams" else lambda work: work()
         print(digest(train_hvd(where, around)), flush=True)
     hvd.shutdown()
 

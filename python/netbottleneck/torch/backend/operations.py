@@ -17,7 +17,7 @@ from torch.distributed import Work
 
 from netbottleneck.errors import DeadlineError, HorovodInternalError
 from netbottleneck.runtime import job
-from netbottleneck.torch.gradients import dtype_code
+from netbottleneck.torch.gradients import dtype_code, is_reachable
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -40,6 +40,7 @@ class Operation:
     """A generator that yields what it waits for. Any thread that waits for the operation makes progress on it."""
 
     __slots__ = ("_lock", "_stage", "_steps", "driven", "failure", "is_over")
+    devices: Sequence[torch.device] = ()  # those of its memory, without the host
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,7 +91,61 @@ class Operation:
             pass
         except Exception as error:
             self.failure = error
+        self._end()
+
+    def _end(self) -> None:
         self._steps, self._stage, self.is_over = None, (), True
+
+    def follow(self) -> None:
+        """Make the current stream of the device wait for the results; they must be under way. Nothing for host memory."""
+
+    def reached(self) -> bool:
+        """Return True if the results are in memory, once it is over."""
+        return True
+
+
+class DeviceOperation(Operation):
+    """An operation on device memory. All that it does there is on the stream that was current when it began.
+
+    It is over when its last copy is under way on that stream.
+    """
+
+    __slots__ = ("_done", "_stream", "devices")
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.devices = (device,)
+        self._stream = _current_stream(device)
+        self._done: Any = None
+
+    def over(self, limit_s: float) -> bool:
+        with _entered(self._stream):
+            return super().over(limit_s)
+
+    def _end(self) -> None:
+        try:
+            self._done = self._stream.record_event()
+        except RuntimeError as error:
+            self.failure = self.failure or error
+        super()._end()
+
+    def follow(self) -> None:
+        _current_stream(self.devices[0]).wait_event(self._done)
+
+    def reached(self) -> bool:
+        return self.failure is not None or bool(self._done.query())
+
+
+def _current_stream(device: torch.device) -> Any:
+    return (torch.cuda if device.type == "cuda" else torch.accelerator).current_stream(device)
+
+
+def _entered(stream: Any) -> Any:
+    """Return a context in which a stream is the current one."""
+    if stream.device.type == "cuda":
+        return torch.cuda.stream(stream)
+    # The stream is its own context. Threads that share one would restore each other's streams.
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class Progress:
@@ -159,7 +214,10 @@ class BackendWork(Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
-        """Wait up to `timeout`, else the group's. Raises DeadlineError on timeout, and the operation's failure."""
+        """Wait up to `timeout`, else the group's. Raises DeadlineError on timeout, and the operation's failure.
+
+        Results in device memory are there for what the current stream gets from now on.
+        """
         about = self._about
         limit_s = timeout.total_seconds() if timeout > UNSET else about.limit_s
         deadline = time.monotonic() + limit_s
@@ -167,25 +225,30 @@ class BackendWork(Work):
             about.link.log_notices()
             if time.monotonic() >= deadline:
                 raise about.late(limit_s)
-        if self._operation.failure is not None:
-            raise self._operation.failure
+        self._settle()
         return True
 
+    def _settle(self) -> None:
+        """Raise the failure, or make the current stream wait for the results."""
+        if self._operation.failure is not None:
+            raise self._operation.failure
+        self._operation.follow()
+
     def synchronize(self) -> None:
-        """Same as wait: tensors are in host memory."""
+        """Same as wait."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Same as wait: tensors are in host memory."""
+        """Same as wait: the host waits too."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True if wait would return, or raise, at once."""
-        return self._operation.over(0.0)
+        """Return True if it has failed, or if its results are in memory."""
+        return self._operation.over(0.0) and self._operation.reached()
 
     def is_success(self) -> bool:
         """Return True if it has completed without failure."""
-        return self._operation.over(0.0) and self._operation.failure is None
+        return self.is_completed() and self._operation.failure is None
 
     def exception(self) -> BaseException | None:
         """Return its failure, or None."""
@@ -205,8 +268,8 @@ class BackendWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the output tensors."""
         if self._future is None:
-            over: torch.futures.Future[Any] = torch.futures.Future()
-            # A callback, so that C++ also sees a failure as a failure.
+            over: torch.futures.Future[Any] = torch.futures.Future(devices=list(self._operation.devices))
+            # A callback, so that C++ also sees a failure as a failure. It runs on a stream of its own.
             self._future = over.then(lambda _: self._value())
             if self._operation.over(0.0):
                 over.set_result(None)
@@ -215,8 +278,7 @@ class BackendWork(Work):
         return self._future
 
     def _value(self) -> list[Any]:
-        if self._operation.failure is not None:
-            raise self._operation.failure
+        self._settle()
         return self._outputs
 
 
@@ -246,7 +308,7 @@ class About:
 # A collective is a generator: it yields the operations of one round after the other, and resumes once they are over.
 
 Rounds = Generator[list["Move"], None, None]
-Memory = tuple[int, int]  # address and bytes
+Memory = tuple[int, int] | torch.Tensor  # address and bytes in host memory, or a tensor in device memory
 
 SEGMENTS_MAX = 512  # segments of one engine operation
 
@@ -269,10 +331,14 @@ class Move:
     members: Sequence[int] = ()
     way: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return sum(piece[1] if isinstance(piece, tuple) else piece.nbytes for piece in self.memory)
+
     def signature(self) -> Hashable:
         """Return a value that is equal for operations of equal shape."""
-        nbytes = sum(piece[1] for piece in self.memory)
-        return (self.kind, nbytes, self.code, self.op, self.root, self.factor)
+        return (self.kind, self.nbytes, self.code, self.op, self.root, self.factor)
 
 
 class Touched:
@@ -283,10 +349,10 @@ class Touched:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor to send."""
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        if tensor.layout is not torch.strided or not is_reachable(tensor.device):
             raise ValueError(
-                f"a {tensor.layout} tensor on {tensor.device} is not supported here: dense tensors travel from host "
-                f'memory; for other devices name their backend too, as in "cpu:nb,cuda:nccl"'
+                f"a {tensor.layout} tensor on {tensor.device} is not supported here: dense tensors travel, from host "
+                'and CUDA memory; for other devices name their backend too, as in "cpu:nb,xpu:xccl"'
             )
         plain = tensor.detach() if tensor.requires_grad else tensor
         return plain if plain.is_contiguous() else plain.contiguous()
@@ -305,8 +371,8 @@ class Touched:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return address and bytes of a contiguous tensor."""
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    """Return the memory of a contiguous tensor."""
+    return (tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.is_cpu else tensor
 
 
 @functools.cache
@@ -394,7 +460,7 @@ def engine_reduces(dtype: torch.dtype) -> bool:
 
 def nonempty(moves: list[Move]) -> list[Move]:
     """Drop moves without bytes; all their ranks drop them."""
-    return [move for move in moves if sum(piece[1] for piece in move.memory) > 0]
+    return [move for move in moves if move.nbytes > 0]
 
 
 # Link: one engine communicator, shared by process groups.

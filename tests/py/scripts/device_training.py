@@ -232,17 +232,16 @@ def check_nb(where: str, device: Any) -> None:
 def check_waits(where: str, device: Any) -> None:
     """Begin operations behind what a stream holds, and wait for them on another one."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    usual, other = device.use_stream(0), device.new_stream()
-    device.use_stream(usual)
+    begins, waits = device.new_stream(), device.new_stream()
+    usual = device.use_stream(waits)
     # By the engine; by the ranks, in two rounds.
     for turn, dtype in itertools.product(range(40), (torch.float32, torch.int16)):
         count = LARGE if turn < 2 else 100
-        device.wait_stream(other, usual)
-        device.use_stream(other)
+        device.use_stream(begins)
         tensor = torch.zeros(count, device=where, dtype=dtype)
         tensor += rank + turn
         work = dist.all_reduce(tensor, async_op=True)
-        device.use_stream(usual)
+        device.use_stream(waits)
         assert work is not None
         expected = [size * turn + sum(range(size))] * count
         if turn % 2:
@@ -254,6 +253,7 @@ def check_waits(where: str, device: Any) -> None:
         assert tensor.tolist() == expected
         assert work.is_completed()
         assert work.is_success()
+    device.use_stream(usual)
     works = [dist.all_reduce(torch.ones(8, device=where), async_op=True) for _ in range(40)]
     whole = torch.futures.collect_all([work.get_future() for work in works if work is not None]).wait()
     assert [done.value()[0][0].item() for done in whole] == [float(size)] * 40

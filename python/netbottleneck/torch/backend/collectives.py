@@ -21,11 +21,11 @@ from netbottleneck.torch.backend.operations import (
     equal_sizes,
     exchanged,
     gathered,
-    memory_of,
     nonempty,
     parts_of,
 )
 from netbottleneck.torch.gradients import dtype_code
+from netbottleneck.torch.handles import memory_of
 
 if TYPE_CHECKING:
     from netbottleneck.torch.backend.operations import Link

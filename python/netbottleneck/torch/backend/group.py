@@ -206,20 +206,20 @@ class Call(NamedTuple):
     driven: bool = False
 
 
-def collective(method: Callable[..., Call], of: int = 0) -> Callable[..., Any]:
+def collective(method: Callable[..., Call], of: int = 0) -> Callable[..., BackendWork]:
     """Begin the collective that a method returns, or forward it to the backend named for its tensors' device.
 
     of: the position of the tensors in question.
     """
 
     @functools.wraps(method)
-    def called(self: "NbGroup", *args: Any, **kwargs: Any) -> Any:
+    def called(self: "NbGroup", *args: Any, **kwargs: Any) -> BackendWork:
         device = _device(args[of])
         if device is None or device.type == "cpu":
             return self._begin(Operation(), method(self, *args, **kwargs))
         if is_ours(self, device):
             return self._begin(DeviceOperation(device), method(self, *args, **kwargs))
-        return getattr(elsewhere(self, device), method.__name__)(*args, **kwargs)
+        return cast(BackendWork, getattr(elsewhere(self, device), method.__name__)(*args, **kwargs))
 
     return called
 

@@ -18,6 +18,7 @@ from torch.distributed import Work
 from netbottleneck.errors import DeadlineError, HorovodInternalError
 from netbottleneck.runtime import job
 from netbottleneck.torch.gradients import dtype_code, is_reachable
+from netbottleneck.torch.handles import DeviceStream, memory_of
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -97,7 +98,7 @@ class Operation:
         self._steps, self._stage, self.is_over = None, (), True
 
     def follow(self) -> None:
-        """Make the current stream of the device wait for the results; they must be under way. Nothing for host memory."""
+        """Make the device's current stream wait for the results, once it is over."""
 
     def reached(self) -> bool:
         """Return True if the results are in memory, once it is over."""
@@ -110,42 +111,29 @@ class DeviceOperation(Operation):
     It is over when its last copy is under way on that stream.
     """
 
-    __slots__ = ("_done", "_stream", "devices")
+    __slots__ = ("_stream", "devices")
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.devices = (device,)
-        self._stream = _current_stream(device)
-        self._done: Any = None
+        self._stream = DeviceStream(device)
 
     def over(self, limit_s: float) -> bool:
-        with _entered(self._stream):
+        with self._stream.entered():
             return super().over(limit_s)
 
     def _end(self) -> None:
         try:
-            self._done = self._stream.record_event()
+            self._stream.end()
         except RuntimeError as error:
             self.failure = self.failure or error
         super()._end()
 
     def follow(self) -> None:
-        _current_stream(self.devices[0]).wait_event(self._done)
+        self._stream.follow()
 
     def reached(self) -> bool:
-        return self.failure is not None or bool(self._done.query())
-
-
-def _current_stream(device: torch.device) -> Any:
-    return (torch.cuda if device.type == "cuda" else torch.accelerator).current_stream(device)
-
-
-def _entered(stream: Any) -> Any:
-    """Return a context in which a stream is the current one."""
-    if stream.device.type == "cuda":
-        return torch.cuda.stream(stream)
-    # The stream is its own context. Threads that share one would restore each other's streams.
-    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        return self.failure is not None or self._stream.reached()
 
 
 class Progress:
@@ -368,11 +356,6 @@ class Touched:
         """Copy received data to the tensors that are not contiguous."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
-
-
-def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return the memory of a contiguous tensor."""
-    return (tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.is_cpu else tensor
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how (hvd, streams, ddp, ddp-streams, or nb-calls, which compares calls on the device with those on the CPU)
-and where (cpu, fakecuda).
+Arguments: how (hvd, hvd-streams, ddp, ddp-streams; or calls, nb-calls, which compare calls on the device with those on the
+CPU) and where (cpu, fakecuda).
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def loss_of(model: torch.nn.Module, where: str, step: int, rank: int) -> torch.T
 
 def refuse(*_: object) -> None:
     """Stand in for the path through a copy in host memory."""
-    raise AssertionError("a gradient travelled through a host copy")
+    raise AssertionError("a tensor travelled through a host copy")
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -119,27 +119,94 @@ def on_streams(device: Any) -> Callable[[Callable[[], None]], None]:
     return run
 
 
-def check_calls(where: str) -> None:
-    """Call Horovod's collectives on tensors of the device."""
-    rank, size = hvd.rank(), hvd.size()
-    ones = torch.ones(5, device=where) * (rank + 1)
-    total = float(sum(range(1, size + 1)))
-    assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [total] * 5
-    assert hvd.allreduce(ones, op=hvd.Sum).device.type == where
-    assert [t.tolist() for t in hvd.grouped_allreduce([ones, ones], op=hvd.Sum)] == [[total] * 5] * 2
-    assert hvd.broadcast(ones, 1).tolist() == [2.0] * 5
-    assert hvd.allgather(torch.ones(rank + 1, device=where)).tolist() == [1.0] * int(total)
-    exchanged, _ = hvd.alltoall(ones[: 2 * size], torch.tensor([2] * size) if size == 2 else None)
-    assert exchanged.device.type == where
-    scattered = hvd.reducescatter(torch.ones(2 * size, device=where), op=hvd.Sum)
-    assert scattered.tolist() == [float(size)] * 2
-    assert hvd.allreduce_(ones, op=hvd.Sum) is ones
-    assert ones.tolist() == [total] * 5
-
-
 TYPES = (torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OTHERS = (torch.bool, torch.int16, torch.float8_e4m3fn)  # the engine does not reduce them
 LARGE = 1_500_000  # several windows
+
+
+def horovods(where: str) -> list[torch.Tensor]:
+    """Call Horovod's collectives on tensors of the device."""
+    rank, size = hvd.rank(), hvd.size()
+    results: list[Any] = []
+    for dtype in TYPES:
+        few = numbers(9, where, dtype, rank)
+        results += [hvd.allreduce(few, op=op) for op in (hvd.Sum, hvd.Average, hvd.Max, hvd.Product)]
+        results += hvd.grouped_allreduce([few, few[:4]], op=hvd.Sum)
+        scattered = numbers(2 * size + 1, where, dtype, rank)
+        results += [hvd.reducescatter(scattered, op=hvd.Sum), *hvd.grouped_reducescatter([scattered, few], op=hvd.Sum)]
+    for dtype in (*TYPES, torch.bool, torch.int16, torch.complex64):
+        ragged = numbers(3 * rank + 3, where, dtype, rank).view(rank + 1, 3)
+        results += [hvd.allgather(ragged), *hvd.grouped_allgather([ragged, numbers(4, where, dtype, rank)])]
+        results += [hvd.broadcast(numbers(5, where, dtype, rank), size - 1), hvd.allgather(ragged.sum())]
+        rows = numbers(2 * size * (size + rank), where, dtype, rank).view(-1, 2)
+        results += [hvd.alltoall(rows[: 2 * size]), *hvd.alltoall(rows, [at + rank for at in range(1, size)] + [1])]
+    large = numbers(LARGE, where, of=rank)
+    results += [hvd.allgather(large), hvd.reducescatter(large), hvd.alltoall(large), hvd.broadcast(large, 0)]
+    assert hvd.allreduce_(large, op=hvd.Sum) is large
+    assert hvd.broadcast_(few, 0) is few
+    empty = torch.zeros(0, 2, device=where)
+    results += [large, few, hvd.allgather(empty), hvd.alltoall(empty, [0] * size)[0], hvd.broadcast(empty, 0)]
+    turned = numbers(12, where, of=rank).view(3, 4).t()
+    hvd.broadcast_parameters({"turned": turned, "few": results[0], "scalar": results[0].sum()}, size - 1)
+    return [*results, turned]
+
+
+def gradients(where: str) -> list[torch.Tensor]:
+    """Differentiate through Horovod's collectives and SyncBatchNorm on the device."""
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(rank)
+    leaf = numbers(4 * size, where, of=rank).view(-1, 2).requires_grad_()
+    batch = torch.randn(4 + rank, 3, 5).to(where).requires_grad_()
+    norm = hvd.SyncBatchNorm(3).to(where)
+    weights = torch.randn(5).to(where)
+    for made in (hvd.allgather(leaf), hvd.broadcast(leaf, 0), hvd.alltoall(leaf), hvd.reducescatter(leaf)):
+        (made * numbers(2, where, of=0)).sum().backward()
+    found = norm(batch)
+    (found * weights).sum().backward()
+    values = [leaf, batch, *norm.parameters()]
+    return [*(value.grad for value in values if value.grad is not None), found.detach(), *norm.buffers()]
+
+
+def check_calls(where: str, device: Any) -> None:
+    """Compare Horovod's calls on the device with those on the CPU. None of them copies to the host."""
+    plain = torch.Tensor.cpu
+    for call in (horovods, gradients):
+        expected = call("cpu")
+        torch.Tensor.cpu = refuse  # type: ignore[assignment]
+        results = call(where)
+        torch.Tensor.cpu = plain  # type: ignore[method-assign]
+        for found, wanted in zip(results, expected, strict=True):
+            assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+            assert torch.equal(found.cpu(), wanted), (call, found, wanted)
+    sums = [hvd.allreduce(numbers(5, at, torch.bfloat16, hvd.rank()), op=hvd.Adasum) for at in ("cpu", where)]
+    assert sums[0].tolist() == sums[1].tolist()  # computed on the host
+    check_handles(where, device)
+    if hvd.size() > 1:
+        place = where if hvd.rank() else "cpu"
+        with pytest.raises(hvd.HorovodInternalError, match=r"allgather.*: rank 0 has it on cpu, rank \d on cuda"):
+            hvd.allgather(torch.ones(6, device=place), name="values")
+
+
+def check_handles(where: str, device: Any) -> None:
+    """Begin operations behind what a stream holds, poll them on another one, and wait for them on a third."""
+    size = hvd.size()
+    begins, polls, waits = (device.new_stream() for _ in range(3))
+    usual = device.use_stream(waits)
+    starts = (hvd.allgather_async, hvd.reducescatter_async, hvd.allreduce_async)
+    for turn, start in itertools.product(range(20), starts):
+        device.use_stream(begins)
+        tensor = torch.zeros(size, device=where)
+        tensor += hvd.rank() + turn
+        handle = start(tensor)
+        device.use_stream(polls)
+        while turn % 2 and not hvd.poll(handle):
+            pass
+        device.use_stream(waits)
+        parts = [float(rank + turn) for rank in range(size)]
+        mean = [sum(parts) / size]
+        expected = {starts[0]: [part for part in parts for _ in range(size)], starts[1]: mean, starts[2]: mean * size}
+        assert hvd.synchronize(handle).tolist() == expected[start]
+    device.use_stream(usual)
 
 
 def numbers(count: int, where: str, dtype: torch.dtype = torch.float32, of: int | None = None) -> torch.Tensor:
@@ -273,7 +340,7 @@ def main() -> None:
         return
     hvd.init()
     if how == "calls":
-        check_calls(where)
+        check_calls(where, device)
         print("right", flush=True)
     else:
         print(digest(train_hvd(where, around)), flush=True)

@@ -85,6 +85,12 @@ def test_calls(warm_ranks: Ranks, device: dict[str, str], how: str, seed: int) -
     assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == "right\n"
 
 
+@pytest.mark.parametrize("backend", ["cpu:nb,cuda:nb", "cpu:nb,fakecuda:nb", "cpu:nb"])
+def test_devices_for_which_the_backend_is_named(warm_ranks: Ranks, device: dict[str, str], backend: str) -> None:
+    how = "nb-refusal" if backend == "cpu:nb" else "nb-calls"
+    assert weights(warm_ranks, how, "fakecuda", {**device, "CHECKED_BACKEND": backend}) == "right\n"
+
+
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))
 
 

@@ -18,7 +18,19 @@ _c: Any = torch._C
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | torch.Tensor:
     """Return a contiguous tensor's memory as the engine takes it: address and bytes, or a tensor on a device itself."""
-    return (tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.is_cpu else tensor
+    if tensor.is_cpu:
+        return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    return _on_device(tensor)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that an operation of the current stream is about to use.
+
+    Its memory may be of another stream, and freed before the last copy is done. The current stream waits for that copy.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def within_reach(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +95,7 @@ class Memory:
         self.array: Any
         plain.data_ptr()  # materialises a lazy clone made by the script
         if not plain.is_cpu:
-            self.array = plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain
+            self.array = _on_device(plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain)
             return
         try:
             if plain.numel() > 0 and type(plain) is torch.Tensor:

@@ -1,7 +1,7 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how (hvd, hvd-streams, ddp, ddp-streams; or calls, nb-calls, which compare calls on the device with those on the
-CPU) and where (cpu, fakecuda).
+Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-streams, ddp, ddp-streams. Others: calls, nb-calls
+(they compare calls on the device with those on the CPU), nb-refusal (a backend that is named for the CPU alone).
 """
 
 import hashlib
@@ -296,6 +296,13 @@ def check_nb(where: str, device: Any) -> None:
             dist.all_reduce(torch.ones(6, device=where if rank else "cpu"))
 
 
+def check_refusal(where: str, _: Any) -> None:
+    """Give the backend a tensor on a device for which it was not named."""
+    assert [device.type for device in dist.group.WORLD._device_types] == ["cpu"]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=f'moves the memory of cpu in this group.* as in .*"cpu:nb,{where}:nb"'):
+        dist.all_reduce(torch.ones(2, device=where))
+
+
 def check_waits(where: str, device: Any) -> None:
     """Begin operations behind what a stream holds, and wait for them on another one."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -332,10 +339,10 @@ def main() -> None:
     device = open_device() if where != "cpu" else None
     around = on_streams(device) if how.endswith("streams") else lambda work: work()
     if how.startswith(("ddp", "nb")):
-        dist.init_process_group("nb")
-        if how == "nb-calls":
-            check_nb(where, device)
-        print("right" if how == "nb-calls" else digest(train_ddp(where, around)), flush=True)
+        dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nb"))
+        if how.startswith("nb"):
+            (check_nb if how == "nb-calls" else check_refusal)(where, device)
+        print("right" if how.startswith("nb") else digest(train_ddp(where, around)), flush=True)
         dist.destroy_process_group()
         return
     hvd.init()

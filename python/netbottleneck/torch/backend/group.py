@@ -136,10 +136,12 @@ class Plain(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return devices_of(self)
+        return [torch.device("cpu"), *(device for device in devices_of(self) if device.type != "cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend of a device: this group, or the backend named for the device."""
+        if torch.device(device).type == "cpu":
+            return self
         other = elsewhere_or_none(self, torch.device(device))
         return self if other is None else other._get_backend(device)
 

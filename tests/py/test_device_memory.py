@@ -65,18 +65,26 @@ def weights(ranks: Ranks, how: str, where: str, env: dict[str, str]) -> str:
 def on_cpu(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> dict[str, str]:
     """Return the weights of the same training on the CPU, by API. It has no streams."""
     ranks = Ranks(tmp_path_factory.mktemp("cpu"), warm=warm)
-    return {how: weights(ranks, how, "cpu", {}) for how in ("hvd", "ddp")}
+    return {how: weights(ranks, how, "cpu", {}) for how in ("hvd", "hvd-fp16", "ddp")}
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
-@pytest.mark.parametrize("how", ["hvd", "hvd-streams", "ddp", "ddp-streams"])
+@pytest.mark.parametrize("how", ["hvd", "hvd-fp16", "hvd-streams", "ddp", "ddp-streams"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_are_those_of_the_cpu(
     warm_ranks: Ranks, device: dict[str, str], on_cpu: dict[str, str], how: str, seed: int
 ) -> None:
-    assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == on_cpu[how[:3]]
+    env = {**device, "FAKE_CUDA_SEED": str(seed)}
+    assert weights(warm_ranks, how, "fakecuda", env) == on_cpu[how.removesuffix("-streams")]
+
+
+def test_compressed_gradients_of_a_measured_run(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: dict[str, str], tmp_path: Path
+) -> None:
+    env = {**device, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    assert weights(warm_ranks, "hvd-fp16", "fakecuda", env) == on_cpu["hvd-fp16"]
 
 
 @pytest.mark.parametrize("how", ["calls", "nb-calls"])

@@ -1,16 +1,17 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-streams, ddp, ddp-streams. Others: calls, nb-calls
-(they compare calls on the device with those on the CPU), nb-refusal (a backend that is named for the CPU alone).
+Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-fp16, hvd-streams, ddp, ddp-streams. Others: calls
+and nb-calls (they compare calls on the device with those on the CPU), nb-refusal (a backend named for the CPU alone).
 """
 
+import contextlib
 import hashlib
 import itertools
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck.torch as hvd
-from netbottleneck.torch import handles
 
 STEPS = 5
 # Torch's later names, and its earlier ones.
@@ -60,7 +60,7 @@ def loss_of(model: torch.nn.Module, where: str, step: int, rank: int) -> torch.T
 
 
 def refuse(*_: object) -> None:
-    """Stand in for the path through a copy in host memory."""
+    """Stand in for a copy in host memory."""
     raise AssertionError("a tensor travelled through a host copy")
 
 
@@ -72,18 +72,29 @@ def digest(model: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
-def train_hvd(where: str, around: Callable[[Callable[[], None]], None]) -> torch.nn.Module:
+@contextlib.contextmanager
+def without_host_copies() -> Iterator[None]:
+    """Refuse copies of tensors in host memory."""
+    plain = torch.Tensor.cpu
+    torch.Tensor.cpu = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.cpu = plain  # type: ignore[method-assign]
+
+
+def train_hvd(where: str, around: Callable[[Callable[[], None]], None], compression: Any) -> torch.nn.Module:
     """Train with DistributedOptimizer. around: runs the forward and backward passes of a step."""
     model = model_on(where)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    plain, handles.Memory.__init__ = handles.Memory.__init__, refuse  # type: ignore[method-assign,assignment]
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        around(lambda at=step: loss_of(model, where, at, hvd.rank()).backward())  # type: ignore[misc]
-        optimizer.step()
-    handles.Memory.__init__ = plain  # type: ignore[method-assign]
+    named = model.named_parameters()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, compression=compression)
+    with without_host_copies():
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            around(lambda at=step: loss_of(model, where, at, hvd.rank()).backward())  # type: ignore[misc]
+            optimizer.step()
     return model
 
 
@@ -169,12 +180,10 @@ def gradients(where: str) -> list[torch.Tensor]:
 
 def check_calls(where: str, device: Any) -> None:
     """Compare Horovod's calls on the device with those on the CPU. None of them copies to the host."""
-    plain = torch.Tensor.cpu
     for call in (horovods, gradients):
         expected = call("cpu")
-        torch.Tensor.cpu = refuse  # type: ignore[assignment]
-        results = call(where)
-        torch.Tensor.cpu = plain  # type: ignore[method-assign]
+        with without_host_copies():
+            results = call(where)
         for found, wanted in zip(results, expected, strict=True):
             assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
             assert torch.equal(found.cpu(), wanted), (call, found, wanted)
@@ -309,8 +318,8 @@ def check_waits(where: str, device: Any) -> None:
     begins, waits = device.new_stream(), device.new_stream()
     usual = device.use_stream(waits)
     # By the engine; by the ranks, in two rounds.
-    for turn, dtype in itertools.product(range(40), (torch.float32, torch.int16)):
-        count = LARGE if turn < 2 else 100
+    for turn, dtype in itertools.product(range(60), (torch.float32, torch.int16)):
+        count = LARGE if turn < 3 else 100
         device.use_stream(begins)
         tensor = torch.zeros(count, device=where, dtype=dtype)
         tensor += rank + turn
@@ -318,7 +327,10 @@ def check_waits(where: str, device: Any) -> None:
         device.use_stream(waits)
         assert work is not None
         expected = [size * turn + sum(range(size))] * count
-        if turn % 2:
+        if turn % 3 == 0:
+            while not work.is_completed():
+                pass
+        elif turn % 3 == 1:
             doubled = work.get_future().then(lambda done: done.value()[0] * 2)
             assert doubled.wait().tolist() == [2 * value for value in expected]
             assert work.get_future().wait()[0] is tensor
@@ -350,7 +362,8 @@ def main() -> None:
         check_calls(where, device)
         print("right", flush=True)
     else:
-        print(digest(train_hvd(where, around)), flush=True)
+        compression = hvd.Compression.fp16 if how == "hvd-fp16" else hvd.Compression.none
+        print(digest(train_hvd(where, around, compression)), flush=True)
     hvd.shutdown()
 
 

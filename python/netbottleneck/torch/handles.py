@@ -113,6 +113,8 @@ class Memory:
         Raises RuntimeError if the new memory has another shape or type.
         """
         alias, self._alias = self._alias, None
+        if written and isinstance(self.array, torch.Tensor) and self._tensor.data_ptr() != self.array.data_ptr():
+            self._tensor.detach().copy_(self.array.view(self._tensor.dtype))
         if alias is None or alias.clone is None:
             return
         tensor, clone, alias.clone = self._tensor, alias.clone, None

@@ -216,6 +216,10 @@ def check_handles(where: str, device: Any) -> None:
         expected = {starts[0]: [part for part in parts for _ in range(size)], starts[1]: mean, starts[2]: mean * size}
         assert hvd.synchronize(handle).tolist() == expected[start]
     device.use_stream(usual)
+    tensor = torch.ones(5, device=where)
+    handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+    tensor.set_(torch.full((5,), 7.0, device=where))  # type: ignore[call-overload]
+    assert hvd.synchronize(handle).tolist() == [size] * 5
 
 
 def numbers(count: int, where: str, dtype: torch.dtype = torch.float32, of: int | None = None) -> torch.Tensor:

@@ -37,24 +37,41 @@ def weights(ranks: Ranks, how: str, where: str, env: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> str:
-    """Return the weights of the same training on the CPU. There both ways are one: the CPU has no streams."""
-    return weights(Ranks(tmp_path_factory.mktemp("cpu"), warm=warm), "hvd", "cpu", {})
+def on_cpu(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> dict[str, str]:
+    """Return the weights of the same training on the CPU, by API. It has no streams."""
+    ranks = Ranks(tmp_path_factory.mktemp("cpu"), warm=warm)
+    return {how: weights(ranks, how, "cpu", {}) for how in ("hvd", "hvd-fp16", "ddp")}
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
-@pytest.mark.parametrize("how", ["hvd", "streams"])
+@pytest.mark.parametrize("how", ["hvd", "hvd-fp16", "hvd-streams", "ddp", "ddp-streams"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_are_those_of_the_cpu(
-    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, how: str, seed: int
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: dict[str, str], how: str, seed: int
 ) -> None:
-    assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == on_cpu
+    env = {**device, "FAKE_CUDA_SEED": str(seed)}
+    assert weights(warm_ranks, how, "fakecuda", env) == on_cpu[how.removesuffix("-streams")]
 
 
-def test_calls(warm_ranks: Ranks, device: dict[str, str]) -> None:
-    assert weights(warm_ranks, "calls", "fakecuda", {**device, "FAKE_CUDA_SEED": "1"}) == "right\n"
+def test_compressed_gradients_of_a_measured_run(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: dict[str, str], tmp_path: Path
+) -> None:
+    env = {**device, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    assert weights(warm_ranks, "hvd-fp16", "fakecuda", env) == on_cpu["hvd-fp16"]
+
+
+@pytest.mark.parametrize("how", ["calls", "nb-calls"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_calls(warm_ranks: Ranks, device: dict[str, str], how: str, seed: int) -> None:
+    assert weights(warm_ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == "right\n"
+
+
+@pytest.mark.parametrize("backend", ["cpu:nb,cuda:nb", "cpu:nb,fakecuda:nb", "cpu:nb"])
+def test_devices_for_which_the_backend_is_named(warm_ranks: Ranks, device: dict[str, str], backend: str) -> None:
+    how = "nb-refusal" if backend == "cpu:nb" else "nb-calls"
+    assert weights(warm_ranks, how, "fakecuda", {**device, "CHECKED_BACKEND": backend}) == "right\n"
 
 
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))

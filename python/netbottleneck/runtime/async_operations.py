@@ -143,6 +143,7 @@ CODES = {
     np.dtype(np.float32): "FLOAT32",
     np.dtype(np.float64): "FLOAT64",
 }
+NAMES = {str(kind): code for kind, code in CODES.items()}
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -202,10 +203,25 @@ def code_of(array: Array) -> int:
     return int(getattr(job.core(), name))
 
 
-def as_bytes(array: Array) -> tuple[Array, int]:
+# An array below may also be a torch tensor on a device: the engine takes both, and slices are written alike.
+
+
+def type_name(array: Any) -> str:
+    """Return the name of an array's type, the same for NumPy and torch."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def zeros(shape: tuple[int, ...], like: Any) -> Any:
+    """Return an array of zeros of the type of `like`, on its device."""
+    return np.zeros(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape)
+
+
+def as_bytes(array: Any) -> tuple[Any, int]:
     """Return an array and the number of its type; its bytes if the engine has no such type."""
     if array.dtype in CODES:
         return array, code_of(array)
+    if not isinstance(array, np.ndarray):
+        return array, int(getattr(job.core(), NAMES.get(type_name(array), "UINT8")))
     if array.dtype.hasobject:
         raise ValueError(f"Array type {array.dtype} is not supported.")
     return array.reshape(-1).view(np.uint8), int(job.core().UINT8)

@@ -1,6 +1,7 @@
 """Collective operations as steps, on arrays, among the ranks of one process set; registration of process sets.
 
-Arrays have one type on all ranks, and one shape unless a docstring says otherwise.
+An array is NumPy's or, except for Adasum, a torch tensor on a device. Arrays have one type on all ranks, and one shape
+unless a docstring says otherwise.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ from netbottleneck.runtime.async_operations import (
     label,
     members_of,
     reduction,
+    type_name,
+    zeros,
 )
 
 SEGMENTS_MAX = 512  # segments of one engine operation
@@ -89,7 +92,7 @@ def broadcast_steps(array: Array, code: int, root_rank: int, name: str, among: M
 
 def _tail(array: Array) -> int:
     """Return a hash of an array's type and of all dimensions but the first."""
-    about = hashlib.sha256(f"{array.dtype} {array.shape[1:]}".encode()).digest()[:8]
+    about = hashlib.sha256(f"{type_name(array)} {tuple(array.shape[1:])}".encode()).digest()[:8]
     return int.from_bytes(about, "little", signed=True)
 
 
@@ -103,7 +106,7 @@ def _rows_steps(mine: Sequence[int], array: Array, name: str, among: Members) ->
     if different:
         raise HorovodInternalError(
             f"{name}: type and all dimensions but the first must be the same on all ranks; here they are "
-            f"{array.dtype} {list(array.shape[1:])}, and ranks {different} differ from rank {among.ranks[0]}"
+            f"{type_name(array)} {list(array.shape[1:])}, and ranks {different} differ from rank {among.ranks[0]}"
         )
     return rows[:, :-1]
 
@@ -114,10 +117,10 @@ def allgather_steps(array: Array, name: str, among: Members) -> Steps[list[Array
         array = array.reshape(1)
     counts = yield from _rows_steps([len(array)], array, name, among)
     rows = counts[:, 0].tolist()
-    line = np.zeros((among.size, max(rows), *array.shape[1:]), array.dtype)
+    line = zeros((among.size, max(rows), *array.shape[1:]), array)
     line[among.rank, : len(array)] = array
     flat, code = as_bytes(line)
-    if line.size:
+    if line.nbytes:
         yield [submitted(among, name, job.core().ALLGATHER, flat, code, keep=line)]
     return [line[at, : rows[at]] for at in range(among.size)]
 
@@ -133,8 +136,8 @@ def reducescatter_steps(
 ) -> Steps[Array]:
     """Return this rank's rows of the reduced array; the first (rows mod size) ranks get one row more.
 
-    factors: before and after the reduction. Raises ValueError for a scalar, HorovodInternalError for another op than
-    Average and Sum.
+    They are part of a larger array. factors: before and after the reduction. Raises ValueError for a scalar,
+    HorovodInternalError for another op than Average and Sum.
     """
     size, rank = among.size, among.rank
     if array.ndim == 0:
@@ -144,7 +147,7 @@ def reducescatter_steps(
     reduce, factor = reduction(op, size)
     before, after = factors
     starts = _shares(len(array), size)
-    line = np.zeros((size, starts[1] - starts[0], *array.shape[1:]), array.dtype)
+    line = zeros((size, starts[1] - starts[0], *array.shape[1:]), array)
     for other in range(size):
         part = array[starts[other] : starts[other + 1]]
         line[other, : len(part)] = part
@@ -162,7 +165,8 @@ def reducescatter_steps(
             keep=line,
         )
     ]
-    return line[rank, : starts[rank + 1] - starts[rank]].copy()
+    mine: Array = line[rank, : starts[rank + 1] - starts[rank]]
+    return mine
 
 
 def _splits(array: Array, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
@@ -183,8 +187,8 @@ def _splits(array: Array, splits: Sequence[int] | None, name: str, size: int) ->
 
 def alltoall_steps(
     array: Array, splits: Sequence[int] | None, name: str, among: Members
-) -> Steps[tuple[Array, list[int]]]:
-    """Return one part of each rank's array, joined by rank, and how many rows each has.
+) -> Steps[tuple[list[Array], list[int]]]:
+    """Return one part of each rank's array, by rank, and how many rows each has.
 
     splits: number of rows for each rank; None: equal parts. Parts are padded to the largest. Raises ValueError if
     splits do not fit the rows.
@@ -192,16 +196,16 @@ def alltoall_steps(
     size = among.size
     outgoing = _splits(array, splits, name, size)
     counts = yield from _rows_steps(outgoing, array, name, among)
-    line = np.zeros((2, size, int(counts.max()), *array.shape[1:]), array.dtype)
+    line = zeros((2, size, int(counts.max()), *array.shape[1:]), array)
     start = 0
     for other, rows in enumerate(outgoing):
         line[0, other, :rows] = array[start : start + rows]
         start += rows
     flat, code = as_bytes(line)
-    if line.size:
+    if line.nbytes:
         yield [submitted(among, name, job.core().ALLTOALL, flat, code, keep=line)]
     incoming = counts[:, among.rank].tolist()
-    return np.concatenate([line[1, other, :rows] for other, rows in enumerate(incoming)]), incoming
+    return [line[1, other, :rows] for other, rows in enumerate(incoming)], incoming
 
 
 def barrier_steps(name: str, among: Members) -> Steps[None]:

@@ -417,4 +417,4 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     import torch.distributed as dist
 
     if dist.is_available() and BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

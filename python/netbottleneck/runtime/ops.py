@@ -182,7 +182,7 @@ def reducescatter(
     rows = np.asarray(array)
     among = members_of(process_set)
     name = label("reducescatter", name, among)
-    return Pending(reducescatter_steps(rows, code_of(rows), op, name, among)).wait()
+    return Pending(reducescatter_steps(rows, code_of(rows), op, name, among)).wait().copy()
 
 
 def alltoall(
@@ -198,7 +198,7 @@ def alltoall(
     """
     among = members_of(process_set)
     name = label("alltoall", name, among)
-    return Pending(alltoall_steps(np.asarray(array), splits, name, among)).wait()[0]
+    return np.concatenate(Pending(alltoall_steps(np.asarray(array), splits, name, among)).wait()[0])
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

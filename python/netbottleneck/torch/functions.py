@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from netbottleneck.runtime.ops import allgather_object, broadcast_object
+from netbottleneck.torch.handles import within_reach
 from netbottleneck.torch.mpi_ops import broadcast_async_, synchronize
 from netbottleneck.torch.optimizer import own_step
 
@@ -34,7 +35,7 @@ def _broadcast(pairs: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
     pending = []
     for name, tensor in pairs:
         target = tensor.detach()
-        buffer = target if target.is_contiguous() and target.device.type == "cpu" else target.cpu().contiguous()
+        buffer = within_reach(target)
         pending.append((broadcast_async_(buffer, root_rank, name), buffer, target))
     for handle, buffer, target in pending:
         synchronize(handle)

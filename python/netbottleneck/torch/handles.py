@@ -1,5 +1,6 @@
-"""Memory of torch tensors for the engine, and handles of pending operations."""
+"""Memory of torch tensors for the engine, streams of operations on devices, and handles of pending operations."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,31 @@ from netbottleneck.runtime import async_operations, job
 from netbottleneck.torch.gradients import is_reachable
 
 _c: Any = torch._C
+
+
+# Memory.
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | torch.Tensor:
+    """Return a contiguous tensor's memory as the engine takes it: address and bytes, or a tensor on a device itself."""
+    if tensor.is_cpu:
+        return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    return _on_device(tensor)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that an operation of the current stream is about to use.
+
+    Its memory may be of another stream, and freed before the last copy is done. The current stream waits for that copy.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+def within_reach(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with these values that can be sent: on the same device, or else in host memory."""
+    return (tensor if is_reachable(tensor.device) else tensor.cpu()).contiguous()
 
 
 def check(tensor: torch.Tensor) -> None:
@@ -58,21 +84,21 @@ class Memory:
     """A tensor's memory as an array, while an operation is pending. Raises ValueError if it cannot be sent.
 
     array: of the tensor's type, or of 16-bit integers if NumPy lacks the type. It keeps the memory alive. The tensor's
-    storage can be resized again after `over`. For a tensor in CUDA memory, it is a copy in host memory.
+    storage can be resized again after `over`. For a tensor in CUDA memory, it is a tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         check(tensor)
         plain = tensor.detach()
-        self._copy: torch.Tensor | None = None
-        if tensor.device.type != "cpu":
-            plain = self._copy = plain.cpu()
         self._tensor = tensor
         self._alias: _Alias | None = None
-        self.array: async_operations.Array
+        self.array: Any
         plain.data_ptr()  # materialises a lazy clone made by the script
+        if not plain.is_cpu:
+            self.array = _on_device(plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain)
+            return
         try:
-            if self._copy is None and plain.numel() > 0 and type(plain) is torch.Tensor:
+            if plain.numel() > 0 and type(plain) is torch.Tensor:
                 self._alias = _Alias(plain._lazy_clone())
         except (RuntimeError, AttributeError):
             pass  # the memory is not torch's own and cannot be resized, or torch is too old
@@ -87,10 +113,8 @@ class Memory:
         Raises RuntimeError if the new memory has another shape or type.
         """
         alias, self._alias = self._alias, None
-        if self._copy is not None:
-            if written:
-                self._tensor.detach().copy_(self._copy)
-            return
+        if written and isinstance(self.array, torch.Tensor) and self._tensor.data_ptr() != self.array.data_ptr():
+            self._tensor.detach().copy_(self.array.view(self._tensor.dtype))
         if alias is None or alias.clone is None:
             return
         tensor, clone, alias.clone = self._tensor, alias.clone, None
@@ -109,9 +133,74 @@ class Memory:
         tensor.data_ptr()  # torch drops the clone: the storage is as originally made
 
 
-def started(operation: async_operations.Steps[Any]) -> int:
-    """Start an operation and return its handle."""
-    return job.current().hold(async_operations.Pending(operation))
+# Streams.
+
+
+class DeviceStream:
+    """The stream that was current when an operation on a device began. All that the operation does there is on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = self._current()
+        self._end: Any = None
+
+    def _current(self) -> Any:
+        return (torch.cuda if self._device.type == "cuda" else torch.accelerator).current_stream(self._device)
+
+    def entered(self) -> Any:
+        """Return a context in which it is the current stream."""
+        stream = self._stream
+        if self._device.type == "cuda":
+            return torch.cuda.stream(stream)
+        # The stream is its own context. Threads that share one would restore each other's streams.
+        return torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    def end(self) -> None:
+        """Note that the stream holds all that the operation does."""
+        self._end = self._stream.record_event()
+
+    def follow(self) -> None:
+        """Make the current stream wait for the end."""
+        self._current().wait_event(self._end)
+
+    def reached(self) -> bool:
+        """Return True if the stream has reached the end."""
+        return bool(self._end.query())
+
+
+class DevicePending(async_operations.Pending[Any]):
+    """A pending operation on a device. A stream that is current in wait() sees its result from then on."""
+
+    def __init__(self, steps: async_operations.Steps[Any], device: torch.device) -> None:
+        self._stream = DeviceStream(device)
+        super().__init__(steps)
+
+    def advance(self) -> None:
+        """Resume the operation on its stream."""
+        if self._done:
+            return
+        with self._stream.entered():
+            super().advance()
+        if self._done:
+            self._stream.end()
+
+    def wait(self) -> Any:
+        """Return the result. Raises HorovodInternalError when the operation failed."""
+        result = super().wait()
+        self._stream.follow()
+        return result
+
+
+# Handles.
+
+
+def started(operation: async_operations.Steps[Any], tensors: Sequence[torch.Tensor] = ()) -> int:
+    """Start an operation on tensors, all of one device, and return its handle."""
+    on_host = not tensors or tensors[0].is_cpu or not is_reachable(tensors[0].device)
+    pending = async_operations.Pending(operation) if on_host else DevicePending(operation, tensors[0].device)
+    return job.current().hold(pending)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Horovod's collectives on torch tensors in host memory. Handles are numbers; operations match by name."""
+"""Horovod's collectives on torch tensors in host and CUDA memory. Handles are numbers; operations match by name."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ def _start_allreduce(tensors: Sequence[torch.Tensor], name: str | None, how: Red
     """Start to reduce tensors in place, as one operation; return the handle. Output: a tuple for a group."""
     if not tensors:
         raise ValueError("a group needs at least one tensor")
-    return started(_allreduce_steps(tuple(tensors), name, how, grouped))
+    return started(_allreduce_steps(tuple(tensors), name, how, grouped), tensors)
 
 
 def _allreduce_steps(
@@ -110,6 +110,9 @@ def _allreduce_steps(
 
 def _adasum_steps(tensor: torch.Tensor, name: str, among: Members, factors: Factors) -> async_operations.Steps[None]:
     wide = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has no bfloat16
+    if not wide.is_cpu:
+        check(wide)
+        wide = wide.detach().cpu()  # the host computes it
     memory = Memory(wide)
     yield from adasum_steps(memory.array, name, among, factors)
     memory.over(written=True)
@@ -179,8 +182,8 @@ def allreduce(
 ) -> torch.Tensor:
     """Return the reduction of the tensors of all ranks; gradients flow through it.
 
-    tensor: contiguous, in host memory, of the same shape and type on all ranks. op: Average (the default), Sum, Min,
-    Max, Product or Adasum. prescale_factor is applied before, postscale_factor after the reduction.
+    tensor: contiguous, in host or CUDA memory, of the same shape and type on all ranks. op: Average (the default),
+    Sum, Min, Max, Product or Adasum. prescale_factor is applied before, postscale_factor after the reduction.
     """
     how = _reduction(average, op, prescale_factor, postscale_factor, process_set)
     return _compressed([tensor], compression, _Allreduce, name, how, False)[0]
@@ -261,14 +264,18 @@ def grouped_allreduce_(
 # Operations that gather, broadcast or exchange tensors.
 
 
-def tensor_of(array: async_operations.Array, like: torch.Tensor) -> torch.Tensor:
-    """Return an array as a tensor of the type of `like`; the array comes from a `Memory` of such a tensor.
+def joined(parts: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+    """Return arrays, joined along the first dimension, as a tensor of the type of `like`.
 
-    The tensor's memory is torch's own, because memory of the array could not be resized.
+    The arrays come from a `Memory` of such a tensor. The tensor's memory is torch's own, because memory of an array
+    could not be resized.
     """
+    if not like.is_cpu:
+        return torch.cat(list(parts)).view(like.dtype)
+    array = np.concatenate(parts)
     made = torch.empty(array.shape, dtype=like.dtype)
     (made.view(torch.int16) if like.dtype == torch.bfloat16 else made).copy_(torch.from_numpy(array))
-    return made.to(like.device)
+    return made
 
 
 def _broadcast_steps(
@@ -290,7 +297,7 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start to broadcast the root's tensor in place; return the handle. root_rank: in the job, for any set."""
-    return started(_broadcast_steps(tensor, root_rank, name, process_set))
+    return started(_broadcast_steps(tensor, root_rank, name, process_set), [tensor])
 
 
 def broadcast_async(
@@ -336,13 +343,13 @@ def _allgather_steps(tensor: torch.Tensor, name: str, among: Members) -> async_o
     memory = Memory(tensor)
     parts = yield from collectives.allgather_steps(memory.array, name, among)
     memory.over(written=False)
-    return tensor_of(np.concatenate(parts), tensor)
+    return joined(parts, tensor)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start to join the tensors of all ranks along the first dimension, which may differ; return the handle."""
     among = members_of(process_set)
-    return started(_allgather_steps(tensor, label("allgather", name, among), among))
+    return started(_allgather_steps(tensor, label("allgather", name, among), among), [tensor])
 
 
 def grouped(
@@ -366,7 +373,7 @@ def grouped_allgather_async(
     """Start to join several tensors, each with its counterparts on the other ranks; return the handle."""
     among = members_of(process_set)
     base = label("grouped_allgather", name, among)
-    return started(grouped(lambda tensor, one: _allgather_steps(tensor, one, among), tensors, base))
+    return started(grouped(lambda tensor, one: _allgather_steps(tensor, one, among), tensors, base), tensors)
 
 
 def _own_rows(gradient: torch.Tensor, rows: int, shape: torch.Size, process_set: ProcessSet) -> torch.Tensor:
@@ -438,7 +445,7 @@ def _alltoall_steps(
     memory = Memory(tensor)
     found, incoming = yield from collectives.alltoall_steps(memory.array, rows, name, among)
     memory.over(written=False)
-    return tensor_of(found, tensor), torch.tensor(incoming, dtype=torch.int32 if whole is None else whole.dtype)
+    return joined(found, tensor), torch.tensor(incoming, dtype=torch.int32 if whole is None else whole.dtype)
 
 
 def alltoall_async(
@@ -449,7 +456,7 @@ def alltoall_async(
     splits: rows for each rank, by rank; None: equal parts. ValueError if there is not one split for each rank, or if
     they exceed the rows.
     """
-    return started(_alltoall_steps(tensor, splits, name, process_set))
+    return started(_alltoall_steps(tensor, splits, name, process_set), [tensor])
 
 
 class _Alltoall(torch.autograd.Function):
@@ -485,7 +492,7 @@ def _reducescatter_steps(
     memory, code = Memory(tensor), dtype_code(tensor.dtype)
     part = yield from collectives.reducescatter_steps(memory.array, code, op, name, among, factors)
     memory.over(written=False)
-    return tensor_of(part, tensor)
+    return joined([part], tensor)
 
 
 def reducescatter_async(
@@ -502,7 +509,7 @@ def reducescatter_async(
     """
     among = members_of(process_set)
     name = label("reducescatter", name, among)
-    return started(_reducescatter_steps(tensor, name, op, among, (prescale_factor, postscale_factor)))
+    return started(_reducescatter_steps(tensor, name, op, among, (prescale_factor, postscale_factor)), [tensor])
 
 
 def grouped_reducescatter_async(
@@ -517,7 +524,7 @@ def grouped_reducescatter_async(
     among = members_of(process_set)
     factors = (prescale_factor, postscale_factor)
     base = label("grouped_reducescatter", name, among)
-    return started(grouped(lambda t, one: _reducescatter_steps(t, one, op, among, factors), tensors, base))
+    return started(grouped(lambda t, one: _reducescatter_steps(t, one, op, among, factors), tensors, base), tensors)
 
 
 class _Reducescatter(torch.autograd.Function):

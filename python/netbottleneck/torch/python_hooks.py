@@ -21,7 +21,7 @@ from netbottleneck.torch.gradients import (
     dtype_code,
     is_reachable,
 )
-from netbottleneck.torch.handles import synchronize
+from netbottleneck.torch.handles import memory_of, synchronize
 from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class PerParameter(GradientSink):
         return comm.submit(
             bucket.name,
             core.ALLREDUCE,
-            (travelling.data_ptr(), bucket.nbytes),
+            memory_of(travelling),
             dtype_code(bucket.dtype),
             op=core.SUM if op is None else op,
             prescale=before,

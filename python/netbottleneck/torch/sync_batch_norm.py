@@ -8,7 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from netbottleneck.runtime.async_operations import Sum
 from netbottleneck.runtime.ops import size
-from netbottleneck.torch.handles import apply, synchronize
+from netbottleneck.torch.gradients import is_reachable
+from netbottleneck.torch.handles import apply, synchronize, within_reach
 from netbottleneck.torch.mpi_ops import allgather_async, allreduce_async_
 
 
@@ -80,7 +81,8 @@ def _joined(values: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
     algorithm for computing sample variances": no difference of large squares.
     """
     channels, count = values.size(1), values.numel() // max(values.size(1), 1)
-    mine = torch.zeros(1, 2 * channels + 1, dtype=torch.float64)
+    place = values.device if is_reachable(values.device) else "cpu"
+    mine = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=place)
     mine[0, 0] = count
     if count:
         variance, mean = torch.var_mean(values, _others(values), correction=0)
@@ -137,7 +139,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             grads[1] = (sums[1] * scale).to(weight.dtype) if to_weight else None
             grads[2] = sums[0].to(weight.dtype) if to_bias else None
         if to_tensor:
-            travelling = sums.detach().clone().cpu()
+            travelling = within_reach(sums.detach().clone())
             handle = allreduce_async_(travelling, name="sync_batch_norm.gradients", op=Sum)
             means = synchronize(handle).to(sums.device) / ctx.count
             factor = scale if weight is None else scale * weight.double()

@@ -21,11 +21,11 @@ from netbottleneck.torch.backend.operations import (
     equal_sizes,
     exchanged,
     gathered,
-    memory_of,
     nonempty,
     parts_of,
 )
 from netbottleneck.torch.gradients import dtype_code
+from netbottleneck.torch.handles import memory_of
 
 if TYPE_CHECKING:
     from netbottleneck.torch.backend.operations import Link
@@ -358,8 +358,7 @@ class Names:
         found = self._labels.get(signature)
         if found is None:
             number = zlib.crc32(repr(signature).encode()) % SERIES
-            nbytes = sum(piece[1] for piece in move.memory)
-            text = " ".join(filter(None, (self._group, move.way, move.kind.lower(), f"{nbytes} B")))
+            text = " ".join(filter(None, (self._group, move.way, move.kind.lower(), f"{move.nbytes} B")))
             if len(self._labels) >= LABELS_MAX:
                 self._labels.clear()
             found = self._labels[signature] = ((move.way, number), f"{text} #{number}")

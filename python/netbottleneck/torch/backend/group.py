@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from netbottleneck.torch.backend.collectives import Names
 from netbottleneck.torch.backend.operations import (
     About,
     BackendWork,
+    DeviceOperation,
     Link,
     Named,
     Operation,
@@ -31,33 +32,39 @@ from netbottleneck.torch.backend.operations import (
     Steps,
     parts_of,
 )
+from netbottleneck.torch.gradients import is_reachable
 
 if TYPE_CHECKING:
     from netbottleneck.torch.backend.operations import Link
 
 
-# Tensors on other devices: "cpu:nb,cuda:nccl" has a second process group below it, made by torch.
+# Devices: ours, and those of other backends. "cpu:nb,cuda:nccl" has a second process group below it, made by torch.
 
 NAME = "nb"
 _INNER = "_netbottleneck_others"
 
 
 def _config(group: Any) -> dict[str, str]:
-    """Return the backend of each device, without ours; {} while torch does not know the group."""
+    """Return the backend of each type of device; ours alone while torch does not know the group."""
     world = dist.distributed_c10d._world
-    text = world.pg_backend_config.get(group, "")
-    named = dict(pair.split(":") for pair in text.split(",") if ":" in pair)
-    return {device: backend for device, backend in named.items() if backend != NAME}
+    text = world.pg_backend_config.get(group, f"cpu:{NAME},cuda:{NAME}")
+    return dict(pair.split(":") for pair in text.split(",") if ":" in pair)
 
 
 def devices_of(group: Any) -> list[torch.device]:
-    """Return the devices for which another backend was named."""
+    """Return the devices for which a backend was named."""
     return [torch.device(device) for device in _config(group)]
 
 
+def is_ours(group: Any, device: torch.device) -> bool:
+    """Return True if the group itself moves this device's memory. A device of another driver is like CUDA's."""
+    named = _config(group)
+    return is_reachable(device) and named.get(device.type, named.get("cuda")) == NAME
+
+
 def elsewhere_or_none(group: Any, device: torch.device) -> Any:
-    """Return the process group for a device other than the CPU; None if no backend was named for it."""
-    config = _config(group)
+    """Return the process group of another backend for a device; None if no other backend was named for it."""
+    config = {device: backend for device, backend in _config(group).items() if backend != NAME}
     if device.type not in config:
         return None
     inner = group.__dict__.get(_INNER)
@@ -83,9 +90,11 @@ def elsewhere(group: Any, device: torch.device) -> Any:
     """As elsewhere_or_none, but raises ValueError if no backend was named."""
     found = elsewhere_or_none(group, device)
     if found is None:
+        backend = NAME if is_reachable(device) else "xccl"
         raise ValueError(
-            f'the backend "nb" moves host memory, and this tensor is on {device}: name a backend for it too, as in '
-            f'init_process_group("cpu:nb,{device.type}:nccl"), or move the tensor to the CPU'
+            f'the backend "nb" moves the memory of {", ".join(_config(group))} in this group, and this tensor is on '
+            f'{device}: name a backend for it too, as in init_process_group("cpu:nb,{device.type}:{backend}"), or move '
+            "the tensor to the CPU"
         )
     return found
 
@@ -127,7 +136,7 @@ class Plain(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *devices_of(self)]
+        return [torch.device("cpu"), *(device for device in devices_of(self) if device.type != "cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend of a device: this group, or the backend named for the device."""
@@ -187,20 +196,34 @@ class Plain(_ProcessGroup):  # type: ignore[misc]
 
 # The group and its collectives.
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+
+class Call(NamedTuple):
+    """A collective to begin. opts: torch's. outputs: the tensors it writes. source: of a received tensor."""
+
+    what: str
+    rounds: Rounds
+    opts: Any = None
+    outputs: list[Any] | None = None
+    source: int = -1
+    driven: bool = False
 
 
-def of_host_memory(method: Method) -> Method:
-    """Forward calls with tensors on another device to the backend named for it."""
+def collective(method: Callable[..., Call], of: int = 0) -> Callable[..., BackendWork]:
+    """Begin the collective that a method returns, or forward it to the backend named for its tensors' device.
+
+    of: the position of the tensors in question.
+    """
 
     @functools.wraps(method)
-    def called(self: "NbGroup", first: Any, *args: Any, **kwargs: Any) -> Any:
-        device = _device(first)
-        if device is not None and device.type != "cpu":
-            return getattr(elsewhere(self, device), method.__name__)(first, *args, **kwargs)
-        return method(self, first, *args, **kwargs)
+    def called(self: "NbGroup", *args: Any, **kwargs: Any) -> BackendWork:
+        device = _device(args[of])
+        if device is None or device.type == "cpu":
+            return self._begin(Operation(), method(self, *args, **kwargs))
+        if is_ours(self, device):
+            return self._begin(DeviceOperation(device), method(self, *args, **kwargs))
+        return cast(BackendWork, getattr(elsewhere(self, device), method.__name__)(*args, **kwargs))
 
-    return cast(Method, called)
+    return called
 
 
 def _device(first: Any) -> torch.device | None:
@@ -225,19 +248,16 @@ class NbGroup(Plain):
         self._names = Names(ranks.number)
         self._order = threading.Lock()
 
-    def _begin(
-        self, what: str, rounds: Rounds, opts: Any = None, outputs: list[Any] | None = None, **more: Any
-    ) -> BackendWork:
-        """Start a collective. outputs: the tensors it writes. more: of BackendWork, and `driven`."""
-        timeout = getattr(opts, "timeout", None)
+    def _begin(self, operation: Operation, call: Call) -> BackendWork:
+        timeout = getattr(call.opts, "timeout", None)
         limit_s = self._limit_s if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
-        about = About(self.link, what, self.ranks.jobs, limit_s)
-        operation = Operation()
-        operation.driven = more.pop("driven", False)
-        operation.run(self._steps(operation, rounds, about.names, awaited=not getattr(opts, "asyncOp", True)))
+        about = About(self.link, call.what, self.ranks.jobs, limit_s)
+        operation.driven = call.driven
+        awaited = not getattr(call.opts, "asyncOp", True)
+        operation.run(self._steps(operation, call.rounds, about.names, awaited=awaited))
         if operation.driven and not operation.over(0.0):
             self.link.progress.add(operation)
-        return BackendWork(operation, [] if outputs is None else outputs, about, **more)
+        return BackendWork(operation, [] if call.outputs is None else call.outputs, about, call.source)
 
     def _steps(self, operation: Operation, rounds: Rounds, names: list[Named], *, awaited: bool) -> Steps:
         moves = next(rounds, [])
@@ -255,56 +275,56 @@ class NbGroup(Plain):
             names[:] = [*names[:1], *fresh]
             yield [self.link.submit(move, name, False) for move, (name, _) in zip(later, fresh, strict=True)]
 
-    @of_host_memory
-    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> BackendWork:
+    @collective
+    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Call:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         op = _op("all_reduce", opts)
-        if given[0].layout != torch.strided:
+        if given[0].layout != torch.strided and given[0].is_cpu:
             outputs = given[:1]
             rounds = collectives.all_reduce_sparse(self.ranks, given[0], op, outputs)
-            return self._begin("all_reduce", rounds, opts, outputs, driven=True)
-        return self._begin("all_reduce", collectives.all_reduce(self.ranks, given, op), opts, given)
+            return Call("all_reduce", rounds, opts, outputs, driven=True)
+        return Call("all_reduce", collectives.all_reduce(self.ranks, given, op), opts, given)
 
-    @of_host_memory
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> BackendWork:
+    @collective
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Call:
         rounds = collectives.all_reduce(self.ranks, tensors, _op("all_reduce_coalesced", opts))
-        return self._begin("all_reduce_coalesced", rounds, opts, list(tensors))
+        return Call("all_reduce_coalesced", rounds, opts, list(tensors))
 
-    @of_host_memory
-    def reduce(self, tensors: Any, opts: Any) -> BackendWork:
+    @collective
+    def reduce(self, tensors: Any, opts: Any) -> Call:
         rounds = collectives.reduce_to(self.ranks, tensors[0], _op("reduce", opts), opts.rootRank)
-        return self._begin("reduce", rounds, opts, list(tensors))
+        return Call("reduce", rounds, opts, list(tensors))
 
-    @of_host_memory
-    def broadcast(self, tensors: Any, opts: Any = None) -> BackendWork:
+    @collective
+    def broadcast(self, tensors: Any, opts: Any = None) -> Call:
         root = 0 if opts is None else opts.rootRank
-        return self._begin("broadcast", collectives.broadcast(self.ranks, tensors, root), opts, list(tensors))
+        return Call("broadcast", collectives.broadcast(self.ranks, tensors, root), opts, list(tensors))
 
-    @of_host_memory
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> BackendWork:
+    @collective
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Call:
         rounds = collectives.all_gather(self.ranks, output_tensors, input_tensors)
-        return self._begin("all_gather", rounds, opts, list(output_tensors))
+        return Call("all_gather", rounds, opts, list(output_tensors))
 
-    @of_host_memory
-    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> BackendWork:
+    @collective
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Call:
         """output_lists: one list of tensors for each rank, of the length of input_list."""
         by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
         rounds = collectives.all_gather(self.ranks, by_input, input_list)
-        return self._begin("all_gather_coalesced", rounds, opts, list(output_lists))
+        return Call("all_gather_coalesced", rounds, opts, list(output_lists))
 
-    @of_host_memory
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+    @collective
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Call:
         rounds = collectives.all_gather_whole(self.ranks, outputs, inputs)
-        return self._begin("all_gather_into_tensor", rounds, opts, list(outputs))
+        return Call("all_gather_into_tensor", rounds, opts, list(outputs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    @of_host_memory
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+    @collective
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Call:
         op = _op("reduce_scatter", opts)
         rounds = collectives.reduce_scatter(self.ranks, outputs, inputs, op)
-        return self._begin("reduce_scatter", rounds, opts, list(outputs))
+        return Call("reduce_scatter", rounds, opts, list(outputs))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
         parts = []
@@ -317,41 +337,40 @@ class NbGroup(Plain):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    @of_host_memory
+    @collective
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, into: Sequence[int], out: Sequence[int], opts: Any = None
-    ) -> BackendWork:
+    ) -> Call:
         """into, out: rows from and to each rank, on all ranks; or empty on all ranks: equal parts."""
         parts = [collectives.rows(output, into or (), self.size()), collectives.rows(input, out or (), self.size())]
         even = not into and not out
         rounds = collectives.all_to_all_even(self.ranks, *parts) if even else self._pairs.all_to_all(*parts)
-        return self._begin("all_to_all_single", rounds, opts, [output])
+        return Call("all_to_all_single", rounds, opts, [output])
 
-    @of_host_memory
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
-        return self._begin("all_to_all", self._pairs.all_to_all(outputs, inputs), opts, list(outputs))
+    @collective
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Call:
+        return Call("all_to_all", self._pairs.all_to_all(outputs, inputs), opts, list(outputs))
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
-        if inputs[0].device.type != "cpu":
-            return cast(BackendWork, elsewhere(self, inputs[0].device).gather(outputs, inputs, opts))
+    @functools.partial(collective, of=1)  # the outputs are the root's alone
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Call:
         rounds = self._pairs.gather(outputs[0] if outputs else (), inputs[0], opts.rootRank)
-        return self._begin("gather", rounds, opts, list(outputs))
+        return Call("gather", rounds, opts, list(outputs))
 
-    @of_host_memory
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
+    @collective
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Call:
         rounds = self._pairs.scatter(outputs[0], inputs[0] if inputs else (), opts.rootRank)
-        return self._begin("scatter", rounds, opts, list(outputs))
+        return Call("scatter", rounds, opts, list(outputs))
 
-    @of_host_memory
-    def send(self, tensors: Any, target: int, tag: int = 0) -> BackendWork:
+    @collective
+    def send(self, tensors: Any, target: int, tag: int = 0) -> Call:
         rounds = self._pairs.message(self._other(tensors, target), self.ranks.rank, target, tag)
-        return self._begin(f"send to rank {self.ranks.jobs[target]} (tag {tag})", rounds, source=self.ranks.rank)
+        return Call(f"send to rank {self.ranks.jobs[target]} (tag {tag})", rounds, source=self.ranks.rank)
 
-    @of_host_memory
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> BackendWork:
+    @collective
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Call:
         rounds = self._pairs.message(self._other(tensors, source), source, self.ranks.rank, tag)
         what = f"receive from rank {self.ranks.jobs[source]} (tag {tag})"
-        return self._begin(what, rounds, None, list(tensors), source=source)
+        return Call(what, rounds, None, list(tensors), source=source)
 
     def _other(self, tensors: Any, rank: int) -> torch.Tensor:
         if rank == self.ranks.rank or not 0 <= rank < self.ranks.size:
@@ -361,7 +380,7 @@ class NbGroup(Plain):
     def barrier(self, opts: Any = None, *_: Any) -> BackendWork:
         if getattr(opts, "device_ids", None):
             raise NotImplementedError("barrier: only NCCL supports device_ids: omit them")
-        return self._begin("barrier", collectives.barrier(self.ranks), opts)
+        return self._begin(Operation(), Call("barrier", collectives.barrier(self.ranks), opts))
 
     def get_group_store(self) -> Any:
         """Return the store that torch.distributed gave this group."""

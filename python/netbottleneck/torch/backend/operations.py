@@ -17,7 +17,8 @@ from torch.distributed import Work
 
 from netbottleneck.errors import DeadlineError, HorovodInternalError
 from netbottleneck.runtime import job
-from netbottleneck.torch.gradients import dtype_code
+from netbottleneck.torch.gradients import dtype_code, is_reachable
+from netbottleneck.torch.handles import DeviceStream, memory_of
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -40,6 +41,7 @@ class Operation:
     """A generator that yields what it waits for. Any thread that waits for the operation makes progress on it."""
 
     __slots__ = ("_lock", "_stage", "_steps", "driven", "failure", "is_over")
+    devices: Sequence[torch.device] = ()  # those of its memory, without the host
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,7 +92,50 @@ class Operation:
             pass
         except Exception as error:
             self.failure = error
+        self._end()
+
+    def _end(self) -> None:
         self._steps, self._stage, self.is_over = None, (), True
+
+    def follow(self) -> None:
+        """Make the device's current stream wait for the results, once it is over."""
+
+    def reached(self) -> bool:
+        """Return True if the results are in memory, once it is over."""
+        return True
+
+
+class DeviceOperation(Operation):
+    """An operation on device memory. All that it does there is on the stream that was current when it began.
+
+    It is over when its last copy is under way on that stream.
+    """
+
+    __slots__ = ("_stream", "devices")
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.devices = (device,)
+        self._stream = DeviceStream(device)
+
+    def over(self, limit_s: float) -> bool:
+        if self.is_over:
+            return True
+        with self._stream.entered():
+            return super().over(limit_s)
+
+    def _end(self) -> None:
+        try:
+            self._stream.end()
+        except RuntimeError as error:
+            self.failure = self.failure or error
+        super()._end()
+
+    def follow(self) -> None:
+        self._stream.follow()
+
+    def reached(self) -> bool:
+        return self.failure is not None or self._stream.reached()
 
 
 class Progress:
@@ -159,7 +204,10 @@ class BackendWork(Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
-        """Wait up to `timeout`, else the group's. Raises DeadlineError on timeout, and the operation's failure."""
+        """Wait up to `timeout`, else the group's. Raises DeadlineError on timeout, and the operation's failure.
+
+        Results in device memory are there for what the current stream gets from now on.
+        """
         about = self._about
         limit_s = timeout.total_seconds() if timeout > UNSET else about.limit_s
         deadline = time.monotonic() + limit_s
@@ -167,25 +215,30 @@ class BackendWork(Work):
             about.link.log_notices()
             if time.monotonic() >= deadline:
                 raise about.late(limit_s)
-        if self._operation.failure is not None:
-            raise self._operation.failure
+        self._settle()
         return True
 
+    def _settle(self) -> None:
+        """Raise the failure, or make the current stream wait for the results."""
+        if self._operation.failure is not None:
+            raise self._operation.failure
+        self._operation.follow()
+
     def synchronize(self) -> None:
-        """Same as wait: tensors are in host memory."""
+        """Same as wait."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Same as wait: tensors are in host memory."""
+        """Same as wait: the host waits too."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True if wait would return, or raise, at once."""
-        return self._operation.over(0.0)
+        """Return True if it has failed, or if its results are in memory."""
+        return self._operation.over(0.0) and self._operation.reached()
 
     def is_success(self) -> bool:
         """Return True if it has completed without failure."""
-        return self._operation.over(0.0) and self._operation.failure is None
+        return self.is_completed() and self._operation.failure is None
 
     def exception(self) -> BaseException | None:
         """Return its failure, or None."""
@@ -205,8 +258,8 @@ class BackendWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the output tensors."""
         if self._future is None:
-            over: torch.futures.Future[Any] = torch.futures.Future()
-            # A callback, so that C++ also sees a failure as a failure.
+            over: torch.futures.Future[Any] = torch.futures.Future(devices=list(self._operation.devices))
+            # A callback, so that C++ also sees a failure as a failure. It runs on a stream of its own.
             self._future = over.then(lambda _: self._value())
             if self._operation.over(0.0):
                 over.set_result(None)
@@ -215,8 +268,7 @@ class BackendWork(Work):
         return self._future
 
     def _value(self) -> list[Any]:
-        if self._operation.failure is not None:
-            raise self._operation.failure
+        self._settle()
         return self._outputs
 
 
@@ -246,7 +298,7 @@ class About:
 # A collective is a generator: it yields the operations of one round after the other, and resumes once they are over.
 
 Rounds = Generator[list["Move"], None, None]
-Memory = tuple[int, int]  # address and bytes
+Memory = tuple[int, int] | torch.Tensor  # address and bytes in host memory, or a tensor in device memory
 
 SEGMENTS_MAX = 512  # segments of one engine operation
 
@@ -269,10 +321,14 @@ class Move:
     members: Sequence[int] = ()
     way: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return sum(piece[1] if isinstance(piece, tuple) else piece.nbytes for piece in self.memory)
+
     def signature(self) -> Hashable:
         """Return a value that is equal for operations of equal shape."""
-        nbytes = sum(piece[1] for piece in self.memory)
-        return (self.kind, nbytes, self.code, self.op, self.root, self.factor)
+        return (self.kind, self.nbytes, self.code, self.op, self.root, self.factor)
 
 
 class Touched:
@@ -283,10 +339,10 @@ class Touched:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor to send."""
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        if tensor.layout is not torch.strided or not is_reachable(tensor.device):
             raise ValueError(
-                f"a {tensor.layout} tensor on {tensor.device} is not supported here: dense tensors travel from host "
-                f'memory; for other devices name their backend too, as in "cpu:nb,cuda:nccl"'
+                f"a {tensor.layout} tensor on {tensor.device} is not supported here: dense tensors travel, from host "
+                'and CUDA memory; for other devices name their backend too, as in "cpu:nb,xpu:xccl"'
             )
         plain = tensor.detach() if tensor.requires_grad else tensor
         return plain if plain.is_contiguous() else plain.contiguous()
@@ -302,11 +358,6 @@ class Touched:
         """Copy received data to the tensors that are not contiguous."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
-
-
-def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return address and bytes of a contiguous tensor."""
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 @functools.cache
@@ -394,7 +445,7 @@ def engine_reduces(dtype: torch.dtype) -> bool:
 
 def nonempty(moves: list[Move]) -> list[Move]:
     """Drop moves without bytes; all their ranks drop them."""
-    return [move for move in moves if sum(piece[1] for piece in move.memory) > 0]
+    return [move for move in moves if move.nbytes > 0]
 
 
 # Link: one engine communicator, shared by process groups.

@@ -260,7 +260,7 @@ class Untold:
         raise RuntimeError("backend mpi does not implement getBackendOptions")
 
 
-ON_CPU: Any = "cpu"
+ON_CPU: object = "cpu"
 
 
 def test_a_backend_without_a_known_timeout_has_that_of_the_settings() -> None:

@@ -332,7 +332,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     return open_together(settings, stock=own, model=model)
 
 
-def _with_timeout_of(group: Any, settings: Settings, device: torch.device) -> Settings:
+def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:
     """Return settings whose timeout for a silent peer is the process group's, unless the user set one."""
     if "timeout_s" in settings.sources:
         return settings

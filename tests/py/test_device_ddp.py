@@ -60,9 +60,10 @@ def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
     assert any(step.sampled for step in steps)
     for _, split, _ in split_steps(run.trace):
         assert sum(split.phases().values()) == split.step_ns
-    done = [one for one in run.trace.collectives if one.step is not None and not one.by_script]
-    assert done
-    assert all(one.finished for one in done)
+    inside = [one for one in run.trace.collectives if one.step is not None]
+    assert {one.by_script for one in inside} == {False, True}
+    assert all(one.finished for one in inside)
+    assert {one.tensor_bytes for one in inside if one.by_script} == {4000}
 
 
 def test_a_failed_stamp_ends_the_measuring_and_not_the_training(

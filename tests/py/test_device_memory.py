@@ -77,16 +77,21 @@ def test_devices_for_which_the_backend_is_named(warm_ranks: Ranks, device: dict[
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))
 
 
-def test_a_ddp_model_on_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        (["cuda:0", "cuda:0"], ""),
+        (["cuda:0", "cpu"], "parameter 1 is on cpu, 0 on cuda:0: only a model on one device can be measured"),
+        (["xpu:0"], "parameter 0 is on xpu:0: gradients travel from host and CUDA memory only"),
+    ],
+)
+def test_a_ddp_model_is_left_alone_by_its_devices(monkeypatch: pytest.MonkeyPatch, places: list[str], why: str) -> None:
     model: Any = SimpleNamespace(process_group=SimpleNamespace(size=lambda: 2))
+    parameters = [(str(i), SimpleNamespace(device=torch.device(place))) for i, place in enumerate(places)]
     monkeypatch.setattr(ddp, "reducer_of", lambda _: SimpleNamespace(_update_process_group=None))
-    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("layer.weight", ON_GPU)])
+    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: parameters)
     monkeypatch.setattr(ddp.dist, "get_world_size", lambda: 2)
-    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(
-        model, Settings()
-    )
-    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("w", SimpleNamespace(device=torch.device("xpu:0")))])
-    assert ddp._refusal(model, Settings()) == "parameter w is on xpu:0: gradients travel from host and CUDA memory only"
+    assert ddp._refusal(model, Settings()) == why
 
 
 def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import them by name. A dispatch mode or a profiler would run code for every oper
 user's. Calls that never leave C++ (functional collectives) are not seen here: interface bytes show them.
 """
 
+import functools
 import os
 import threading
 import weakref
@@ -84,20 +85,28 @@ _BUFFERS = "_broadcast_coalesced"
 
 
 class _Sent(NamedTuple):
-    """A recorded call. seen: a callback stamps its end; else the wait for it does."""
+    """A recorded call. host: its tensors are in host memory; else its stamps are a GPU's times.
+
+    seen: a callback stamps its end; else the wait for it does.
+    """
 
     key: int
     turn: int
+    host: bool = True
     seen: bool = False
 
 
 class Collectives:
     """Records the collectives of this process while `watch` is on.
 
-    failed: called with an exception of the measurement itself; the calls go on unrecorded.
+    failed: called with an exception of the measurement itself; the calls go on unrecorded. device: the GPU whose times
+    the recorder has; None: calls on tensors of a GPU are not recorded.
     """
 
-    def __init__(self, recorder: "_core.Recorder", failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, recorder: "_core.Recorder", failed: Callable[[Exception], None], device: torch.device | None = None
+    ) -> None:
+        self._device = device
         self.in_forward = False
         self.in_optimizer = False
         self._recorder: _core.Recorder | None = recorder
@@ -154,15 +163,15 @@ class Collectives:
         """Return whether this is the training's thread, or one that runs a backward pass."""
         return threading.get_ident() == self._thread or _c._current_graph_task_id() != -1
 
-    def put(self, kind: int, key: int, turn: int = 0) -> None:
-        """Stamp an event."""
+    def put(self, kind: int, key: int, turn: int = 0, *, host: bool = False) -> None:
+        """Stamp an event. host: with the host's time, also if the model is on a GPU."""
         if self._recorder is not None:
-            self._guarded(self._recorder.put, kind, key, turn)
+            self._guarded(functools.partial(self._recorder.put, kind, key, turn, host=host))
 
     def ended(self, sent: _Sent | None, work: Any = None) -> None:
         """Stamp the end of a call that has no callback, once."""
         if sent is not None and not sent.seen:
-            self.put(_DONE, sent.key, sent.turn)
+            self.put(_DONE, sent.key, sent.turn, host=sent.host)
             if work is not None:
                 self._guarded(self._works.__setitem__, work, sent._replace(seen=True))
 
@@ -222,7 +231,8 @@ class Collectives:
     def _begin(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
         there = call.payload is not None and len(values) > call.payload
         tensors = list(_tensors(values[call.payload or 0])) if there else []
-        if self._recorder is None or not all(tensor.is_cpu for tensor in tensors):
+        host = all(tensor.is_cpu for tensor in tensors)
+        if self._recorder is None or not (host or self._follows(tensors)):
             return None
         size = group.size()
         nbytes = sum(map(_bytes, tensors)) * (size if call.each else 1)
@@ -234,24 +244,30 @@ class Collectives:
         turn = self._rounds[key]
         self._rounds[key] += 1
         about = _CODES[call.kind] | dtype << 8 | PHASES.index(self._phase()) << 16
-        self._recorder.put(_SUBMIT, key, turn, nbytes, 0, size << 32, about)
-        return _Sent(key, turn)
+        self._recorder.put(_SUBMIT, key, turn, nbytes, 0, size << 32, about, host=host)
+        return _Sent(key, turn, host)
+
+    def _follows(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return True if all tensors are on the GPU that holds the model."""
+        return self._device is not None and all(tensor.device == self._device for tensor in tensors)
 
     def _handed(self, sent: _Sent, work: Any) -> None:
         if self._recorder is None:
             return
-        self._recorder.put(_START, sent.key, sent.turn)
+        self._recorder.put(_START, sent.key, sent.turn, host=sent.host)
         if work is None:
             self.ended(sent)
             return
         future = None
-        if type(work) is _Work:  # the future of a work in Python may take a thread
+        # The future of a work in Python may take a thread. A callback of a GPU's runs on a stream of torch's pool: the
+        # script may use that stream, which would then wait, too.
+        if type(work) is _Work and sent.host:
             try:
                 future = work.get_future()
             except RuntimeError:  # of a send or a receive
                 future = None
         if future is not None:
-            future.add_done_callback(self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True))
+            future.add_done_callback(self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True, host=True))
         self._works[work] = sent._replace(seen=future is not None)
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -271,7 +287,7 @@ class _Blocked:
         self._key = 0 if sent is None else sent.key
         self._trains = observer.trains()
         if starts and sent is not None:
-            observer.put(_START, sent.key, sent.turn)
+            observer.put(_START, sent.key, sent.turn, host=sent.host)
         if self._trains:
             observer.put(_WAIT_BEGIN, self._key)
 

@@ -80,6 +80,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss_of(ddp, where, step, dist.get_rank()).backward()
         optimizer.step()
+        work = dist.all_reduce(torch.ones(1000, device=where), async_op=True)
+        work.wait()
     print(digest(model), flush=True)
     dist.destroy_process_group()
 

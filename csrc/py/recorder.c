@@ -23,11 +23,15 @@ struct core_recorder {
     struct nb_ring none; // of a closed recorder: ignores stamps
     uint64_t dropped;    // count at close()
     struct nb_fork_detector opener;
-    struct core_device_stamps *device; // NULL: stamps get times of the host
+    // Of a stamp whose time is not the host's in any case: with the host's time, or with that of `device`.
+    void (*stamp)(struct core_recorder *self, const struct nb_event *event);
+    struct core_device_stamps *device; // NULL: none is followed
     int users;                         // communication threads that stamp
     atomic_int pending;                // stampers that settle() waits for
     bool open;                         // for Python
 };
+
+static void stamp_host(struct core_recorder *self, const struct nb_event *event);
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"path", "capacity", "rank", "timeline", NULL};
@@ -54,6 +58,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
             Py_CLEAR(self);
         } else {
             self->ring.timeline = timeline != 0;
+            self->stamp = stamp_host;
             self->open = true;
             nb_fork_detector_open(&self->opener);
         }
@@ -74,6 +79,7 @@ static void shut(struct core_recorder *self) {
 static void leave_device(struct core_recorder *self, int64_t limit_ns) {
     struct core_device_stamps *device = self->device;
     self->device = NULL;
+    self->stamp = stamp_host;
     if (device != NULL && nb_fork_detector_is_opener(&self->opener)) {
         Py_BEGIN_ALLOW_THREADS;
         core_device_stamps_close(device, &self->ring, limit_ns);
@@ -112,10 +118,18 @@ struct stamp {
     uint64_t value[5];
 };
 
-// Stamps with the time of the device that is followed, else with `time_ns`.
+static void stamp_host(struct core_recorder *self, const struct nb_event *event) {
+    nb_ring_put_at(core_recorder_ring((PyObject *)self), event->time_ns, (enum nb_event_kind)event->kind, event->key,
+                   event->a, event->b, event->c, event->d, event->e);
+}
+
+static void stamp_device(struct core_recorder *self, const struct nb_event *event) {
+    core_device_stamps_put(self->device, core_recorder_ring((PyObject *)self), *event);
+}
+
 static void stamp_at(PyObject *recorder, const struct stamp *stamp, int64_t time_ns) {
+    struct core_recorder *self = (struct core_recorder *)recorder;
     const uint64_t *v = stamp->value;
-    struct core_device_stamps *device = ((struct core_recorder *)recorder)->device;
     const struct nb_event event = {.time_ns = time_ns,
                                    .kind = (uint32_t)stamp->kind,
                                    .key = stamp->key,
@@ -124,12 +138,7 @@ static void stamp_at(PyObject *recorder, const struct stamp *stamp, int64_t time
                                    .c = v[2],
                                    .d = v[3],
                                    .e = v[4]};
-    if (device != NULL && !stamp->host) {
-        core_device_stamps_put(device, core_recorder_ring(recorder), event);
-    } else {
-        nb_ring_put_at(core_recorder_ring(recorder), time_ns, (enum nb_event_kind)stamp->kind, stamp->key, v[0], v[1],
-                       v[2], v[3], v[4]);
-    }
+    (stamp->host ? stamp_host : self->stamp)(self, &event);
 }
 
 void core_recorder_stamp(PyObject *recorder, enum nb_event_kind kind, uint64_t key) {
@@ -434,7 +443,11 @@ static PyObject *recorder_follow(PyObject *object, PyObject *args) {
         return NULL;
     }
     self->device = core_device_stamps_open(core_state_of(object), tensor, library);
-    return self->device != NULL ? Py_NewRef(Py_None) : NULL;
+    if (self->device == NULL) {
+        return NULL;
+    }
+    self->stamp = stamp_device;
+    Py_RETURN_NONE;
 }
 
 static PyObject *recorder_read(PyObject *object, PyObject *Py_UNUSED(none)) {

@@ -99,6 +99,10 @@ class OwnStream:
         """Return a context in which it is the device's current stream."""
         return self._module.stream(self._stream)
 
+    def may_wait(self) -> bool:
+        """Return False while the current stream is captured into a graph, of which a wait would become a part."""
+        return not self._module.is_current_stream_capturing()
+
 
 class _Unsent:
     """A bucket whose submission failed. `wait` raises the error."""
@@ -302,9 +306,10 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             future.add_done_callback(submitted.started(self._stream is not None))
             return
         done = submitted.started()
-        with self._stream.current():
-            future.wait()
-            done()
+        if self._stream.may_wait():
+            with self._stream.current():
+                future.wait()
+                done()
 
     @eager
     def hook_begins(self, bucket: Any) -> Any:

@@ -39,6 +39,7 @@ def open_device() -> Any:
     module.current_device = lambda: 0
     module._is_in_bad_fork = lambda: False
     module.ExternalStream = lambda address, device=None: address
+    module.is_current_stream_capturing = lambda: False
     module.stream = lambda address: _current(nb_torch_device, address)
     torch._register_device_module("fakecuda", module)
     warnings.filterwarnings("ignore", message="Set seed for")

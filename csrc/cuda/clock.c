@@ -3,9 +3,14 @@
 
 #include <errno.h>
 #include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "base/error.h"
+#include "cuda/driver.h"
 
 enum {
     MARKS_MAX = 8192,             // in the queue
@@ -42,7 +47,7 @@ struct nb_cuda_clock {
     struct moment last;
     struct moment before; // error_ns < 0: none
     int64_t last_time_ns; // of the marks in order
-    double worst_ns; // error since it was last taken
+    double worst_ns;      // error since it was last taken
     uint64_t lost;
     struct queued *queue; // circular
     size_t first;
@@ -162,7 +167,7 @@ static double host_time(const struct nb_cuda_clock *clock, double gpu_ns, double
 
 int nb_cuda_clock_mark(struct nb_cuda_clock *clock, struct CUstream_st *stream, const struct nb_cuda_mark *mark,
                        bool in_order, struct nb_error *err) {
-    unsigned mode;
+    unsigned mode = 0;
     if (clock->count == MARKS_MAX) {
         clock->lost++;
         return 0;
@@ -189,7 +194,7 @@ int nb_cuda_clock_mark(struct nb_cuda_clock *clock, struct CUstream_st *stream, 
 }
 
 int nb_cuda_clock_look(struct nb_cuda_clock *clock, struct nb_error *err) {
-    unsigned mode;
+    unsigned mode = 0;
     int rc = begin_calls(clock, &mode, err);
     if (rc == 0) {
         rc = probe(clock, PROBE_SPIN_NS, err);
@@ -225,7 +230,7 @@ static int64_t mark_time(struct nb_cuda_clock *clock, const struct queued *queue
 }
 
 int nb_cuda_clock_next(struct nb_cuda_clock *clock, struct nb_cuda_mark *mark, int64_t *time_ns, struct nb_error *err) {
-    unsigned mode;
+    unsigned mode = 0;
     if (clock->count == 0 || clock->last.error_ns < 0) {
         return 0;
     }
@@ -334,7 +339,7 @@ int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *
 
 void nb_cuda_clock_close(struct nb_cuda_clock *clock) {
     struct nb_error ignored = {0};
-    unsigned mode;
+    unsigned mode = 0;
     if (clock == NULL) {
         return;
     }

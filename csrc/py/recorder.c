@@ -511,17 +511,15 @@ PyTypeObject *core_recorder_type(PyObject *module) {
          "Stamps when each parameter was ready: its offset after the begin of the pass. Returns that begin, or 0."},
         {"stamper", (PyCFunction)(void (*)(void))recorder_stamper, METH_VARARGS | METH_KEYWORDS,
          "stamper($self, kind, key=0, a=0, b=0, *, awaited=False, host=False)\n--\n\n"
-         "Return a C callable that stamps this event whatever it is called with, and returns None. awaited: settle()\n"
-         "waits until the callable is freed. host: as put()."},
+         "Return a C callable that stamps this event for any arguments. awaited: settle() waits until it is freed.\n"
+         "host: as put()."},
         {"operation", recorder_operation, METH_VARARGS,
          "operation($self, key, nbytes, bucket, about)\n--\n\n"
-         "Return what stamps an operation that is repeated. bucket: its number from 1; about: the last value of\n"
-         "OP_SUBMIT."},
+         "Return what stamps a repeated operation. bucket: its number from 1; about: the last value of OP_SUBMIT."},
         {"settle", recorder_settle, METH_NOARGS,
          "settle($self)\n--\n\n"
-         "Wait, at most 0.1 s, until all awaited stampers are freed; return False if some are left. A thread that is\n"
-         "unknown to Python and runs a callback creates a thread state: CPython 3.11 locks up in the child of a fork\n"
-         "at that moment."},
+         "Wait, at most 0.1 s, until all awaited stampers are freed; return False if some are left. CPython 3.11\n"
+         "locks up in a fork's child while a thread unknown to it, which runs a callback, makes its thread state."},
         {"follow", recorder_follow, METH_VARARGS,
          "follow($self, tensor, library=None)\n--\n\n"
          "From now on stamps get the time at which the current stream of the tensor's device reaches them, on the\n"

@@ -432,6 +432,19 @@ def _buckets(parameters: Iterable[Parameter]) -> tuple[int, ...]:
     return tuple(sorted({p.bucket for p in parameters if p.bucket is not None}))
 
 
+def _sampled(steps: Iterable[Step]) -> list[Step]:
+    return [step for step in steps if step.sampled]
+
+
+def _backward_times(known: Mapping[int, str], steps: Sequence[Step]) -> dict[str, float]:
+    """Mean backward durations in ns, by module. known: module of each parameter."""
+    found: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for index, ns in backward_times(step):
+            found[known.get(index, NO_LAYER)] += ns / len(steps)
+    return found
+
+
 def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterable[Step]) -> tuple[Layer, ...]:
     """The layers in the order of their parameters: means over `steps`. Their exposed ns add up to the mean step's.
 
@@ -441,21 +454,15 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
     """
     names = [layer_of(p.name) for p in trace.parameters]
     known = dict(enumerate(names))
-    backward: dict[str, float] = defaultdict(float)
     exposed: dict[str, float] = defaultdict(float)
     chosen, sampled = list(steps), list(sampled)
     forward = _forward_times(trace, sampled)
-    count = len(chosen)
     on_device = device_error_ns(trace) is not None
-    timed = [step for step in sampled if step.sampled] if on_device else [step for step, _ in chosen]
-    for step in timed:
-        for index, ns in backward_times(step):
-            backward[known.get(index, NO_LAYER)] += ns
+    backward = _backward_times(known, _sampled(sampled) if on_device else [step for step, _ in chosen])
     for _, shares in chosen:
         for member, part in _by_parameters(trace, shares):
             exposed[known.get(member, NO_LAYER)] += part
-    order = dict.fromkeys([*names, *(name for name in (NO_LAYER,) if exposed[name] or backward[name])])
-    count = max(count, 1)
+    order = dict.fromkeys([*names, *([NO_LAYER] if exposed[NO_LAYER] or backward[NO_LAYER] else [])])
     members = {name: [p for p, own in zip(trace.parameters, names, strict=True) if own == name] for name in order}
     return tuple(
         Layer(
@@ -464,8 +471,8 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
             bytes=sum(p.bytes for p in own),
             buckets=_buckets(own),
             forward_ns=float(np.mean(forward[name])) if name in forward else None,
-            backward_ns=backward[name] / max(len(timed), 1),
-            exposed_ns=exposed[name] / count,
+            backward_ns=backward[name],
+            exposed_ns=exposed[name] / max(len(chosen), 1),
         )
         for name, own in members.items()
     )

@@ -28,7 +28,7 @@
 
 enum {
     MAGIC = 0x4e424e4c,
-    WIRE_VERSION = 1,
+    WIRE_VERSION = 2,
     BACKLOG = 128,
     IN_ROOM = 64 * 1024,
     READS_MAX = 16, // of one event
@@ -534,7 +534,8 @@ static void control_ended(struct nb_link *link, int code) {
 
 static void link_read(struct nb_link *link) {
     for (int i = 0; i < READS_MAX && !link->failing && link->watch.fd >= 0; i++) {
-        ssize_t n = recv(link->watch.fd, link->in + link->in_bytes, IN_ROOM - link->in_bytes, MSG_DONTWAIT);
+        size_t room = IN_ROOM - link->in_bytes;
+        ssize_t n = recv(link->watch.fd, link->in + link->in_bytes, room, MSG_DONTWAIT);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
@@ -545,6 +546,9 @@ static void link_read(struct nb_link *link) {
         link->in_bytes += (size_t)n;
         link->heard_ns = nb_now_ns();
         parse(link);
+        if ((size_t)n < room) {
+            return; // the loop reports later data and the end
+        }
     }
 }
 

@@ -2,12 +2,14 @@
 //
 //   measure --plugin FILE [--version N] [--through LIBNCCL]   a plugin's table; with --through by NCCL's own adapter
 //   measure --stock LIBNCCL                                   NCCL's Socket network
-//   options: --bytes N --count N --depth N --channels N --warm N --rounds N --ping N --fault kill|stop --side N --socket N
+//   options: --bytes N --count N --depth N --channels N --warm N --rounds N --ping N --ahead N --side N --socket N
+//            --fault kill|stop
 //
 // One line of JSON: Gbit/s from process 0 to process 1, half the time of a round trip of --ping bytes (8), CPU time of
 // both, and the number of wrong bytes among the last messages. --warm: messages of each channel before the measured
-// ones. --side, --socket: one of the two processes only, and its socket to the other. With a fault: the time until
-// process 0 sees an error after process 1 is killed or stopped. What is missing: {"not_run": why}.
+// ones. --ahead: receives of round trips that are posted before their message is due, as NCCL does. --side, --socket:
+// only one of the two processes, and its socket to the other. With a fault: the time until process 0 sees an error
+// after process 1 is killed or stopped. What is missing: {"not_run": why}.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -38,6 +40,7 @@ struct plan {
     long warm;   // messages of one channel that are not measured
     long rounds; // of the latency
     long ping;   // bytes of a round trip
+    long ahead;  // receives of round trips that are posted before their message is due
     long side;   // -1: the parent
     long socket; // to the other process
 };
@@ -174,24 +177,47 @@ static int64_t stream(const struct proxy *proxy, struct channel *channels, const
     return now_ns() - began;
 }
 
-static void one(const struct proxy *proxy, void *comm, bool sends, char *data, size_t size) {
-    struct proxy_queue queue = {.comm = comm, .sends = sends};
+static void post(const struct proxy *proxy, struct proxy_queue *queue, char *data, size_t size) {
     int result = 0;
-    int bytes = 0;
-    while (!proxy_post(proxy, &queue, data, size, &result)) {
+    while (!proxy_post(proxy, queue, data, size, &result)) {
         need(result == 0, "isend or irecv");
     }
-    while (!proxy_poll(proxy, &queue, &bytes, &result)) {
+}
+
+static void finish(const struct proxy *proxy, struct proxy_queue *queue) {
+    int result = 0;
+    int bytes = 0;
+    while (!proxy_poll(proxy, queue, &bytes, &result)) {
         need(result == 0, "test");
     }
 }
 
+// Posts receives until `total` were posted.
+static long receives(const struct proxy *proxy, struct proxy_queue *queue, const struct channel *channel, size_t size,
+                     long posted, long total) {
+    for (; posted < total; posted++) {
+        post(proxy, queue, channel->data, size);
+    }
+    return posted;
+}
+
 static int64_t round_trips(const struct proxy *proxy, struct channel *channel, const struct plan *plan, long rounds) {
+    struct proxy_queue in = {.comm = channel->recv};
+    struct proxy_queue out = {.comm = channel->send, .sends = true};
+    size_t size = (size_t)plan->ping;
+    long posted = 0;
     int64_t began = now_ns();
     for (long i = 0; i < rounds; i++) {
+        long ahead = i + plan->side + plan->ahead;
         for (int half = 0; half < 2; half++) {
-            bool sends = (half == 0) == (plan->side == 0);
-            one(proxy, sends ? channel->send : channel->recv, sends, channel->data, (size_t)plan->ping);
+            if ((half == 0) == (plan->side == 0)) {
+                post(proxy, &out, channel->data, size);
+                posted = receives(proxy, &in, channel, size, posted, ahead < rounds ? ahead : rounds);
+                finish(proxy, &out);
+            } else {
+                posted = receives(proxy, &in, channel, size, posted, i + 1);
+                finish(proxy, &in);
+            }
         }
     }
     return now_ns() - began;
@@ -320,7 +346,8 @@ int main(int argc, char **argv) {
             {"--plugin", &plan.plugin, NULL},     {"--stock", &plan.stock, NULL},   {"--through", &plan.through, NULL},
             {"--fault", &plan.fault, NULL},       {"--count", NULL, &plan.count},   {"--depth", NULL, &plan.depth},
             {"--channels", NULL, &plan.channels}, {"--rounds", NULL, &plan.rounds}, {"--side", NULL, &plan.side},
-            {"--warm", NULL, &plan.warm},         {"--ping", NULL, &plan.ping},     {"--socket", NULL, &plan.socket}};
+            {"--warm", NULL, &plan.warm},         {"--ping", NULL, &plan.ping},     {"--socket", NULL, &plan.socket},
+            {"--ahead", NULL, &plan.ahead}};
         for (size_t o = 0; o < sizeof options / sizeof options[0]; o++) {
             if (strcmp(argv[i], options[o].name) == 0 && options[o].text != NULL) {
                 *options[o].text = argv[i + 1];

@@ -77,6 +77,7 @@ static void request_finish(struct nb_net_request *request, int state) {
 }
 
 static void flow_finished(struct nb_flow *flow) {
+    request_of(flow)->comm->link->flows--;
     request_finish(request_of(flow), NB_REQUEST_DONE);
 }
 
@@ -151,6 +152,7 @@ static bool flow_start(struct nb_link *link, struct nb_net_request *request, uin
     nb_list_remove(&request->link);
     nb_list_insert(&request->comm->active, &request->link);
     link->moved_ns = nb_now_ns();
+    link->flows++;
     nb_lanes_add(link->lanes, &request->flow, link->moved_ns);
     return true;
 }
@@ -192,7 +194,7 @@ static void send_granted(struct nb_net_comm *comm, struct nb_net_request *reques
         nb_fail(&why, -EMSGSIZE, "a send of %zu bytes to %s exceeds its receive of %zu", request->bytes, link->peer,
                 capacity);
         nb_link_fail(link, &why);
-    } else if (request->bytes <= NB_NET_INLINE) {
+    } else if (request->bytes <= NB_NET_INLINE || (request->bytes <= NB_NET_LONE && nb_link_alone(link))) {
         send_inline(comm, request);
     } else {
         uint64_t op = ++link->next_op;

@@ -34,7 +34,7 @@ PLUGIN = Path(_core.__file__).with_name("libnccl-net-netbottleneck.so")
 SOURCE = ROOT / "tests" / "nccl" / "measure.c"
 FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}")
 LIMIT_S = 60.0
-QUIET_WAITS = 10  # of half a second, for the machine to become quiet
+QUIET_WAITS = 120  # of half a second, for the machine to become quiet
 TRIES = 2  # of a round that other processes disturb
 
 EQUAL = "800mbit/200mbit"
@@ -86,12 +86,9 @@ def way(name: str) -> tuple[list[str], dict[str, str]]:
         ours = {"TRANSPORT": network, "STREAMS": numbers.removeprefix("x"), "PORTS": "41000-41127"}
         ours["TIMEOUT_S"] = f"{TIMEOUT_S:g}"
         return ["--plugin", str(PLUGIN)], {f"NETBOTTLENECK_{key}": value for key, value in ours.items()}
-    found = library()
-    if found is None:
-        raise Error(0, "NCCL is not installed (requirements/nccl.txt)")
     threads, _, sockets = numbers.partition("x")
     names = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
-    return ["--stock", str(found)], names if numbers else {}
+    return ["--stock", str(library())], names if numbers else {}
 
 
 def sample(program: Path, name: str, options: Sequence[str], lab: Lab | None = None) -> dict[str, Any]:
@@ -159,6 +156,8 @@ def trips(case: Case, sizes: Sequence[int], run: Run, ahead: int = 0) -> Results
 
 def measured(case: Case, sizes: Sequence[int], run: Run, options: Callable[[int], list[str]]) -> Results:
     """Measure the paths of a case in rounds, each in a random order. Raises LabError and Error."""
+    if library() is None:
+        raise Error(0, "NCCL is not installed (requirements/nccl.txt)")
     program = compiled(ROOT / "build" / "nccl")
     order = random.Random(len(run.rows))
     rows = {(size, name): _row(case, size, name) for size in sizes for name in case.transports}

@@ -6,8 +6,8 @@ python benchmarks/transport.py --correct [--ranks N] [--largest SIZE]
 --gates    one line for each of T1 to T10, and of N1 to N6 (NCCL) if --only names them: verdict, value, its 95 %
            interval (paired bootstrap over interleaved rounds), bar. "pass": the interval's lower end is at the bar or
            above; "fail": its upper end is below; "undecided": neither, after --batches times the rounds; "not run": a
-           peer or the lab is missing. The worst of its figures decides a gate. Exit code 0 only if all ten pass (of N1 to N6 alone:
-           all requested)
+           peer or the lab is missing. The worst of its figures decides a gate. Exit code 0 only if all ten pass; if
+           only gates of NCCL are named, if these pass
 --correct  checks all elements: every type, 1 to --ranks ranks, sizes from 0 bytes to --largest, odd ones too
 """
 

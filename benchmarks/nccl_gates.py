@@ -34,7 +34,7 @@ PLUGIN = Path(_core.__file__).with_name("libnccl-net-netbottleneck.so")
 SOURCE = ROOT / "tests" / "nccl" / "measure.c"
 FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}")
 LIMIT_S = 60.0
-QUIET_WAITS = 120  # of half a second, for the machine to become quiet
+QUIET_WAITS = 40  # of half a second, for the machine to become quiet
 TRIES = 2  # of a round that other processes disturb
 
 EQUAL = "800mbit/200mbit"

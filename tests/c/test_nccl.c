@@ -594,7 +594,7 @@ static int dial(const struct nb_net_handle *handle) {
 
 // What a stranger may know of a hello: all but the token. Its join cannot be right.
 static void stranger_hello(const struct nb_net_handle *handle, unsigned char hello[152]) {
-    const uint32_t head[4] = {0x4e424e4c, 1, 4, 1}; // magic, version, lanes, process
+    const uint32_t head[4] = {0x4e424e4c, 2, 4, 1}; // magic, version, lanes, process
     memcpy(hello, head, sizeof head);
     memcpy(hello + 48, &handle->listener, sizeof handle->listener);
 }

@@ -228,7 +228,7 @@ def _children_s() -> float:
 def _version() -> str:
     found = library()
     packages = found.parents[3].glob("nvidia_nccl*.dist-info") if found else ()
-    return next((path.name.split("-")[1] for path in packages), "not installed")
+    return next((path.name.removesuffix(".dist-info").split("-")[1] for path in packages), "not installed")
 
 
 # Gates

@@ -203,18 +203,11 @@ static void send_granted(struct nb_net_comm *comm, struct nb_net_request *reques
     }
 }
 
-// Sends what has been granted, and what needs no grant.
+// Sends what has been granted.
 static void match(struct nb_net_comm *comm) {
     struct nb_net_request *request = oldest(&comm->waiting);
-    while (request != NULL && !comm->link->failing) {
-        if (comm->grant_count > 0) {
-            send_granted(comm, request);
-        } else if (request->bytes <= NB_NET_EAGER && comm->ungranted < NB_NET_REQUESTS) {
-            comm->ungranted++;
-            send_inline(comm, request);
-        } else {
-            return;
-        }
+    while (request != NULL && comm->grant_count > 0 && !comm->link->failing) {
+        send_granted(comm, request);
         request = oldest(&comm->waiting);
     }
 }
@@ -339,49 +332,12 @@ static bool link_granted(struct nb_link *link, uint32_t id, uint64_t bytes) {
     if (comm == NULL) {
         return true; // closed here
     }
-    if (comm->ungranted > 0) {
-        comm->ungranted--; // of a send that has left
-        match(comm);
-        return true;
-    }
     if (comm->grant_count == NB_NET_REQUESTS) {
         return false;
     }
     comm->grants[(comm->grant_head + comm->grant_count++) % NB_NET_REQUESTS] = bytes;
     match(comm);
     return true;
-}
-
-// Keeps an eager send for the next irecv. False: the message is not allowed.
-static bool eager_keep(struct nb_net_comm *comm, const void *data, size_t bytes) {
-    if (data == NULL || bytes > NB_NET_EAGER || comm->eager_count == NB_NET_REQUESTS) {
-        return false;
-    }
-    struct nb_net_eager *eager = &comm->eager[(comm->eager_head + comm->eager_count++) % NB_NET_REQUESTS];
-    eager->bytes = bytes;
-    memcpy(eager->data, data, bytes);
-    return true;
-}
-
-// Gives the oldest eager send to a receive. One that is larger than the receive fails the link.
-static void eager_take(struct nb_net_comm *comm, struct nb_net_request *request) {
-    const struct nb_net_eager *eager = &comm->eager[comm->eager_head];
-    if (eager->bytes > request->bytes && comm->link == NULL) {
-        request_finish(request, NB_REQUEST_FAILED);
-        return;
-    }
-    if (eager->bytes > request->bytes) {
-        struct nb_error why = {0};
-        nb_fail(&why, -EMSGSIZE, "a message of %zu bytes from %s exceeds its receive of %zu", eager->bytes,
-                comm->link->peer, request->bytes);
-        nb_link_fail(comm->link, &why);
-        return;
-    }
-    comm->eager_head = (comm->eager_head + 1) % NB_NET_REQUESTS;
-    comm->eager_count--;
-    memcpy(request->data, eager->data, eager->bytes);
-    request->bytes = eager->bytes;
-    request_finish(request, NB_REQUEST_DONE);
 }
 
 static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data) {
@@ -394,10 +350,7 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
         return data != NULL || sink_start(link, op, bytes);
     }
     struct nb_net_request *request = oldest(&comm->waiting);
-    if (request == NULL) {
-        return eager_keep(comm, data, bytes);
-    }
-    if (bytes > request->bytes) {
+    if (request == NULL || bytes > request->bytes) {
         return false;
     }
     request->bytes = bytes;
@@ -715,7 +668,7 @@ static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, stru
     if (bytes > NB_NET_BYTES_MAX) {
         return nb_fail(err, -EINVAL, "a message of %zu bytes: at most %d are possible", bytes, NB_NET_BYTES_MAX);
     }
-    if (comm->ended && comm->eager_count == 0) {
+    if (comm->ended) {
         *err = comm->failure;
         return err->code;
     }
@@ -746,10 +699,7 @@ int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
                  struct nb_error *err) {
     pthread_mutex_lock(&comm->net->lock);
     int rc = request_take(comm, data, bytes, request, err);
-    if (*request != NULL && comm->eager_count > 0) {
-        eager_take(comm, *request);
-    }
-    if (*request != NULL && !comm->ended) {
+    if (*request != NULL) {
         nb_link_grant(comm->link, comm->id, bytes);
     }
     pthread_mutex_unlock(&comm->net->lock);

@@ -15,10 +15,9 @@
 // carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
 // does not prove the key in time is dropped (base/admission.h).
 //
-// Transfers. irecv sends a grant with the capacity. isend takes the oldest grant of its comm, or waits for one. Only an
-// eager send, of up to NB_NET_EAGER bytes, leaves before its receive is posted: the receiver keeps it for the next irecv,
-// whose grant the sender then takes off. A send of up to NB_NET_INLINE bytes goes over the control connection; so does
-// one of up to NB_NET_LONE bytes while no flow is active and the control connection drains quickly (nb_link_alone). A
+// Transfers. irecv sends a grant with the capacity. isend takes the oldest grant of its comm, or waits for one; so
+// nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes goes over the control connection; so
+// does one of up to NB_NET_LONE bytes while no flow is active and the control connection drains quickly (nb_link_alone). A
 // larger one gets the link's next operation number, is announced there with its true size, and travels over the lanes
 // as one flow. Both sides add flows in the order of these numbers, as lanes.h demands. A send is done when the peer
 // has it (inline: when it is written), a receive when all bytes have landed.
@@ -60,7 +59,6 @@ enum {
     NB_NET_REQUESTS = 64,       // of one comm; NCCL keeps up to 32
     NB_NET_INLINE = 4096,       // largest send over the control connection
     NB_NET_LONE = 64 * 1024,    // largest lone send over the control connection
-    NB_NET_EAGER = 128,         // largest send without a grant
     NB_NET_BLOCK = 16 * 1024,   // of a flow
     NB_NET_MAP_WORDS = 4,       // of a flow's map inside the request: 4 MiB
     NB_NET_BYTES_MAX = 1 << 30, // largest message
@@ -103,12 +101,6 @@ struct nb_net_request {
     size_t long_words;
 };
 
-// An eager send that waits for its receive.
-struct nb_net_eager {
-    size_t bytes;
-    char data[NB_NET_EAGER];
-};
-
 // Memory that NCCL registered with a comm.
 struct nb_net_memory {
     struct nb_net *net;
@@ -137,10 +129,6 @@ struct nb_net_comm {
     size_t grants[NB_NET_REQUESTS]; // capacities of the peer's receives
     unsigned grant_head;
     unsigned grant_count;
-    unsigned ungranted;                         // outgoing: eager sends whose grant has not arrived
-    struct nb_net_eager eager[NB_NET_REQUESTS]; // incoming
-    unsigned eager_head;
-    unsigned eager_count;
     struct nb_error failure; // set before a request shows it
     struct nb_net_request requests[NB_NET_REQUESTS];
 };

@@ -1,6 +1,7 @@
 """Stores a run of the gates as data: python benchmarks/keep.py build/gates.json NAME --command '…' --load '…'.
 
-Adds a sitting to results/gates.json, or replaces the one of the same name. All other digits of the file are kept.
+Adds a sitting to results/gates.json (gates N1 to N6: --results nccl), or replaces the one of the same name. All other
+digits of the file are kept.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def main() -> int:
     parser.add_argument("name", metavar="NAME", help='name of the sitting; the README quotes "latest"')
     parser.add_argument("--command", default=UNKNOWN, help="the command line of the run")
     parser.add_argument("--load", default=UNKNOWN, help="other load on the machine")
+    parser.add_argument("--results", default="gates", choices=("gates", "nccl"), help="the results file")
     args = parser.parse_args()
-    place = RESULTS / "gates.json"
+    place = RESULTS / f"{args.results}.json"
     kept = read(place.read_text(encoding="utf-8"))
     found = json.loads(args.file.read_text(encoding="utf-8"))
     keep(kept, sitting(found, args.name, args.command, args.load))

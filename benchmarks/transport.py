@@ -3,10 +3,11 @@
 python benchmarks/transport.py --gates [--only T1,T3] [--rounds N] [--batches N] [--json FILE] [--plot FILE]
 python benchmarks/transport.py --correct [--ranks N] [--largest SIZE]
 
---gates    one line for each of T1 to T10: verdict, value, its 95 % interval (paired bootstrap over interleaved rounds),
-           bar. "pass": the interval's lower end is at the bar or above; "fail": its upper end is below; "undecided":
-           neither, after --batches times the rounds; "not run": a peer or the lab is missing. The worst of its
-           figures decides a gate. Exit code 0 only if all ten pass
+--gates    one line for each of T1 to T10, and of N1 to N6 (NCCL) if --only names them: verdict, value, its 95 %
+           interval (paired bootstrap over interleaved rounds), bar. "pass": the interval's lower end is at the bar or
+           above; "fail": its upper end is below; "undecided": neither, after --batches times the rounds; "not run": a
+           peer or the lab is missing. The worst of its figures decides a gate. Exit code 0 only if all ten pass; if
+           only gates of NCCL are named, if these pass
 --correct  checks all elements: every type, 1 to --ranks ranks, sizes from 0 bytes to --largest, odd ones too
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 from cases import Run
 from gates import GATES
 from judge import Figure, certain, worst
+from nccl_gates import GATES as NCCL_GATES
 
 from netbottleneck.bench import bench
 from netbottleneck.bench.values import DTYPES
@@ -38,7 +40,7 @@ def gates(names: Sequence[str], run: Run) -> dict[str, list[Figure]]:
     for name in names:
         began = time.monotonic()
         found[name] = []
-        for figure in GATES[name](run):
+        for figure in {**NCCL_GATES, **GATES}[name](run):
             found[name].append(figure)
             run.say(figure.line(f"{name:<4}"))
         run.say(f"# {name}: {time.monotonic() - began:.0f} s")
@@ -46,8 +48,8 @@ def gates(names: Sequence[str], run: Run) -> dict[str, list[Figure]]:
 
 
 def summary(found: dict[str, list[Figure]]) -> Iterator[str]:
-    """Yield one line for each of the ten gates."""
-    for name in GATES:
+    """Yield one line for each of the ten gates, and for each other that was measured."""
+    for name in dict.fromkeys((*GATES, *found)):
         figures = found.get(name)
         if not figures:
             yield f"{name:<4}{'not run:':<10}not requested"
@@ -78,7 +80,8 @@ def judged(args: argparse.Namespace) -> int:
         from picture import draw
 
         draw(document(found, run), args.plot)
-    return 0 if all(found.get(name) and worst(found[name]).verdict == "pass" for name in GATES) else 1
+    needed = args.only if set(args.only) <= set(NCCL_GATES) else (*GATES, *args.only)
+    return 0 if all(found.get(name) and worst(found[name]).verdict == "pass" for name in needed) else 1
 
 
 def correct(args: argparse.Namespace) -> int:
@@ -125,9 +128,10 @@ def say(text: str) -> None:
 
 def _names(text: str) -> list[str]:
     names = text.upper().split(",")
-    unknown = [name for name in names if name not in GATES]
+    known = (*GATES, *NCCL_GATES)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no gate {', '.join(unknown)}: {', '.join(GATES)}")
+        raise argparse.ArgumentTypeError(f"no gate {', '.join(unknown)}: {', '.join(known)}")
     return names
 
 

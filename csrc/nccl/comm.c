@@ -77,6 +77,7 @@ static void request_finish(struct nb_net_request *request, int state) {
 }
 
 static void flow_finished(struct nb_flow *flow) {
+    request_of(flow)->comm->link->flows--;
     request_finish(request_of(flow), NB_REQUEST_DONE);
 }
 
@@ -151,6 +152,7 @@ static bool flow_start(struct nb_link *link, struct nb_net_request *request, uin
     nb_list_remove(&request->link);
     nb_list_insert(&request->comm->active, &request->link);
     link->moved_ns = nb_now_ns();
+    link->flows++;
     nb_lanes_add(link->lanes, &request->flow, link->moved_ns);
     return true;
 }
@@ -176,27 +178,36 @@ static struct nb_net_request *oldest(const struct nb_list *requests) {
     return nb_list_empty(requests) ? NULL : NB_CONTAINER(requests->next, struct nb_net_request, link);
 }
 
+static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request) {
+    nb_link_send(comm->link, comm->id, 0, request->data, request->bytes);
+    request_finish(request, NB_REQUEST_DONE);
+}
+
+// Takes the oldest grant for a send.
+static void send_granted(struct nb_net_comm *comm, struct nb_net_request *request) {
+    struct nb_link *link = comm->link;
+    size_t capacity = comm->grants[comm->grant_head];
+    comm->grant_head = (comm->grant_head + 1) % NB_NET_REQUESTS;
+    comm->grant_count--;
+    if (request->bytes > capacity) {
+        struct nb_error why = {0};
+        nb_fail(&why, -EMSGSIZE, "a send of %zu bytes to %s exceeds its receive of %zu", request->bytes, link->peer,
+                capacity);
+        nb_link_fail(link, &why);
+    } else if (request->bytes <= NB_NET_INLINE || (request->bytes <= NB_NET_LONE && nb_link_alone(link))) {
+        send_inline(comm, request);
+    } else {
+        uint64_t op = ++link->next_op;
+        nb_link_send(link, comm->id, op, NULL, request->bytes);
+        flow_start(link, request, op);
+    }
+}
+
 // Sends what has been granted.
 static void match(struct nb_net_comm *comm) {
-    struct nb_link *link = comm->link;
     struct nb_net_request *request = oldest(&comm->waiting);
-    while (request != NULL && comm->grant_count > 0 && !link->failing) {
-        size_t capacity = comm->grants[comm->grant_head];
-        comm->grant_head = (comm->grant_head + 1) % NB_NET_REQUESTS;
-        comm->grant_count--;
-        if (request->bytes > capacity) {
-            struct nb_error why = {0};
-            nb_fail(&why, -EMSGSIZE, "a send of %zu bytes to %s exceeds its receive of %zu", request->bytes, link->peer,
-                    capacity);
-            nb_link_fail(link, &why);
-        } else if (request->bytes <= NB_NET_INLINE) {
-            nb_link_send(link, comm->id, 0, request->data, request->bytes);
-            request_finish(request, NB_REQUEST_DONE);
-        } else {
-            uint64_t op = ++link->next_op;
-            nb_link_send(link, comm->id, op, NULL, request->bytes);
-            flow_start(link, request, op);
-        }
+    while (request != NULL && comm->grant_count > 0 && !comm->link->failing) {
+        send_granted(comm, request);
         request = oldest(&comm->waiting);
     }
 }

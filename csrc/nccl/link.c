@@ -1,6 +1,7 @@
 // Links: the control connection between two processes from handshake to end, its messages, and the lanes beside it
 // (see net.h).
 #include <errno.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -8,8 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "base/admission.h"
@@ -28,16 +31,20 @@
 
 enum {
     MAGIC = 0x4e424e4c,
-    WIRE_VERSION = 1,
+    WIRE_VERSION = 2,
     BACKLOG = 128,
-    IN_ROOM = 64 * 1024,
+    IN_ROOM = 128 * 1024,
     READS_MAX = 16, // of one event
     IN_FLIGHT_MAX = 8 * 1024 * 1024,
     TICK_NS = 10 * 1000 * 1000,
     RETRY_NS = 50 * 1000 * 1000,
     PING_MAX_NS = 1000 * 1000 * 1000,
-    LOST_NS = 250 * 1000 * 1000,   // a peer that dies also ends the control connection, which gives a better reason
-    GAP_NS = 500 * 1000 * 1000,    // a longer time between ticks: this process was descheduled
+    LOST_NS = 250 * 1000 * 1000, // a peer that dies also ends the control connection, which gives a better reason
+    GAP_NS = 500 * 1000 * 1000,  // a longer time between ticks: this process was descheduled
+    LONE_NS = 60 * 1000,         // a lone send that drains in less is sooner on the control connection
+    POLL_NS = 100 * 1000,        // between two progress passes of idle lanes
+    BACK_LEAST_NS = 1000 * 1000,
+    BACK_MOST_NS = 1000 * 1000 * 1000,
     LEAVE_NS = 2000 * 1000 * 1000, // for the peer to read what was written before the end
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
     BUSY_SLEEP_MS = 10,
@@ -79,7 +86,7 @@ struct wire_ctl {
 _Static_assert(sizeof(struct wire_hello) == 152 && sizeof(struct wire_answer) == 152, "crosses the wire");
 _Static_assert(sizeof(struct wire_ctl) == 24, "crosses the wire");
 _Static_assert(IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address), "a join fits");
-_Static_assert(IN_ROOM >= NB_NET_INLINE + (int)sizeof(struct wire_ctl), "an inline send fits");
+_Static_assert(IN_ROOM >= NB_NET_LONE + (int)sizeof(struct wire_ctl), "an inline send fits");
 
 struct nb_link_shake {
     struct wire_hello hello;
@@ -180,17 +187,33 @@ static bool out_reserve(struct nb_link *link, size_t bytes) {
     return true;
 }
 
+// Copies what is left of a message after its first `sent` bytes to the end of the output.
+static void out_append(struct nb_link *link, struct iovec iov[2], size_t sent) {
+    for (int i = 0; i < 2; i++) {
+        size_t skip = sent < iov[i].iov_len ? sent : iov[i].iov_len;
+        sent -= skip;
+        if (skip < iov[i].iov_len) {
+            char *at = link->out + link->out_begin + link->out_bytes;
+            memcpy(at, (char *)iov[i].iov_base + skip, iov[i].iov_len - skip);
+            link->out_bytes += iov[i].iov_len - skip;
+        }
+    }
+}
+
 static void put(struct nb_link *link, const void *head, size_t head_bytes, const void *data, size_t bytes) {
-    if (link->failing || link->state == NB_LINK_ENDED || !out_reserve(link, head_bytes + bytes)) {
+    if (link->failing || link->state == NB_LINK_ENDED) {
         return;
     }
+    struct iovec iov[2] = {{.iov_base = (void *)head, .iov_len = head_bytes},
+                           {.iov_base = (void *)data, .iov_len = bytes}};
+    struct msghdr msg = {.msg_iov = iov, .msg_iovlen = bytes > 0 ? 2 : 1};
     bool idle = link->out_bytes == 0;
-    char *at = link->out + link->out_begin + link->out_bytes;
-    memcpy(at, head, head_bytes);
-    if (bytes > 0) {
-        memcpy(at + head_bytes, data, bytes);
+    ssize_t n = idle ? sendmsg(link->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
+    size_t sent = n > 0 ? (size_t)n : 0; // flush() finds a failure again
+    if (sent == head_bytes + bytes || !out_reserve(link, head_bytes + bytes - sent)) {
+        return;
     }
-    link->out_bytes += head_bytes + bytes;
+    out_append(link, iov, sent);
     if (idle) {
         flush(link);
     }
@@ -212,8 +235,35 @@ void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity) {
     put_ctl(link, (struct wire_ctl){.type = LINK_GRANT, .comm = id, .bytes = capacity}, NULL, 0);
 }
 
+// Looks whether the peer has all of a lone send. A slow one keeps the next ones off the control connection, for longer
+// each time: a flow is capped, or the peer is far.
+static void lone_look(struct nb_link *link, int64_t now) {
+    int unsent = 0;
+    if (link->lone_ns == 0 || link->out_bytes > 0 || ioctl(link->watch.fd, SIOCOUTQ, &unsent) < 0 || unsent > 0) {
+        return;
+    }
+    if (now - link->lone_ns > LONE_NS) {
+        link->back_ns = link->back_ns < BACK_MOST_NS / 2 ? 2 * link->back_ns : (int64_t)BACK_MOST_NS;
+        link->lanes_ns = now + link->back_ns;
+    } else {
+        link->back_ns = BACK_LEAST_NS;
+    }
+    link->lone_ns = 0;
+}
+
+static bool lanes_idle(const struct nb_link *link) {
+    return link->flows == 0 && nb_list_empty(&link->sinks);
+}
+
+bool nb_link_alone(struct nb_link *link) {
+    int64_t now = nb_now_ns();
+    lone_look(link, now);
+    return lanes_idle(link) && link->out_bytes == 0 && link->lone_ns == 0 && now >= link->lanes_ns;
+}
+
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes) {
     const struct wire_ctl ctl = {.type = LINK_SEND, .comm = id, .op = op, .bytes = bytes};
+    link->lone_ns = data != NULL && bytes > NB_NET_INLINE ? nb_now_ns() : link->lone_ns;
     put_ctl(link, ctl, data, data != NULL ? bytes : 0);
 }
 
@@ -470,7 +520,7 @@ static int ctl_step(struct nb_link *link, const char *data, size_t bytes) {
     }
     memcpy(&ctl, data, sizeof ctl);
     size_t payload = ctl.type == LINK_SEND && ctl.op == 0 ? ctl.bytes : 0;
-    if (payload > NB_NET_INLINE || ctl.bytes > NB_NET_BYTES_MAX) {
+    if (payload > NB_NET_LONE || ctl.bytes > NB_NET_BYTES_MAX) {
         return NB_EWIRE;
     }
     if (bytes < sizeof ctl + payload) {
@@ -534,7 +584,8 @@ static void control_ended(struct nb_link *link, int code) {
 
 static void link_read(struct nb_link *link) {
     for (int i = 0; i < READS_MAX && !link->failing && link->watch.fd >= 0; i++) {
-        ssize_t n = recv(link->watch.fd, link->in + link->in_bytes, IN_ROOM - link->in_bytes, MSG_DONTWAIT);
+        size_t room = IN_ROOM - link->in_bytes;
+        ssize_t n = recv(link->watch.fd, link->in + link->in_bytes, room, MSG_DONTWAIT);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
@@ -545,6 +596,9 @@ static void link_read(struct nb_link *link) {
         link->in_bytes += (size_t)n;
         link->heard_ns = nb_now_ns();
         parse(link);
+        if ((size_t)n < room) {
+            return; // the loop reports later data and the end
+        }
     }
 }
 
@@ -589,6 +643,7 @@ static struct nb_link *link_new(struct nb_net *net, bool outgoing) {
     link->watch = (struct nb_watch){.fd = -1, .ready = link_ready};
     link->opened_ns = nb_now_ns();
     link->heard_ns = link->opened_ns;
+    link->back_ns = BACK_LEAST_NS;
     nb_list_init(&link->comms);
     nb_list_init(&link->sinks);
     nb_list_insert(&net->links, &link->at_net);
@@ -852,6 +907,11 @@ void nb_links_progress(struct nb_net *net) {
         if (link->lanes == NULL || link->failing) {
             continue;
         }
+        lone_look(link, now);
+        if (link->state == NB_LINK_READY && lanes_idle(link) && now - link->polled_ns < POLL_NS) {
+            continue;
+        }
+        link->polled_ns = now;
         nb_lanes_progress(link->lanes, now);
         if (link->state == NB_LINK_LANES && nb_lanes_peer_ready(link->lanes, other_rank(link))) {
             link->state = NB_LINK_READY;

@@ -16,7 +16,8 @@
 // does not prove the key in time is dropped (base/admission.h).
 //
 // Transfers. irecv sends a grant with the capacity. isend takes the oldest grant of its comm, or waits for one; so
-// nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes goes over the control connection. A
+// nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes goes over the control connection; so
+// does one of up to NB_NET_LONE bytes while no flow is active and the control connection drains quickly (nb_link_alone). A
 // larger one gets the link's next operation number, is announced there with its true size, and travels over the lanes
 // as one flow. Both sides add flows in the order of these numbers, as lanes.h demands. A send is done when the peer
 // has it (inline: when it is written), a receive when all bytes have landed.
@@ -57,6 +58,7 @@
 enum {
     NB_NET_REQUESTS = 64,       // of one comm; NCCL keeps up to 32
     NB_NET_INLINE = 4096,       // largest send over the control connection
+    NB_NET_LONE = 64 * 1024,    // largest lone send over the control connection
     NB_NET_BLOCK = 16 * 1024,   // of a flow
     NB_NET_MAP_WORDS = 4,       // of a flow's map inside the request: 4 MiB
     NB_NET_BYTES_MAX = 1 << 30, // largest message
@@ -237,6 +239,8 @@ struct nb_link {
     uint32_t next_comm;
     uint64_t next_op;
     struct nb_list sinks; // flows of comms that were closed here
+    long flows;           // of requests, on the lanes
+    int64_t polled_ns;    // last progress of the lanes
     bool leaving;         // outgoing: the last comm is closed
     bool left;            // incoming: the peer leaves
     bool failing;         // fails at the end of this pass
@@ -247,7 +251,10 @@ struct nb_link {
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
     int64_t leave_ns;
-    int64_t lost_ns; // since when no lane is left; 0: one is
+    int64_t lost_ns;  // since when no lane is left; 0: one is
+    int64_t lone_ns;  // when a lone send began to drain; 0: none drains
+    int64_t lanes_ns; // until then, lone sends take the lanes
+    int64_t back_ns;  // how long they do after the next slow one
     char *in;
     size_t in_bytes;
     char *out;
@@ -269,6 +276,9 @@ void nb_link_close_comm(struct nb_link *link, uint32_t id);
 void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity);
 // Announces a send. data NULL: a flow of this number follows.
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes);
+// True if lanes and control connection are idle and the last lone send drained quickly: a send of up to NB_NET_LONE
+// bytes is sooner there than on the lanes.
+bool nb_link_alone(struct nb_link *link);
 // Call when a comm of the link is gone.
 void nb_link_release(struct nb_link *link);
 // Fails the link at the end of this pass.

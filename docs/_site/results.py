@@ -98,6 +98,13 @@ def gates(*names: str) -> Iterator[str]:
         yield from judged(sitting["rows"])
 
 
+def nccl(*names: str) -> Iterator[str]:
+    """Yield one sitting of the gates N1 to N6: origin and table."""
+    found, sitting = sitting_of("nccl", names)
+    yield from origin(found, sitting)
+    yield from judged(sitting["rows"])
+
+
 def gates_plot(*names: str) -> Iterator[str]:
     """Yield a plot of one sitting: value, interval and bar of each figure, on a logarithmic scale."""
     _, sitting = sitting_of("gates", names)
@@ -290,6 +297,7 @@ def experiment(*topics: str) -> Iterator[str]:
 MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "gates": gates,
     "gates_plot": gates_plot,
+    "nccl": nccl,
     "peers": peers,
     "peers_plot": peers_plot,
     "overhead": overhead,

@@ -2,11 +2,14 @@
 //
 //   measure --plugin FILE [--version N] [--through LIBNCCL]   a plugin's table; --through: by NCCL's own adapter
 //   measure --stock LIBNCCL                                   NCCL's Socket network
-//   options: --bytes N --count N --depth N --channels N --rounds N --fault kill|stop
+//   options: --bytes N --count N --depth N --channels N --warm N --rounds N --ping N --ahead N --side N --socket N
+//            --fault kill|stop
 //
-// Prints one line of JSON: Gbit/s from process 0 to process 1, half the round-trip time of 8 bytes, and the CPU time of
-// both processes. With --fault: the time until process 0 gets an error after process 1 is killed or stopped. If
-// something is missing: {"not_run": reason}.
+// One line of JSON: Gbit/s from process 0 to process 1, half the time of a round trip of --ping bytes (8), CPU time of
+// both, and the number of wrong bytes among the last messages. --warm: messages of each channel before the measured
+// ones. --ahead: receives of round trips that are posted before their message is due, as NCCL does. --side, --socket:
+// only one of the two processes, and its socket to the other. With a fault: the time until process 0 sees an error
+// after process 1 is killed or stopped. What is missing: {"not_run": why}.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -22,7 +25,7 @@
 
 extern char **environ;
 
-enum { CHANNELS_MAX = 16, PING_BYTES = 8, WARM_ROUNDS = 100 };
+enum { CHANNELS_MAX = 16, PING_BYTES = 8, WARM_ROUNDS = 100, PATTERN = 251 };
 
 struct plan {
     const char *plugin;
@@ -34,8 +37,12 @@ struct plan {
     long count; // messages of one channel
     long depth; // in flight on one channel
     long channels;
-    long rounds; // of the latency measurement
+    long warm;   // messages of one channel that are not measured
+    long rounds; // of the latency
+    long ping;   // bytes of a round trip
+    long ahead;  // receives of round trips that are posted before their message is due
     long side;   // -1: the parent
+    long socket; // to the other process
 };
 
 struct channel {
@@ -125,17 +132,30 @@ static void channel_open(const struct proxy *proxy, struct channel *channel, con
         require(channel->send != NULL || proxy_connect(proxy, 0, handle, &channel->send) == 0, "connect");
         require(channel->recv != NULL || proxy_accept(proxy, channel->listener, &channel->recv) == 0, "accept");
     }
-    channel->data = calloc((size_t)plan->depth, plan->bytes + PING_BYTES);
+    channel->data = calloc((size_t)plan->depth, plan->bytes + (size_t)plan->ping);
     require(channel->data != NULL, "memory");
     void *comm = plan->side == 0 ? channel->send : channel->recv;
     require(proxy_register(proxy, comm, channel->data, plan->bytes, &mhandle) == 0, "regMr");
 }
 
-// Moves all messages of all channels in one direction. Returns the time in ns.
-static int64_t stream(const struct proxy *proxy, struct channel *channels, const struct plan *plan) {
+// The content of process 0's memory, other at each place of a message. Process 1 counts the bytes that are not so.
+static size_t pattern(const struct channel *channels, const struct plan *plan) {
+    size_t wrong = 0;
+    for (long c = 0; c < plan->channels; c++) {
+        for (size_t i = 0; i < (size_t)plan->depth * plan->bytes; i++) {
+            char value = (char)((i + i / plan->bytes + (size_t)c) % PATTERN);
+            wrong += channels[c].data[i] != value;
+            channels[c].data[i] = plan->side == 0 ? value : channels[c].data[i];
+        }
+    }
+    return wrong;
+}
+
+// Moves `count` messages of each channel one way. Returns the time.
+static int64_t stream(const struct proxy *proxy, struct channel *channels, const struct plan *plan, long count) {
     struct proxy_queue queues[CHANNELS_MAX] = {0};
     long posted[CHANNELS_MAX] = {0};
-    long left = plan->channels * plan->count;
+    long left = plan->channels * count;
     int64_t began = now_ns();
     for (long c = 0; c < plan->channels; c++) {
         queues[c].sends = plan->side == 0;
@@ -146,7 +166,7 @@ static int64_t stream(const struct proxy *proxy, struct channel *channels, const
             int result = 0;
             int bytes = 0;
             char *data = channels[c].data + (size_t)(posted[c] % plan->depth) * plan->bytes;
-            if (posted[c] < plan->count && queues[c].count < plan->depth) {
+            if (posted[c] < count && queues[c].count < plan->depth) {
                 posted[c] += proxy_post(proxy, &queues[c], data, plan->bytes, &result);
                 require(result == 0, "isend or irecv");
             }
@@ -157,24 +177,47 @@ static int64_t stream(const struct proxy *proxy, struct channel *channels, const
     return now_ns() - began;
 }
 
-static void transfer(const struct proxy *proxy, void *comm, bool sends, char *data) {
-    struct proxy_queue queue = {.comm = comm, .sends = sends};
+static void post(const struct proxy *proxy, struct proxy_queue *queue, char *data, size_t size) {
     int result = 0;
-    int bytes = 0;
-    while (!proxy_post(proxy, &queue, data, PING_BYTES, &result)) {
+    while (!proxy_post(proxy, queue, data, size, &result)) {
         require(result == 0, "isend or irecv");
     }
-    while (!proxy_poll(proxy, &queue, &bytes, &result)) {
+}
+
+static void finish(const struct proxy *proxy, struct proxy_queue *queue) {
+    int result = 0;
+    int bytes = 0;
+    while (!proxy_poll(proxy, queue, &bytes, &result)) {
         require(result == 0, "test");
     }
 }
 
+// Posts receives until `total` were posted.
+static long receives(const struct proxy *proxy, struct proxy_queue *queue, const struct channel *channel, size_t size,
+                     long posted, long total) {
+    for (; posted < total; posted++) {
+        post(proxy, queue, channel->data, size);
+    }
+    return posted;
+}
+
 static int64_t round_trips(const struct proxy *proxy, struct channel *channel, const struct plan *plan, long rounds) {
+    struct proxy_queue in = {.comm = channel->recv};
+    struct proxy_queue out = {.comm = channel->send, .sends = true};
+    size_t size = (size_t)plan->ping;
+    long posted = 0;
     int64_t began = now_ns();
     for (long i = 0; i < rounds; i++) {
+        long ahead = i + plan->side + plan->ahead;
         for (int half = 0; half < 2; half++) {
-            bool sends = (half == 0) == (plan->side == 0);
-            transfer(proxy, sends ? channel->send : channel->recv, sends, channel->data);
+            if ((half == 0) == (plan->side == 0)) {
+                post(proxy, &out, channel->data, size);
+                posted = receives(proxy, &in, channel, size, posted, ahead < rounds ? ahead : rounds);
+                finish(proxy, &out);
+            } else {
+                posted = receives(proxy, &in, channel, size, posted, i + 1);
+                finish(proxy, &in);
+            }
         }
     }
     return now_ns() - began;
@@ -223,9 +266,14 @@ static int side_main(const struct plan *plan) {
     }
     (void)round_trips(&proxy, &channels[0], plan, WARM_ROUNDS);
     double trip_us = (double)round_trips(&proxy, &channels[0], plan, plan->rounds) / (double)plan->rounds / 1e3;
+    if (plan->side == 0) {
+        (void)pattern(channels, plan);
+    }
+    barrier();
+    (void)stream(&proxy, channels, plan, plan->warm);
     barrier();
     double cpu[2] = {cpu_s(), 0};
-    int64_t took = stream(&proxy, channels, plan);
+    int64_t took = stream(&proxy, channels, plan, plan->count);
     cpu[0] = cpu_s() - cpu[0];
     send_bytes(&cpu[0], sizeof cpu[0]);
     receive_bytes(&cpu[1], sizeof cpu[1]);
@@ -233,9 +281,9 @@ static int side_main(const struct plan *plan) {
     if (plan->side == 1) { // only the receiver knows when all data have arrived
         (void)printf(
             "{\"gbit_per_s\": %.3f, \"latency_us\": %.2f, \"open_ms\": %.1f, \"cpu_s_per_gb\": %.3f, \"bytes\": %zu, "
-            "\"count\": %ld, \"depth\": %ld, \"channels\": %ld}\n",
+            "\"count\": %ld, \"depth\": %ld, \"channels\": %ld, \"time_s\": %.6f, \"cpu_s\": %.6f, \"wrong\": %zu}\n",
             moved * 8 / (double)took, trip_us / 2, open_ms, (cpu[0] + cpu[1]) / (moved / 1e9), plan->bytes, plan->count,
-            plan->depth, plan->channels);
+            plan->depth, plan->channels, (double)took / 1e9, cpu[0] + cpu[1], pattern(channels, plan));
     }
     for (long c = 0; c < plan->channels; c++) {
         require(proxy_close_send(&proxy, channels[c].send) == 0, "closeSend");
@@ -280,8 +328,15 @@ static int parent_main(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-    struct plan plan = {
-        .version = 12, .bytes = 1 << 20, .count = 256, .depth = 4, .channels = 1, .rounds = 2000, .side = -1};
+    struct plan plan = {.version = 12,
+                        .bytes = 1 << 20,
+                        .count = 256,
+                        .depth = 4,
+                        .channels = 1,
+                        .rounds = 2000,
+                        .ping = PING_BYTES,
+                        .side = -1,
+                        .socket = SOCKET};
     for (int i = 1; i + 1 < argc; i += 2) {
         const struct {
             const char *name;
@@ -290,7 +345,9 @@ int main(int argc, char **argv) {
         } options[] = {
             {"--plugin", &plan.plugin, NULL},     {"--stock", &plan.stock, NULL},   {"--through", &plan.through, NULL},
             {"--fault", &plan.fault, NULL},       {"--count", NULL, &plan.count},   {"--depth", NULL, &plan.depth},
-            {"--channels", NULL, &plan.channels}, {"--rounds", NULL, &plan.rounds}, {"--side", NULL, &plan.side}};
+            {"--channels", NULL, &plan.channels}, {"--rounds", NULL, &plan.rounds}, {"--side", NULL, &plan.side},
+            {"--warm", NULL, &plan.warm},         {"--ping", NULL, &plan.ping},     {"--socket", NULL, &plan.socket},
+            {"--ahead", NULL, &plan.ahead}};
         for (size_t o = 0; o < sizeof options / sizeof options[0]; o++) {
             if (strcmp(argv[i], options[o].name) == 0 && options[o].text != NULL) {
                 *options[o].text = argv[i + 1];
@@ -304,5 +361,6 @@ int main(int argc, char **argv) {
     require(plan.plugin != NULL || plan.stock != NULL, "name --plugin or --stock");
     require(plan.depth > 0 && plan.depth <= PROXY_REQUESTS && plan.channels > 0 && plan.channels <= CHANNELS_MAX,
             "--depth is at most 32, --channels at most 16");
+    require(plan.socket == SOCKET || dup2((int)plan.socket, SOCKET) == SOCKET, "the socket");
     return plan.side < 0 ? parent_main(argc, argv) : side_main(&plan);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import cases  # noqa: E402
 import gates  # noqa: E402
+import nccl_gates  # noqa: E402
 import scale  # noqa: E402
 import sharing  # noqa: E402
 import transport  # noqa: E402
@@ -249,3 +251,61 @@ def test_with_many_ranks_few_steps_are_best_for_small_sizes_and_a_ring_for_large
 def test_the_bound_of_the_judge_is_that_of_the_bus_bandwidth() -> None:
     assert gates.bits_s(10**6, 8e6) == 1.0
     assert gates.bits_s(10**6, 8e6, 8) == 1.75
+
+
+def test_a_path_of_nccl_selects_network_lanes_and_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_gates, "library", lambda: Path("/libnccl.so.2"))
+    options, names = nccl_gates.way("stock 4x1")
+    assert options == ["--stock", "/libnccl.so.2"]
+    assert names == {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "1"}
+    assert nccl_gates.way("stock")[1] == {}
+    options, names = nccl_gates.way("ofi x16")
+    assert options == ["--plugin", str(nccl_gates.PLUGIN)]
+    assert (names["NETBOTTLENECK_TRANSPORT"], names["NETBOTTLENECK_STREAMS"]) == ("ofi", "16")
+
+
+def test_without_nccl_its_gates_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_gates, "library", lambda: None)
+    run = cases.Run(lambda _: None)
+    figures = [figure for name in ("N1", "N2", "N3", "N4", "N5") for figure in nccl_gates.GATES[name](run)]
+    assert {figure.reason for figure in figures} == {"NCCL is not installed (requirements/nccl.txt)"}
+
+
+@pytest.fixture
+def nccl_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Replace the measurement of NCCL's paths; return the time of each path, 1 s if it is not set."""
+    times: dict[str, float] = {}
+
+    def sample(_program: Path, name: str, _options: Any, _lab: Any = None) -> dict[str, Any]:
+        took = times.get(name, 1.0)
+        return {"time_s": took, "latency_us": 1e6 * took, "cpu_s": 2 * took, "wrong": 0, "error_after_s": took}
+
+    for name, value in (("sample", sample), ("_await_quiet", int), ("library", lambda: Path("/none/a/b/c/d"))):
+        monkeypatch.setattr(nccl_gates, name, value)
+    monkeypatch.setattr(nccl_gates, "compiled", lambda folder: folder / "measure")
+    monkeypatch.setattr(nccl_gates, "checked", contextlib.nullcontext)
+    return times
+
+
+def test_nccl_is_compared_with_its_best_setting(nccl_times: dict[str, float]) -> None:
+    nccl_times |= {"tcp x4": 0.8, "ofi x4": 1.1}
+    run = cases.Run(lambda _: None, batches=1)
+    assert [(figure.verdict, figure.rounds) for figure in nccl_gates.n3(run)] == [("pass", 10), ("fail", 10)]
+    nccl_times["stock 2x8"] = 0.5
+    assert [figure.verdict for figure in nccl_gates.n3(run)] == ["fail", "fail"]
+    assert {row["bytes"] for row in run.rows} == {nccl_gates.LOOPBACK_BYTES}
+
+
+def test_a_slow_flow_is_compared_on_as_many_sockets(nccl_times: dict[str, float]) -> None:
+    nccl_times |= {"tcp x4": 0.39, "ofi x4": 0.41, "tcp x16": 0.19, "ofi x16": 0.21, "stock 4x4": 0.5}
+    found = {figure.name.partition(": ")[2]: figure.verdict for figure in nccl_gates.n2(cases.Run(lambda _: None))}
+    assert found["tcp x4 against the best of stock with up to 4 sockets"] == "pass"
+    assert found["ofi x4 against the best of stock with up to 4 sockets"] == "fail"
+    assert found["tcp x16 against the best of stock with up to 16 sockets"] == "pass"
+    assert found["ofi x16 against the best of stock with up to 16 sockets"] == "fail"
+
+
+def test_the_slowest_error_after_a_fault_counts(nccl_times: dict[str, float]) -> None:
+    nccl_times["ofi x4"] = 2.5
+    verdicts = [figure.verdict for figure in nccl_gates.n6(cases.Run(lambda _: None))]
+    assert verdicts == ["pass", "fail", "pass", "pass"]  # killed: 2 s, stopped: 3 s

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import netbottleneck
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-ROOT = Path(__file__).resolve().parents[2]
-PLUGIN = Path(netbottleneck.__file__).with_name("libnccl-net-netbottleneck.so")
+import nccl_gates
+from nccl_gates import PLUGIN
+
 VERSIONS = (6, 8, 10, 11, 12)
 ADAPTED = (6, 8, 10, 11)  # NCCL 2.30 uses version 12 as it is
 LIMIT_S = 120
@@ -28,23 +28,13 @@ Measure = Callable[..., dict[str, Any]]
 
 def nccl_library() -> Path:
     """Return NCCL's library; skips the test where there is none."""
-    spec = importlib.util.find_spec("nvidia")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(place, "nccl", "lib", "libnccl.so.2")
-        if path.is_file():
-            return path
-    pytest.skip("not run: NCCL is not installed (requirements/nccl.txt)")
+    return nccl_gates.library() or pytest.skip("not run: NCCL is not installed (requirements/nccl.txt)")
 
 
 @pytest.fixture(scope="module")
 def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     """Return a function that runs tests/nccl/measure.c and returns what it prints."""
-    program = tmp_path_factory.mktemp("nccl") / "measure"
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    assert compiler is not None, "no C compiler"
-    source = ROOT / "tests" / "nccl" / "measure.c"
-    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(program), "-ldl", "-lm"], check=True, timeout=LIMIT_S)
+    program = nccl_gates.compiled(tmp_path_factory.mktemp("nccl"))
 
     def run(*options: str, **variables: str) -> dict[str, Any]:
         env = {**os.environ, "NETBOTTLENECK_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **variables}

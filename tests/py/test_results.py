@@ -53,7 +53,12 @@ def test_every_interval_holds_its_value(path: Path) -> None:
 
 
 def test_every_table_and_plot_can_be_made() -> None:
-    for name, arguments in {"gates": ("latest",), "gates_plot": ("latest",), "peers_plot": ("64",)}.items():
+    for name, arguments in {
+        "gates": ("latest",),
+        "nccl": ("latest",),
+        "gates_plot": ("latest",),
+        "peers_plot": ("64",),
+    }.items():
         assert "\n".join(results.MAKERS[name](*arguments)).strip()
     for each in results.load("experiments")["experiments"]:
         assert "\n".join(results.experiment(each["topic"])).count("\n| ") == len(each["rows"]) + 2

@@ -51,12 +51,12 @@ def _results(args: argparse.Namespace) -> Iterator[Result]:
 
 def _known(args: argparse.Namespace) -> list[known.Answer]:
     """Run the known answers, and print their table."""
-    found = list(known.answers(args.known, args.seeds[0]))
+    found = list(known.answers(args.known, args.seeds[0], args.only))
     for one in found:
         if one.wrong:
             print(f"FAILED  {one.kind.name}: {one.truth_ms:.3f} ms injected, {one.shown_ms:.3f} ms shown: {one.job}")
     if found:
-        print(f"known answers: largest error allowed {known.ERROR_MAX:.0%}")
+        print(f"known answers: an error of at most {known.ERROR_MAX:.0%} passes")
     for row in known.table(found):
         print(
             f"{row['kind']}: {row['runs']} runs of {row['least_part_percent']} % to {row['largest_part_percent']} % of "
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--known", type=int, default=0, metavar="N", help="also run N known answers of each kind (0)")
     parser.add_argument("--live", action="store_true", help="also run the trainings in labs of network namespaces")
-    parser.add_argument("--only", default="", help="run the scenarios whose names contain this text")
+    parser.add_argument("--only", default="", help="run what has this text in its name")
     parser.add_argument("--store", action="store_true", help="write the outcome to benchmarks/results/scenarios.json")
     return parser
 

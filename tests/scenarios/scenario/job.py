@@ -33,13 +33,13 @@ MIB = 1 << 20
 class Job:
     """The causes of a job's step. Times in ms, rates in bits a second.
 
-    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one flow;
-    stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its compute.
-    sleeps_ms, input_of_ms: by rank, within the backward and before the forward. jitter: deviation of a rank's compute
-    from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all ranks of a block together. contention: compute takes
-    this many times as long beside traffic. hooks: factor of every recorded step's forward. clock_ms: by rank, how far
-    its clock is ahead. busy: cores that a rank keeps busy, of two. other_share: part of the interface's bytes that is
-    not recorded.
+    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one
+    flow; stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its
+    compute. sleeps_ms, input_of_ms: by rank, within the backward and before the forward. jitter: deviation of a
+    rank's compute from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all
+    ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
+    every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
+    busy, of two. other_share: part of the interface's bytes that is not recorded.
     """
 
     ranks: int = 2
@@ -88,9 +88,9 @@ class Job:
 class Clockwork:
     """Runs a job step by step. `now` is when each rank begins its next step, in ms.
 
-    spent: by (step, rank), the ms that it spends for each reason, counted as the clock advances: `input`; `slowed`, more
-    compute because of traffic; `wire`, gradients between the ranks; `exposed`, the part of it in which the rank is
-    blocked; `waiting`, blocked before the last rank has its last gradient.
+    spent: by (step, rank), the ms that it spends for each reason, counted as the clock advances: `input`; `slowed`,
+    more compute because of traffic; `wire`, gradients between the ranks; `exposed`, the part of it in which the
+    rank is blocked; `waiting`, blocked before the last rank has its last gradient.
     """
 
     def __init__(self, job: Job, seed: int) -> None:

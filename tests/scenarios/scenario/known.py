@@ -201,15 +201,18 @@ def answer(kind: Kind, draw: Draw, seed: int) -> Answer:
     return Answer(kind, job, truth_ms, whole_ms, shown_ms, float(long_ms.mean()))
 
 
-def answers(count: int, seed: int) -> Iterator[Answer]:
-    """Yield `count` answers of each kind."""
-    for kind in KINDS:
+def answers(count: int, seed: int, only: str = "") -> Iterator[Answer]:
+    """Yield `count` answers of each kind whose name contains the text."""
+    for kind in (kind for kind in KINDS if only in kind.name):
         for number in range(count):
             yield answer(kind, random.Random(f"{seed}/{kind.name}/{number}"), seed * 1000 + number)
 
 
 def table(found: Sequence[Answer]) -> list[Mapping[str, str | float | int]]:
-    """A row for each kind: runs, shares of the step, errors in percent, and runs beyond the limit."""
+    """A row for each kind: runs, parts of the step, errors in percent, and runs beyond the limit.
+
+    all_steps: the same errors against the mean of all steps.
+    """
     rows: list[Mapping[str, str | float | int]] = []
     for kind in KINDS:
         own = [one for one in found if one.kind is kind]

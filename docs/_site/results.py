@@ -294,6 +294,53 @@ def experiment(*topics: str) -> Iterator[str]:
         )
 
 
+def matrix() -> Iterator[str]:
+    """Yield the confusion matrix of causes: origin, counts, a row for each cause, the columns' codes."""
+    found = load("scenarios")
+    yield from origin(found)
+    rows = found["matrix"]
+    runs, wrong = (sum(int(row[name]) for row in rows) for name in ("runs", "wrong"))
+    yield f"Seeds {found['seeds']}. {runs} verdicts, {wrong} of them wrong.\n"
+    codes = list(dict.fromkeys(code for row in rows for code in row["cause"].removesuffix(" removed").split(" or ")))
+    codes += [code for code in dict.fromkeys(code for row in rows for code in row["verdicts"]) if code not in codes]
+    heads = ("cause", "runs", "wrong", *(str(number) for number, _ in enumerate(codes, 1)))
+    yield from table(
+        heads,
+        ((row["cause"], row["runs"], row["wrong"], *(row["verdicts"].get(code, "") for code in codes)) for row in rows),
+    )
+    yield "Columns: " + ", ".join(f"{number} `{code}`" for number, code in enumerate(codes, 1)) + ".\n"
+
+
+def verdict_savings() -> Iterator[str]:
+    """Yield how far the savings of verdicts are from the difference to the twins."""
+    found = load("scenarios")["savings"]
+    yield (
+        f"{found['runs']} savings: median error {found['median_error_percent']} %, nine of ten within "
+        f"{found['nine_of_ten_percent']} %, largest {found['largest_error_percent']} %."
+    )
+
+
+KNOWN = {
+    "kind": "length",
+    "runs": "runs",
+    "least_part_percent": "least, % of the step",
+    "largest_part_percent": "largest, % of the step",
+    "median_error_percent": "median error, %",
+    "nine_of_ten_percent": "nine of ten within, %",
+    "largest_error_percent": "largest error, %",
+    "beyond": "runs beyond 5 %",
+    "all_steps_median_percent": "median error against all steps, %",
+    "all_steps_largest_percent": "largest error against all steps, %",
+    "all_steps_beyond": "runs beyond 5 % against all steps",
+}
+
+
+def known_lengths() -> Iterator[str]:
+    """Yield the errors of injected lengths."""
+    rows = load("scenarios")["known"]
+    return table(list(KNOWN.values()), ([row[name] for name in KNOWN] for row in rows))
+
+
 MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "gates": gates,
     "gates_plot": gates_plot,
@@ -308,4 +355,7 @@ MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "prediction": prediction,
     "claim": claim,
     "experiment": experiment,
+    "matrix": matrix,
+    "verdict_savings": verdict_savings,
+    "known_lengths": known_lengths,
 }

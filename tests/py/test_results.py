@@ -65,6 +65,18 @@ def test_every_table_and_plot_can_be_made() -> None:
     assert "1.000 [1.000, 1.000]" in "\n".join(results.gates("latest"))
 
 
+def test_the_matrix_and_the_known_lengths_can_be_made() -> None:
+    found = results.load("scenarios")
+    matrix = "\n".join(results.matrix())
+    assert matrix.count("\n| ") == len(found["matrix"]) + 2
+    for row in found["matrix"]:
+        assert int(row["runs"]) == sum(map(int, row["verdicts"].values()))
+    assert "\n".join(results.known_lengths()).count("\n| ") == len(found["known"]) + 1
+    assert sum(int(row["runs"]) for row in found["known"]) >= 200
+    assert " savings: " in "\n".join(results.verdict_savings())
+
+
+
 def test_a_run_of_the_gates_is_stored_as_a_sitting() -> None:
     note = "tcp 1.94 Gbit/s, iperf3-4 1.90 Gbit/s"
     figure = {"name": "tcp 64 MB", "bar": 0.97, "value": 1.02, "interval_95": [1.0, 1.04], "rounds": 8, "note": note}

@@ -1,4 +1,7 @@
-"""Every scenario of tests/scenarios with one seed: its verdict and saving, and not that verdict about its twin."""
+"""Every scenario of tests/scenarios with one seed, and a few known answers of each kind.
+
+A scenario gets its verdict and saving, and its twin does not get that verdict.
+"""
 
 import random
 import sys
@@ -8,7 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
+import run as program
+from scenario import known, matrix
 from scenario.cases import CASES
+from scenario.job import Job, work_of
 from scenario.judge import judge, run
 
 SEED = 1
@@ -22,3 +28,45 @@ def test_a_scenario_gets_its_verdict_and_its_twin_does_not(make):
     assert result.wrong == ()
     if result.error is not None:
         assert abs(result.error) < ERROR_MAX
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("kind", known.KINDS, ids=lambda kind: kind.name)
+def test_a_report_shows_an_injected_length_within_5_percent(kind, number):
+    found = known.answer(kind, random.Random(f"test/{kind.name}/{number}"), number)
+    assert found.truth_ms >= known.RESOLVED_MIN * found.step_ms
+    assert found.shown_ms == pytest.approx(found.truth_ms, rel=0.05)
+
+
+def test_the_clock_counts_what_was_injected():
+    work, _ = work_of(Job(sleeps_ms={1: 20.0}, input_ms=7.0, noise=0.0, latency_ms=1.0, link_bps=1e30, flow_bps=1e30))
+    spent = [work.spent[0, rank] for rank in range(2)]
+    assert [one["input"] for one in spent] == pytest.approx([7, 7])
+    assert [one["waiting"] for one in spent] == pytest.approx([20, 0])
+    assert [one["wire"] for one in spent] == pytest.approx([4, 4])
+    assert [one["exposed"] for one in spent] == pytest.approx([1, 1])
+    assert [one["slowed"] for one in spent] == [0, 0]
+
+
+def test_the_clock_counts_compute_slowed_by_traffic():
+    # Four buckets at 15, 30, 45 and 60 ms of compute, 1 ms of traffic after each: three of them beside compute.
+    work, _ = work_of(Job(noise=0.0, latency_ms=1.0, link_bps=1e30, flow_bps=1e30, contention=2.0))
+    assert work.spent[0, 0]["slowed"] == pytest.approx(1.5)
+    assert work.steps[0].duration_ns == pytest.approx(1e6 * (0.5 + 30 + 60 + 1.5 + 1 + 2))
+
+
+def test_a_matrix_has_a_row_for_a_cause_and_one_for_its_twin():
+    make = next(make for make in CASES if make.__name__ == "slow_input")
+    found = matrix.rows([run(make(random.Random(seed)), seed, judge) for seed in (1, 2)])
+    assert [(row["cause"], row["runs"], row["wrong"]) for row in found] == [
+        ("INPUT_LIMITED", 2, 0),
+        ("INPUT_LIMITED removed", 2, 0),
+    ]
+    assert found[0]["verdicts"] == {"INPUT_LIMITED": 2}
+
+
+def test_several_seeds_make_one_matrix(capsys):
+    assert program.main(["--seeds", "3-4", "--only", "slow optimizer"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "OPTIMIZER_LIMITED             2     0              2    ." in lines
+    assert lines[-1] == "2 passed, 0 failed"

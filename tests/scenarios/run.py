@@ -1,6 +1,7 @@
-"""Runs the scenarios: `run.py [--seed N] [--only TEXT]`. A line for each; the last line counts them.
+"""Runs the scenarios: `run.py [--seeds A-B] [--known N] [--only TEXT]`. A line for each; the last line counts them.
 
-Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps.
+Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps. `--known`
+compares injected lengths of time with those that the report shows. `--store` keeps the outcome of a run of both.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ import argparse
 import random
 import statistics
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from scenario import known, matrix
 from scenario.cases import CASES, LIVE
 from scenario.judge import Result, judge, run
 from scenario.live import measure
 
 
-def _drawn(makers: Sequence[Any], args: argparse.Namespace) -> list[Any]:
+def _drawn(makers: Sequence[Any], seed: int, only: str) -> list[Any]:
     """The scenarios of these makers, drawn by the seed, whose names contain the text."""
-    made = [make(random.Random(f"{args.seed}/{make.__name__}")) for make in makers]
-    return [case for case in made if args.only in case.name]
+    made = [make(random.Random(f"{seed}/{make.__name__}")) for make in makers]
+    return [case for case in made if only in case.name]
 
 
 def _shown(result: Result) -> Result:
@@ -36,35 +38,101 @@ def _shown(result: Result) -> Result:
     return result
 
 
-def confusion(results: Sequence[Result]) -> list[str]:
-    """Lines of the confusion matrix: the code of each scenario's cause, and how often which verdict came out."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for result in results:
-        code = result.got.verdict.code
-        found[code if code in result.case.expected else result.case.expected[0]][code] += 1
-    return [
-        f"{code}: {', '.join(f'{n} x {got}' for got, n in row.most_common())}" for code, row in sorted(found.items())
-    ]
+def _results(args: argparse.Namespace) -> Iterator[Result]:
+    """Run the scenarios with each seed."""
+    for seed in args.seeds:
+        if len(args.seeds) > 1:
+            print(f"seed {seed}")
+        for case in _drawn(CASES, seed, args.only):
+            yield _shown(run(case, seed, judge))
+        for case in _drawn(LIVE, seed, args.only) if args.live else ():
+            yield _shown(run(case, seed, measure))
+
+
+def _known(args: argparse.Namespace) -> list[known.Answer]:
+    """Run the known answers, and print their table."""
+    found = list(known.answers(args.known, args.seeds[0], args.only))
+    for one in found:
+        if one.wrong:
+            print(f"FAILED  {one.kind.name}: {one.truth_ms:.3f} ms injected, {one.shown_ms:.3f} ms shown: {one.job}")
+    if found:
+        print(f"known answers: an error of at most {known.ERROR_MAX:.0%} passes")
+    for row in known.table(found):
+        print(
+            f"{row['kind']}: {row['runs']} runs of {row['least_part_percent']} % to {row['largest_part_percent']} % of "
+            f"the step; error: median {row['median_error_percent']} %, nine of ten {row['nine_of_ten_percent']} %, "
+            f"largest {row['largest_error_percent']} %; beyond: {row['beyond']}"
+        )
+    return found
+
+
+def _seeds(text: str) -> range:
+    """The seeds of `A` or `A-B`."""
+    first, _, last = text.partition("-")
+    found = range(int(first), int(last or first) + 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"no seed in {text}")
+    return found
+
+
+def _savings(results: Sequence[Result]) -> dict[str, float | int]:
+    """Errors of the savings against twins, in percent; empty without a saving."""
+    errors = sorted(100 * abs(result.error) for result in results if result.error is not None)
+    if not errors:
+        return {}
+    ninth = errors[int(0.9 * (len(errors) - 1))]
+    return {
+        "runs": len(errors),
+        "median_error_percent": round(statistics.median(errors), 1),
+        "nine_of_ten_percent": round(ninth, 1),
+        "largest_error_percent": round(errors[-1], 1),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--seeds", "--seed", type=_seeds, default=range(1, 2), help="A or A-B: draw rates, sizes, ranks and delays (1)"
+    )
+    parser.add_argument("--known", type=int, default=0, metavar="N", help="also run N known answers of each kind (0)")
+    parser.add_argument("--live", action="store_true", help="also run the trainings in labs of network namespaces")
+    parser.add_argument("--only", default="", help="run what has this text in its name")
+    parser.add_argument("--store", action="store_true", help="write the outcome to benchmarks/results/scenarios.json")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all scenarios. Returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="draws rates, sizes, ranks and delays (1)")
-    parser.add_argument("--live", action="store_true", help="also run the trainings in labs of network namespaces")
-    parser.add_argument("--only", default="", help="run the scenarios whose names contain this text")
+    parser = _parser()
     args = parser.parse_args(argv)
-    results = [_shown(run(case, args.seed, judge)) for case in _drawn(CASES, args)]
-    if args.live:
-        results += [_shown(run(case, args.seed, measure)) for case in _drawn(LIVE, args)]
-    errors = sorted(abs(result.error) for result in results if result.error is not None)
-    if errors:
-        ninth = errors[int(0.9 * (len(errors) - 1))]
-        print(f"savings against twins: median error {statistics.median(errors):.1%}, nine of ten within {ninth:.1%}")
-    for line in confusion(results):
+    if args.store and (args.only or args.live or not args.known):
+        parser.error("--store keeps a run of all simulated scenarios and of known answers")
+    begin = time.monotonic()
+    results = list(_results(args))
+    answers = _known(args)
+    savings = _savings(results)
+    if savings:
+        print(
+            f"savings against twins: median error {savings['median_error_percent']} %, "
+            f"nine of ten within {savings['nine_of_ten_percent']} %"
+        )
+    found = matrix.rows(results)
+    for line in matrix.lines(found):
         print(line)
-    failed = sum(bool(result.wrong) for result in results)
-    print(f"{len(results) - failed} passed, {failed} failed")
+    failed = sum(bool(result.wrong) for result in results) + sum(one.wrong for one in answers)
+    passed = len(results) + len(answers) - failed
+    if args.store:
+        outcome = {
+            "seeds": f"{args.seeds[0]} to {args.seeds[-1]}",
+            "passed": passed,
+            "failed": failed,
+            "matrix": found,
+            "savings": savings,
+            "known": known.table(answers),
+        }
+        command = "tests/scenarios/run.py " + " ".join(sys.argv[1:] if argv is None else argv)
+        print(f"stored in {matrix.store(outcome, command, time.monotonic() - begin)}")
+    print(f"{passed} passed, {failed} failed")
     return int(failed > 0)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from netbottleneck.trace.model import (
     Bucket,
@@ -31,13 +33,13 @@ MIB = 1 << 20
 class Job:
     """The causes of a job's step. Times in ms, rates in bits a second.
 
-    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one flow;
-    stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its compute.
-    sleeps_ms, input_of_ms: by rank, within the backward and before the forward. jitter: deviation of a rank's compute
-    from step to step, as a part of it; noise: the same, of all ranks of a block together. contention: compute takes
-    this many times as long beside traffic. hooks: factor of every recorded step's forward. clock_ms: by rank, how far
-    its clock is ahead. busy: cores that a rank keeps busy, of two. other_share: part of the interface's bytes that is
-    not recorded.
+    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one
+    flow; stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its
+    compute. sleeps_ms, input_of_ms: by rank, within the backward and before the forward. jitter: deviation of a
+    rank's compute from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all
+    ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
+    every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
+    busy, of two. other_share: part of the interface's bytes that is not recorded.
     """
 
     ranks: int = 2
@@ -57,6 +59,7 @@ class Job:
     sleeps_ms: Mapping[int, float] = field(default_factory=dict)
     input_of_ms: Mapping[int, float] = field(default_factory=dict)
     jitter: float = 0.0
+    input_jitter: float = 0.0
     noise: float = 0.002
     contention: float = 1.0
     hooks: float = 1.0
@@ -83,7 +86,12 @@ class Job:
 
 
 class Clockwork:
-    """Runs a job step by step. `now` is when each rank begins its next step, in ms."""
+    """Runs a job step by step. `now` is when each rank begins its next step, in ms.
+
+    spent: by (step, rank), the ms that it spends for each reason, counted as the clock advances: `input`; `slowed`,
+    more compute because of traffic; `wire`, gradients between the ranks; `exposed`, the part of it in which the
+    rank is blocked; `waiting`, blocked before the last rank has its last gradient.
+    """
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job, self.random = job, np.random.default_rng(seed)
@@ -91,6 +99,7 @@ class Clockwork:
         self.steps: list[Step] = []
         self.collectives: list[Collective] = []
         self.index = 0
+        self.spent: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def run(self) -> None:
         """Run all blocks; the arms' order is mirrored from round to round, as in a session."""
@@ -103,8 +112,8 @@ class Clockwork:
             for _ in range(self.job.block_steps):
                 self.step(Arm(arm), block, level)
 
-    def advance(self, begin: float, work: float, busy: Sequence[tuple[float, float]]) -> float:
-        """End of `work` ms of compute from `begin`, slower while one of the `busy` spans runs."""
+    def advance(self, rank: int, begin: float, work: float, busy: Sequence[tuple[float, float]]) -> float:
+        """End of a rank's `work` ms of compute from `begin`, slower while one of the `busy` spans runs."""
         for low, high in busy:
             if work <= 0:
                 break
@@ -113,7 +122,15 @@ class Clockwork:
             if work > 0 and begin < high:
                 beside = min(work, (high - begin) / self.job.contention)
                 begin, work = begin + beside * self.job.contention, work - beside
+                self.spent[self.index, rank]["slowed"] += beside * (self.job.contention - 1)
         return begin + max(work, 0.0)
+
+    def input(self) -> NDArray[np.float64]:
+        """Ms that each rank waits for its input."""
+        late = np.array([self.job.input_ms + self.job.input_of_ms.get(rank, 0.0) for rank in range(self.job.ranks)])
+        if self.job.input_jitter:
+            late *= np.maximum(1 + self.job.input_jitter * self.random.standard_normal(self.job.ranks), 0.1)
+        return late
 
     def step(self, arm: Arm, block: int, level: float) -> None:
         """Run one step of all ranks."""
@@ -122,7 +139,7 @@ class Clockwork:
         factor = [level * jitter[rank] * job.slower.get(rank, 1.0) for rank in ranks]
         hooks = 1.0 if arm == BARE else job.hooks
         begin = self.now.copy()
-        forward = np.array([begin[r] + job.input_ms + job.input_of_ms.get(r, 0.0) for r in ranks])
+        forward = begin + self.input()
         forward_end = np.array([forward[r] + job.forward_ms * factor[r] * hooks for r in ranks])
         at = forward_end.copy()
         sent: list[tuple[np.ndarray, float, float]] = []
@@ -131,7 +148,7 @@ class Clockwork:
             for r in ranks:
                 work = job.backward_ms * factor[r] / len(job.buckets)
                 work += job.sleeps_ms.get(r, 0.0) * (place == len(job.buckets) // 2)
-                at[r] = self.advance(at[r], work, busy)
+                at[r] = self.advance(r, at[r], work, busy)
             if arm == NULL:
                 sent.append((at.copy(), 0.0, 0.0))
                 continue
@@ -142,6 +159,11 @@ class Clockwork:
         resumed = np.maximum(at, busy[-1][1] if busy else 0.0)
         end = resumed + job.optimizer_ms
         for r in ranks:
+            spent = self.spent[self.index, r]
+            spent["input"] += forward[r] - begin[r]
+            spent["wire"] += sum(done - start for start, done in busy)
+            spent["exposed"] += sum(max(0.0, done - max(start, at.max())) for start, done in busy)
+            spent["waiting"] += at.max() - at[r] if busy else 0.0
             marks = (begin[r], forward[r], forward_end[r], at[r], resumed[r], end[r])
             self.record(arm, block, r, marks, sent)
         self.now, self.index = end, self.index + 1
@@ -232,11 +254,11 @@ def _rank(job: Job, rank: int) -> Rank:
     )
 
 
-def trace_of(job: Job, seed: int = 0) -> Trace:
-    """The trace of a run of the job. The same seed gives the same noise."""
+def work_of(job: Job, seed: int = 0) -> tuple[Clockwork, Trace]:
+    """A run of the job: its clockwork, and the trace that it records. The same seed gives the same noise."""
     work = Clockwork(job, seed)
     work.run()
-    return Trace(
+    return work, Trace(
         id="scenario",
         size=job.ranks,
         arms=tuple(map(Arm, job.arms)),
@@ -247,6 +269,11 @@ def trace_of(job: Job, seed: int = 0) -> Trace:
         steps=tuple(work.steps),
         collectives=tuple(work.collectives),
     )
+
+
+def trace_of(job: Job, seed: int = 0) -> Trace:
+    """The trace of a run of the job."""
+    return work_of(job, seed)[1]
 
 
 def samples_of(job: Job, trace: Trace) -> tuple[Samples, ...]:

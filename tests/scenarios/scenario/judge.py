@@ -32,12 +32,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Result:
-    """A scenario's outcome. wrong: what differs from the expectation. error: relative, of the saving."""
+    """A scenario's outcome. wrong: what differs from the expectation. error: relative, of the saving. twin: or None."""
 
     case: Case[Any]
     got: Judged
     wrong: tuple[str, ...]
     error: float | None = None
+    twin: Judged | None = None
 
 
 def judge(job: Job, seed: int) -> Judged:
@@ -80,7 +81,7 @@ def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
     """Judge a scenario and its twin."""
     got = judge(case.job, seed)
     wrong = list(_differences(case, got))
-    error = None
+    error = twin = None
     if case.gone is not None:
         twin = judge(case.gone, seed)
         if case.cause in twin.fired:
@@ -89,7 +90,7 @@ def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
         if case.saves and first is not None and first.saving is not None:
             truth = _step_ns(got) - _step_ns(twin)
             error = first.saving.value / truth - 1
-    return Result(case, got, tuple(wrong), error)
+    return Result(case, got, tuple(wrong), error, twin)
 
 
 def example(name: str) -> str:

@@ -76,7 +76,6 @@ def test_the_matrix_and_the_known_lengths_can_be_made() -> None:
     assert " savings: " in "\n".join(results.verdict_savings())
 
 
-
 def test_a_run_of_the_gates_is_stored_as_a_sitting() -> None:
     note = "tcp 1.94 Gbit/s, iperf3-4 1.90 Gbit/s"
     figure = {"name": "tcp 64 MB", "bar": 0.97, "value": 1.02, "interval_95": [1.0, 1.04], "rounds": 8, "note": note}

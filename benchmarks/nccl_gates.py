@@ -84,20 +84,23 @@ def way(name: str) -> tuple[list[str], dict[str, str]]:
     if network != "stock":
         # A fixed port range: the lanes' flow caps are dealt by port, as in T2.
         ours = {"TRANSPORT": network, "STREAMS": numbers.removeprefix("x"), "PORTS": "41000-41127"}
-        ours["TIMEOUT_S"] = f"{TIMEOUT_S:g}"
         return ["--plugin", str(PLUGIN)], {f"NETBOTTLENECK_{key}": value for key, value in ours.items()}
     threads, _, sockets = numbers.partition("x")
     names = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
     return ["--stock", str(library())], names if numbers else {}
 
 
-def sample(program: Path, name: str, options: Sequence[str], lab: Lab | None = None) -> dict[str, Any]:
+def sample(
+    program: Path, name: str, options: Sequence[str], lab: Lab | None = None, timeout_s: float = 0.0
+) -> dict[str, Any]:
     """Run the two processes of measure.c on loopback or in a lab; return their result.
 
     Raises Error, and TimeoutError after LIMIT_S.
     """
     network, names = way(name)
     environ = {**os.environ, **names}
+    if timeout_s:
+        environ["NETBOTTLENECK_TIMEOUT_S"] = f"{timeout_s:g}"
     if lab is None:
         environ |= {"NETBOTTLENECK_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     sides: list[subprocess.Popen[str]] = []
@@ -319,7 +322,8 @@ def _fault(run: Run, name: str, fault: str, limit_s: float, rounds: int) -> Figu
     label = f"{name}: peer {'killed' if fault == 'kill' else 'stopped'}, error within {limit_s:g} s"
     try:
         program = compiled(ROOT / "build" / "nccl")
-        times = [sample(program, name, ["--fault", fault])["error_after_s"] for _ in range(run.rounds or rounds)]
+        command = (program, name, ["--fault", fault], None, TIMEOUT_S)
+        times = [sample(*command)["error_after_s"] for _ in range(run.rounds or rounds)]
     except TimeoutError as error:
         return Figure(label, 1.0, certain(0.0), 1, broken=str(error), event=True)
     except OSError as error:

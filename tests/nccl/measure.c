@@ -129,6 +129,8 @@ static void channel_open(const struct proxy *proxy, struct channel *channel, con
     send_bytes(handle, sizeof handle);
     receive_bytes(handle, sizeof handle);
     while (channel->send == NULL || channel->recv == NULL) {
+        char byte;
+        require(recv(SOCKET, &byte, 1, MSG_PEEK | MSG_DONTWAIT) != 0, "the other process has ended");
         require(channel->send != NULL || proxy_connect(proxy, 0, handle, &channel->send) == 0, "connect");
         require(channel->recv != NULL || proxy_accept(proxy, channel->listener, &channel->recv) == 0, "accept");
     }

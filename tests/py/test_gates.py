@@ -276,7 +276,7 @@ def nccl_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Replace the measurement of NCCL's paths; return the time of each path, 1 s if it is not set."""
     times: dict[str, float] = {}
 
-    def sample(_program: Path, name: str, _options: Any, _lab: Any = None) -> dict[str, Any]:
+    def sample(_program: Path, name: str, *_: Any) -> dict[str, Any]:
         took = times.get(name, 1.0)
         return {"time_s": took, "latency_us": 1e6 * took, "cpu_s": 2 * took, "wrong": 0, "error_after_s": took}
 

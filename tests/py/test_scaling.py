@@ -229,10 +229,28 @@ def test_layers_sum_to_the_exposed_time_of_the_step(run):
     assert by_name["layer1"].exposed_ns / by_name["conv1"].exposed_ns == pytest.approx((6 << 20) / ((1 << 20) + 1024))
 
 
+def typical_of(*lengths):
+    split, _ = split_of(one_step(forward=((0, 10),)))
+    splits = [replace(split, index=index, step_ns=ns) for index, ns in enumerate(lengths)]
+    return tuple(one.step_ns for one in intervals.typical(splits, lambda one: one))
+
+
 def test_typical_steps_are_the_middle_half_by_length_or_all_if_few():
-    assert intervals.typical([5, 1, 9], lambda length: length) == (5, 1, 9)
-    assert intervals.typical([9, 1, 4, 5, 6], lambda length: length) == (4, 5, 6)
-    assert intervals.typical([1, 1, 1, 9], lambda length: length) == (1, 1, 1)
+    assert typical_of(5, 1, 9) == (5, 1, 9)
+    assert typical_of(9, 1, 4, 5, 6) == (4, 5, 6)
+    assert typical_of(1, 1, 1, 9) == (1, 1, 1)
+
+
+def test_typical_steps_have_all_their_ranks_so_a_rank_that_waits_counts_as_often_as_one_that_does_not():
+    split, _ = split_of(one_step(forward=((0, 10),)))
+    splits = [
+        replace(split, rank=rank, index=index, step_ns=1000 + 10 * index + ns, skew_ns=skew)
+        for index in range(8)
+        for rank, ns, skew in ((0, (-1) ** index * 30, 0), (1, 0, 100))
+    ]
+    middle = intervals.typical(splits, lambda one: one)
+    assert sum(one.rank for one in middle) == len(middle) / 2
+    assert np.mean([one.skew_ns for one in middle]) == 50
 
 
 def test_transports_keep_their_order(run):

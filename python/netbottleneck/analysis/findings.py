@@ -311,7 +311,7 @@ def _there(values: Mapping[Arm, T | None]) -> dict[Arm, T]:
 def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Findings:
     """`common` plus the numbers of `base`, whose counted steps are `rows`."""
     trace = common.trace
-    middle = typical(rows, lambda row: row[1].step_ns)
+    middle = typical(rows, lambda row: row[1])
     splits, typical_splits = [row[1] for row in rows], [row[1] for row in middle]
     own = [c for c in trace.collectives if c.arm == base and c.step is not None]
     sampled = [step for step in trace.steps if step.arm == base]
@@ -348,7 +348,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
     achieved = {arm: achieved_bandwidth(arm, own) for arm, own in splits.items()}
     factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
-    parts = {arm: _parts(typical(own, lambda split: split.step_ns)) for arm, own in splits.items()}
+    parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)
     common = Findings(
         trace=trace,

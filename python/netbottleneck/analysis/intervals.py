@@ -337,13 +337,23 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     return found
 
 
-def typical(steps: Sequence[T], length_ns: Callable[[T], int]) -> tuple[T, ...]:
-    """The middle half of `steps` by duration: means over it are near the median, and the parts still add up."""
-    if len(steps) < 4:
-        return tuple(steps)
-    lengths = [length_ns(s) for s in steps]
-    low, high = np.percentile(lengths, [25, 75])
-    return tuple(s for s, length in zip(steps, lengths, strict=True) if low <= length <= high)
+def typical(rows: Sequence[T], split_of: Callable[[T], Split]) -> tuple[T, ...]:
+    """The rows of the middle half of the steps by their mean length over ranks; all rows of fewer than 4 steps.
+
+    A step has all of its ranks, so every rank counts alike: of two ranks in a step, often only one waits. Means over
+    these rows are near the median, and the parts still add up.
+    """
+    lengths: dict[tuple[Arm, int, int], list[int]] = defaultdict(list)
+    for split in map(split_of, rows):
+        lengths[split.arm, split.block, split.index].append(split.step_ns)
+    if len(lengths) < 4:
+        return tuple(rows)
+    means = {step: sum(own) / len(own) for step, own in lengths.items()}
+    low, high = np.percentile(list(means.values()), [25, 75])
+    chosen = {step for step, mean in means.items() if low <= mean <= high}
+    return tuple(
+        row for row, one in zip(rows, map(split_of, rows), strict=True) if (one.arm, one.block, one.index) in chosen
+    )
 
 
 # Steps and exposed communication by layer.
@@ -441,7 +451,9 @@ def _backward_times(known: Mapping[int, str], steps: Sequence[Step]) -> dict[str
     found: dict[str, float] = defaultdict(float)
     for step in steps:
         for index, ns in backward_times(step):
-            found[known.get(index, NO_LAYER)] += ns / len(steps)
+            found[known.get(index, NO_LAYER)] += ns
+    for name in found:
+        found[name] /= len(steps)
     return found
 
 

@@ -445,7 +445,7 @@ def waiting(findings: Findings, splits: Sequence[Split]) -> Shown:
     if not own or len(findings.trace.ranks) < findings.trace.size:
         return Shown(title, missing="Not all ranks recorded the same operations, so waiting between them is not known.")
     waits: dict[int, list[int]] = defaultdict(list)
-    for one in typical(own, lambda split: split.step_ns):
+    for one in typical(own, lambda split: split):
         waits[one.rank].append(one.skew_ns)
     means = {rank: float(np.mean(values)) for rank, values in sorted(waits.items())}
     most = sorted(means, key=lambda rank: -findings.late_ns.get(rank, 0.0))[: RANKS_MOST // 2]

@@ -442,7 +442,7 @@ def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence
 
 
 def _parts(splits: Sequence[Split]) -> Parts:
-    middle = typical(splits, lambda split: split.step_ns)
+    middle = typical(splits, lambda split: split)
     return Parts(**{name: fmean(getattr(one, name) for one in middle) for name in Parts.__dataclass_fields__})
 
 

@@ -1,7 +1,7 @@
 """Known answers: jobs with an injected length of time, and the length that the report shows for it.
 
 The truth is what the clock of the simulated job counts while it runs (`Clockwork.spent`). It is the mean over the steps
-that a report says it shows: of the steps after the first of each block, the middle half by duration. For `slowed`,
+that a report says it shows: of the steps after the first of each block, the middle half by mean duration. For `slowed`,
 which a report compares by blocks, it is the mean over all steps after the first of each block.
 """
 
@@ -189,7 +189,9 @@ def answer(kind: Kind, draw: Draw, seed: int) -> Answer:
         job = kind.inject(draw, _plain(draw))
         work, trace = work_of(job, seed)
         own = [step for step in trace.steps if str(step.arm) == job.arms[0] and step.index % job.block_steps > 0]
-        long_ms = np.array([step.duration_ns for step in own]) / MS
+        numbers = np.array([step.index for step in own])
+        durations_ms = np.array([step.duration_ns for step in own]) / MS
+        long_ms = np.array([durations_ms[numbers == number].mean() for number in numbers])  # of all ranks
         spent_ms = np.array([work.spent[step.index, step.rank][kind.spent] for step in own])
         low, high = np.percentile(long_ms, [25, 75])
         middle = spent_ms[(low <= long_ms) & (long_ms <= high)]

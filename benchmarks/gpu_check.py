@@ -45,6 +45,7 @@ class Part(NamedTuple):
 PARTS = {
     "versions": Part(30, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
     "collectives": Part(90, False, "every collective and type against sums on the host, bit for bit"),
+    "nb": Part(60, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
     "staging": Part(60, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
     "hooks": Part(90, False, "gradient hooks on the thread of backward beside an empty Python hook"),
     "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),

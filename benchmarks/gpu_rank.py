@@ -18,6 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
+
+import device_training
+
 import netbottleneck.torch as hvd
 from netbottleneck.errors import HorovodInternalError
 
@@ -31,6 +35,24 @@ ROUNDS, WARM = 7, 2
 DIFFERENT = "different elements"
 
 
+class CudaStreams:
+    """Streams of a GPU, by the functions of tests/cuda/torch_device.cpp."""
+
+    new_stream = staticmethod(torch.cuda.Stream)
+
+    @staticmethod
+    def use_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        """Make a stream the current one; return the one before."""
+        before = torch.cuda.current_stream()
+        torch.cuda.set_stream(stream)
+        return before
+
+    @staticmethod
+    def wait_stream(waits: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """Let a stream wait for what another one holds."""
+        waits.wait_stream(other)
+
+
 class Device:
     """The device under test. counts: elements of its tensors; large: elements of what is timed."""
 
@@ -39,13 +61,11 @@ class Device:
         self.real = name == "cuda"
         self.counts = (1, 7, 1025, 3_000_001) if self.real else (1, 7, 1025, 20_001)
         self.large = (64 << 20) // 4 if self.real else 1 << 16
+        self.streams: Any = CudaStreams()
         if self.real:
             torch.cuda.set_device(0)
         else:
-            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
-            from device_training import open_device
-
-            open_device()
+            self.streams = device_training.open_device()
 
     def wait(self) -> None:
         """Wait for all work on the device."""
@@ -189,6 +209,42 @@ def faults(device: Device) -> Rows:
     raise AssertionError("the all-reduce with a dead rank succeeded")
 
 
+def trained_by_hand(device: Device) -> str:
+    """Train as device_training.train_ddp does, with gradients summed in host memory; return the digest of the weights.
+
+    DDP divides before it sums, and so does this. Sums of two ranks do not depend on their order.
+    """
+    model = device_training.model_on(device.name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(device_training.STEPS):
+        optimizer.zero_grad()
+        device_training.loss_of(model, device.name, step, RANK).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            shared = parameter.grad.cpu() / SIZE
+            dist.all_reduce(shared)
+            parameter.grad.copy_(shared)
+        optimizer.step()
+    return device_training.digest(model)
+
+
+def backend_nb(device: Device) -> Rows:
+    """Compare the backend nb on the device: its calls with those on the CPU, DDP over it with sums on the host."""
+    dist.init_process_group(f"cpu:nb,{device.name}:nb")
+    compared = device_training.compare_nb(device.name)
+    device_training.check_waits(device.name, device.streams)
+    wanted = trained_by_hand(device)
+    for what, streams in (("one stream", None), ("streams of its own", device.streams)):
+        model = device_training.train_ddp(device.name, device_training.on_streams(streams))
+        assert device_training.digest(model) == wanted, f"other weights after DDP on {what}"
+        compared[f"weights after DDP on {what}"] = sum(parameter.numel() for parameter in model.parameters())
+    dist.destroy_process_group()
+    return [
+        {"condition": f"{DIFFERENT}, {kind}, of {count}", "value": 0, "unit": "elements"}
+        for kind, count in compared.items()
+    ]
+
+
 def over_nccl(device: Device) -> Rows:
     """Check and time NCCL's all-reduce over the network of the environment; raise if NCCL took another."""
     data = torch.full((device.large,), float(RANK + 1), device=device.name)
@@ -217,6 +273,8 @@ def main() -> None:
     device = Device(name)
     if part in ("nccl", "sockets"):
         rows = over_nccl(device)
+    elif part == "nb":
+        rows = backend_nb(device)
     else:
         hvd.init()
         parts = {"collectives": collectives, "staging": staging, "hooks": hooks, "faults": faults}

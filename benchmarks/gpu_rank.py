@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
 
 import device_training
+from gpu_timing import BACKWARD, FORWARD, MODULE, Rows, annotation, row
 
 import netbottleneck.torch as hvd
+from netbottleneck.bench import models
 from netbottleneck.errors import HorovodInternalError
+from netbottleneck.hooks.measured_model import leaves
 
-Rows = list[dict[str, Any]]
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TYPES = (
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -73,16 +75,6 @@ class Device:
             torch.cuda.synchronize()
         else:
             torch.zeros(1, device=self.name).cpu()
-
-
-def row(condition: str, times: list[float], scale: float = 1.0, unit: str = "s") -> dict[str, Any]:
-    """Return a row with the median, the extremes and the number of runs."""
-    scaled = sorted(scale * each for each in times)
-    figures = {"value": statistics.median(scaled), "low": scaled[0], "high": scaled[-1]}
-    return {"condition": condition, **{name: float(f"{each:.4g}") for name, each in figures.items()}} | {
-        "unit": unit,
-        "runs": len(times),
-    }
 
 
 def timed(device: Device, work: Callable[[], Any]) -> list[float]:
@@ -245,6 +237,76 @@ def backend_nb(device: Device) -> Rows:
     ]
 
 
+class Ranges:
+    """Ranges for torch.profiler: a pass of a step, and in the forward pass each module."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.step = 0
+        self._open: list[Any] = []
+        for name, module in leaves(model):
+            module.register_forward_pre_hook(partial(self._begin, name))
+            module.register_forward_hook(self._end)
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self._open.append(torch.profiler.record_function(annotation(self.step, MODULE + name)))
+        self._open[-1].__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def around(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call returns; it runs in a range."""
+        with torch.profiler.record_function(annotation(self.step, what)):
+            return call(*arguments)
+
+
+def timing(device: Device, folder: str) -> Rows:
+    """Train a small model with DDP, measured by the environment; record the last steps with torch.profiler too."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.real:
+        dist.init_process_group(os.environ["CHECKED_BACKEND"])
+        torch.manual_seed(0)
+        model = models.build("thin_bert", hidden=1024, heads=16, words=8192, positions=256).to(device.name)
+        batch = torch.randint(8192, (32, 256), device=device.name)
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    else:
+        import device_ddp
+
+        device_ddp.open_group(device.streams)
+        model = device_training.model_on(device.name)
+        batch = torch.randn(16, 37).to(device.name)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)  # equal by its seed
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    ranges = Ranges(model)
+    began = time.perf_counter()
+
+    def train(first: int, end: int) -> None:
+        for ranges.step in range(first, end):
+            optimizer.zero_grad()
+            outputs = ranges.around(FORWARD, ddp, batch)
+            loss = (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean()
+            ranges.around(BACKWARD, loss.backward)
+            optimizer.step()
+
+    plain, steps = (int(os.environ[name]) for name in ("CHECKED_PLAIN_STEPS", "CHECKED_STEPS"))
+    train(0, plain)
+    device.wait()
+    took = time.perf_counter() - began
+    with torch.profiler.profile(activities=activities) as profile:
+        train(plain, steps)
+        device.wait()
+    profile.export_chrome_trace(f"{folder}/profile.{RANK}.json")
+    dist.destroy_process_group()
+    return [
+        row(
+            f"step of a DDP model of {sum(each.numel() for each in model.parameters())} parameters, mean of {plain}",
+            [took / plain],
+            1e3,
+            "ms",
+        )
+    ]
+
+
 def over_nccl(device: Device) -> Rows:
     """Check and time NCCL's all-reduce over the network of the environment; raise if NCCL took another."""
     data = torch.full((device.large,), float(RANK + 1), device=device.name)
@@ -275,6 +337,8 @@ def main() -> None:
         rows = over_nccl(device)
     elif part == "nb":
         rows = backend_nb(device)
+    elif part == "timing":
+        rows = timing(device, folder)
     else:
         hvd.init()
         parts = {"collectives": collectives, "staging": staging, "hooks": hooks, "faults": faults}

@@ -52,8 +52,9 @@ PARTS = {
     "hooks": Part(40, False, "gradient hooks on the thread of backward beside an empty Python hook"),
     "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
     "timing": Part(100, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
-    "nccl": Part(50, True, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "sockets": Part(80, True, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size"),
+    "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "sockets": Part(60, True, "NCCL over our plugin beside its Socket network, default and tuned"),
 }
 
 # The variables of the ways that NCCL's transfers take in the parts `nccl` and `sockets`.

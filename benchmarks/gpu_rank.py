@@ -24,7 +24,9 @@ import device_training
 from gpu_timing import BACKWARD, FORWARD, MODULE, Rows, annotation, row
 
 import netbottleneck.torch as hvd
+from netbottleneck import _core, config
 from netbottleneck.bench import models
+from netbottleneck.cli import calibrate
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.hooks.measured_model import leaves
 
@@ -34,6 +36,7 @@ TYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 ROUNDS, WARM = 7, 2
+LIBRARY = config.settings().cuda_library
 DIFFERENT = "different elements"
 
 
@@ -56,12 +59,13 @@ class CudaStreams:
 
 
 class Device:
-    """The device under test. counts: elements of its tensors; large: elements of what is timed."""
+    """The device under test. counts: elements of its tensors; large: elements, sizes: bytes of what is timed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.real = name == "cuda"
         self.counts = (1, 7, 1025, 3_000_001) if self.real else (1, 7, 1025, 20_001)
+        self.sizes = calibrate.SIZES if self.real else calibrate.SIZES[:9:4]
         self.large = (64 << 20) // 4 if self.real else 1 << 16
         self.streams: Any = CudaStreams()
         if self.real:
@@ -307,6 +311,95 @@ def timing(device: Device, folder: str) -> Rows:
     ]
 
 
+PIECES = 10  # that are packed into one buffer; the smallest size has one element for each
+CALLS_BYTES, CALLS_MAX = 64 << 20, 100  # a sample has calls for so many bytes in all, up to so many
+
+
+class Buffers:
+    """Buffers of one size in bytes of float32, and what the kernels and torch do with them."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device, self.size = device, size
+        self.samples, self.calls = ROUNDS, max(1, min(CALLS_MAX, CALLS_BYTES // size))
+        count = size // 4
+        self.source = (torch.arange(count, device=device.name) % 13).to(torch.float32)
+        self.other = torch.zeros(count, device=device.name)
+        piece = size // PIECES
+        places = [(self.source.data_ptr() + at * piece, at * piece, piece) for at in range(PIECES)]
+        self.pieces = torch.tensor(places, dtype=torch.int64).to(device.name)
+
+    def row(self, what: str, seconds: list[float], moved: int) -> dict[str, Any]:
+        """Return a row with the time of a call, and its rate by the bytes that it reads and writes."""
+        found = row(f"{what}, {self.size} bytes", seconds, 1e6, "us")
+        return {**found, "GB/s": float(f"{moved / 1e3 / max(found['value'], 1e-3):.4g}")}
+
+    def by_torch(self, what: str, work: Callable[[], Any], moved: int) -> dict[str, Any]:
+        """Time a call of torch by the device's events; over the fake driver, by the host's clock."""
+        times = []
+        for _ in range(WARM + self.samples):
+            self.device.wait()
+            if self.device.real:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+            began = time.perf_counter()
+            for _ in range(self.calls):
+                work()
+            if self.device.real:
+                end.record()
+            self.device.wait()
+            spent = begin.elapsed_time(end) / 1e3 if self.device.real else time.perf_counter() - began
+            times.append(spent / self.calls)
+        return self.row(f"torch's {what}", times[WARM:], moved)
+
+    def by_kernel(
+        self, kernel: str, to: torch.Tensor, source: torch.Tensor, wanted: torch.Tensor, moved: int
+    ) -> dict[str, Any]:
+        """Time a kernel of ours by the device's events; without a kernel in this build, the row says so.
+
+        wanted: what the kernel must leave in `to`, which begins with zeros; nb_unpack leaves it in `self.source`.
+        """
+        changed = self.source if kernel == "unpack" else to
+        changed.zero_()
+        self.device.wait()
+        count = PIECES if "pack" in kernel else source.numel()
+        where = to.data_ptr(), source.data_ptr(), count
+        try:
+            ns = _core.kernel_times(f"nb_{kernel}", *where, self.samples, self.calls, LIBRARY)
+        except OSError as error:
+            changed.copy_(wanted)
+            return {"condition": f"our {kernel}, {self.size} bytes", "value": f"not timed: {error}"}
+        assert torch.equal(changed, wanted), f"a wrong result of {kernel} of {self.size} bytes"
+        return self.row(f"our {kernel}", [each / 1e9 for each in ns], moved)
+
+
+def kernels(device: Device) -> Rows:
+    """Time our kernels beside torch's, and the 2020 study's copies and additions, by size. Rank 0 has the GPU alone."""
+    rows: Rows = []
+    for size in device.sizes if RANK == 0 else ():
+        own = Buffers(device, size)
+        data = own.source.clone()
+        rows += [
+            own.by_torch("copy (memcpy table)", partial(own.other.copy_, own.source), 2 * size),
+            own.by_kernel("pack", own.other, own.pieces, data, 2 * size),
+            own.by_kernel("unpack", own.other, own.pieces, data, 2 * size),
+        ]
+        for name, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+            half = own.source.to(dtype)
+            moved = 3 * size // 2
+            rows += [
+                own.by_torch(f"cast f32 to {name}", partial(half.copy_, own.source), moved),
+                own.by_kernel(f"cast_f32_to_{name}", half, own.source, half.clone(), moved),
+                own.by_torch(f"cast {name} to f32", partial(own.other.copy_, half), moved),
+                own.by_kernel(f"cast_{name}_to_f32", own.other, half, data, moved),
+            ]
+        summed = own.source * (1 + own.samples * own.calls)
+        rows += [
+            own.by_torch("addition (vector-add table)", partial(own.other.add_, own.source), 3 * size),
+            own.by_kernel("add_f32", own.other, own.source, summed, 3 * size),
+        ]
+    return rows
+
+
 def over_nccl(device: Device) -> Rows:
     """Check and time NCCL's all-reduce over the network of the environment; raise if NCCL took another."""
     data = torch.full((device.large,), float(RANK + 1), device=device.name)
@@ -337,6 +430,8 @@ def main() -> None:
         rows = over_nccl(device)
     elif part == "nb":
         rows = backend_nb(device)
+    elif part == "kernels":
+        rows = kernels(device)
     elif part == "timing":
         rows = timing(device, folder)
     else:

@@ -151,8 +151,7 @@ def environ_of(rank: int, port: int, way: Mapping[str, str], folder: str) -> dic
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
         "NCCL_DEBUG_FILE": f"{folder}/nccl.{rank}.log",
     }
-    ours = {**os.environ, **{name: str(value) for name, value in values.items()}}
-    return {**ours, "NETBOTTLENECK_DIR": f"{folder}/run", **way}
+    return {**os.environ, **{name: str(value) for name, value in values.items()}, **way}
 
 
 def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> list[dict[str, Any]]:
@@ -164,6 +163,8 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
             log = stack.enter_context((Path(folder) / f"{rank}.log").open("w", encoding="utf-8"))
             command = [sys.executable, str(RANK), part, device, folder]
             environ = environ_of(rank, port, way, folder)
+            if part == "timing":
+                environ["NETBOTTLENECK_DIR"] = f"{folder}/run"
             ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
         try:
             codes = [rank.wait(max(until - time.monotonic(), 0.1)) for rank in ranks]

@@ -71,14 +71,9 @@ def profiled(events: Sequence[Event], on_gpu: bool) -> Profile:
     that a node of autograd launched. on_gpu False: times of the host.
     """
     kernels = _Kernels(events)
-    ranges: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
     nodes = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("name", "").startswith(NODE)]
-    for event in events:
-        step, bar, what = event.get("name", "").partition("|")
-        if event.get("cat") == "user_annotation" and bar and step.isdecimal():
-            ranges[int(step)][what] = event["ts"], event["ts"] + event["dur"]
     found: Profile = {}
-    for number, own in ranges.items():
+    for number, own in _ranges(events).items():
         begin, end = own[BACKWARD]
         last = max(at for _, at in nodes if begin <= at <= end)
         host = {**own, BACKWARD: (begin, last)}
@@ -88,6 +83,16 @@ def profiled(events: Sequence[Event], on_gpu: bool) -> Profile:
         if forward is not None and backward is not None:
             times[BACKWARD] = round(1e3 * (backward[1] - forward[1]))
         found[number] = times
+    return found
+
+
+def _ranges(events: Iterable[Event]) -> dict[int, dict[str, tuple[float, float]]]:
+    """Return begin and end on the host, in us, of the ranges of `annotation`, by step."""
+    found: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for event in events:
+        step, bar, what = event.get("name", "").partition("|")
+        if event.get("cat") == "user_annotation" and bar and step.isdecimal():
+            found[int(step)][what] = event["ts"], event["ts"] + event["dur"]
     return found
 
 

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_timing
+
 from netbottleneck import _core, config
 from netbottleneck.bench import head
 
@@ -43,13 +45,16 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "versions": Part(30, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
-    "collectives": Part(90, False, "every collective and type against sums on the host, bit for bit"),
-    "staging": Part(60, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
-    "hooks": Part(90, False, "gradient hooks on the thread of backward beside an empty Python hook"),
+    "versions": Part(20, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
+    "collectives": Part(70, False, "every collective and type against sums on the host, bit for bit"),
+    "nb": Part(50, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
+    "staging": Part(40, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
+    "hooks": Part(40, False, "gradient hooks on the thread of backward beside an empty Python hook"),
     "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
-    "nccl": Part(60, True, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "sockets": Part(120, True, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "timing": Part(100, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
+    "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size"),
+    "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "sockets": Part(60, True, "NCCL over our plugin beside its Socket network, default and tuned"),
 }
 
 # The variables of the ways that NCCL's transfers take in the parts `nccl` and `sockets`.
@@ -65,6 +70,10 @@ WAYS: Mapping[str, Mapping[str, str]] = {
     },
 }
 WAYS_OF = {"nccl": ("ours",), "sockets": tuple(WAYS)}
+# The part `timing` runs over the first of these process groups that works: NCCL may refuse two ranks on one GPU.
+GROUPS = {CUDA: ("nccl", "gloo"), FAKE: ("staged",)}
+# By device: steps in all, steps before the profiled ones, steps in a block, one of how many steps is sampled.
+STEPS = {CUDA: (112, 84, 7, 3), FAKE: (36, 24, 3, 3)}
 
 
 def absent(device: str) -> list[str]:
@@ -154,6 +163,8 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
             log = stack.enter_context((Path(folder) / f"{rank}.log").open("w", encoding="utf-8"))
             command = [sys.executable, str(RANK), part, device, folder]
             environ = environ_of(rank, port, way, folder)
+            if part == "timing":
+                environ["NETBOTTLENECK_DIR"] = f"{folder}/run"
             ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
         try:
             codes = [rank.wait(max(until - time.monotonic(), 0.1)) for rank in ranks]
@@ -170,7 +181,31 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
             tails = [(Path(folder) / f"{rank}.log").read_text(errors="replace")[-1500:] for rank in range(RANKS)]
             raise RuntimeError(f"ranks exited with {codes}: " + "\n".join(tails))
         found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
-        return found
+        return [*found, *(gpu_timing.rows(Path(folder), device == CUDA) if part == "timing" else [])]
+
+
+def run_timing(device: str, until: float) -> list[dict[str, Any]]:
+    """Run the part `timing` over the first process group that works; return its rows. Raises as run_ranks."""
+    steps, plain, block_steps, every = STEPS[device]
+    environ = {
+        **{"CHECKED_STEPS": steps, "CHECKED_PLAIN_STEPS": plain, "NETBOTTLENECK_TRANSPORT": "stock"},
+        **{"NETBOTTLENECK_BLOCK_STEPS": block_steps, "NETBOTTLENECK_SAMPLE_EVERY": every},
+        "NETBOTTLENECK_START_STEP": block_steps,
+    }
+    *others, last = GROUPS[device]
+    refused = []
+    for group in (*others, last):
+        way = {**WAYS["socket"], **{name: str(value) for name, value in environ.items()}, "CHECKED_BACKEND": group}
+        now = time.monotonic()
+        try:
+            rows = run_ranks("timing", device, way, until if group == last else now + 0.6 * (until - now))
+        except (RuntimeError, OSError) as error:
+            if group == last:
+                raise
+            refused.append({"condition": f"{group} failed, so another group was used", "value": str(error)[-300:]})
+            continue
+        return [*refused, *({**row, "condition": f"{group}: {row['condition']}"} for row in rows)]
+    return refused
 
 
 def run_part(name: str, device: str) -> dict[str, Any]:
@@ -184,12 +219,17 @@ def run_part(name: str, device: str) -> dict[str, Any]:
             result |= {"verdict": "not run", "why": why}
         elif name == "versions":
             result["rows"] = versions(device)
+        elif name == "timing":
+            result["rows"] = run_timing(device, began + part.limit_s)
         else:
             for way in WAYS_OF.get(name, ("",)):
                 rows = run_ranks(name, device, WAYS.get(way, {}), began + part.limit_s)
                 result["rows"] += [{**row, "condition": f"{way}: {row['condition']}".lstrip(": ")} for row in rows]
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # TimeoutError is an OSError
         result |= {"verdict": "failed", "why": f"{error}"}
+    broken = [row["broken"] for row in result["rows"] if "broken" in row]
+    if broken:
+        result |= {"verdict": "failed", "why": "; ".join(broken)}
     return {**result, "seconds": round(time.monotonic() - began, 1)}
 
 

@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "base/error.h"
 #include "cuda/driver.h"
@@ -12,17 +13,18 @@
 // has PIECE_BLOCKS blocks a piece.
 enum { THREADS = 256, PER_THREAD = 4, GRID_MAX = 4096, PIECE_BLOCKS = 32, PIECES_MAX = 65535 };
 
+static const char *const names[] = {
+#define NB_CUDA_NAMED(number, name) [number] = #name,
+    NB_CUDA_KERNELS(NB_CUDA_NAMED)
+#undef NB_CUDA_NAMED
+};
+
 const void *nb_cuda_image(void) {
     return nb_cuda_image_bytes > 0 ? nb_cuda_image_data : NULL;
 }
 
 int nb_cuda_kernels_open(struct nb_cuda_kernels *kernels, const struct nb_cuda_device *device, const void *image,
                          struct nb_error *err) {
-    static const char *const names[] = {
-#define NB_CUDA_NAMED(number, name) [number] = #name,
-        NB_CUDA_KERNELS(NB_CUDA_NAMED)
-#undef NB_CUDA_NAMED
-    };
     if (image == NULL) {
         nb_fail(err, NB_ENOLIB, "CUDA: this build has no device code: build netbottleneck where nvcc is");
         return NB_ENOLIB;
@@ -51,6 +53,15 @@ void nb_cuda_kernels_close(struct nb_cuda_kernels *kernels) {
     }
     (void)kernels->device->driver->module_unload(kernels->module);
     kernels->module = NULL;
+}
+
+int nb_cuda_kernel_number(const char *name) {
+    for (int i = 0; i < NB_CUDA_KERNEL_COUNT; i++) {
+        if (strcmp(name, names[i]) == 0) {
+            return i;
+        }
+    }
+    return -1;
 }
 
 int nb_cuda_launch(const struct nb_cuda_kernels *kernels, struct CUstream_st *stream, const struct nb_cuda_work *work,

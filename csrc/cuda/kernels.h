@@ -60,6 +60,9 @@ int nb_cuda_kernels_open(struct nb_cuda_kernels *kernels, const struct nb_cuda_d
                          struct nb_error *err);
 void nb_cuda_kernels_close(struct nb_cuda_kernels *kernels);
 
+// The number of the kernel with this name in the image; -1: there is none.
+int nb_cuda_kernel_number(const char *name);
+
 // Starts a kernel on a stream, in the current context. Work of 0 elements starts nothing.
 int nb_cuda_launch(const struct nb_cuda_kernels *kernels, struct CUstream_st *stream, const struct nb_cuda_work *work,
                    struct nb_error *err);

@@ -96,6 +96,7 @@ PyObject *core_simulate(PyObject *module, PyObject *args);
 PyObject *core_collective_shape(PyObject *module, PyObject *args);
 PyObject *core_reduce_times(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_copy_times(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *core_kernel_times(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs);
 
 // ---- errors.c

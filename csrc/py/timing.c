@@ -1,4 +1,4 @@
-// Timing: measures this host's kernels, and stamps at given times; for cost tables and replays.
+// Timing: measures kernels of this host and of its GPU, and stamps at given times; for cost tables and replays.
 #include "py/core.h"
 
 #include <stdint.h>
@@ -9,6 +9,8 @@
 
 #include "base/clock.h"
 #include "coll/reduce.h"
+#include "cuda/driver.h"
+#include "cuda/kernels.h"
 
 enum { SAMPLES_MAX = 10000, SLICE_NS = 100 * 1000 * 1000, FINEST_SLACK_NS = 1 };
 
@@ -147,6 +149,132 @@ PyObject *core_copy_times(PyObject *Py_UNUSED(module), PyObject *args, PyObject 
         return NULL;
     }
     return measure_objects(&request, NULL, 1);
+}
+
+// One kernel of the GPU, called on the same memory each time, on a stream of its own.
+struct gpu_load {
+    struct nb_cuda_device device;
+    struct nb_cuda_kernels kernels;
+    struct nb_cuda_work work;
+    struct CUstream_st *stream;
+    struct CUevent_st *begin;
+    struct CUevent_st *end;
+};
+
+static int gpu_load_open(struct gpu_load *load, struct nb_error *err) {
+    const struct nb_cuda_device *device = &load->device;
+    const struct nb_cuda_driver *driver = device->driver;
+    int rc = nb_cuda_kernels_open(&load->kernels, device, nb_cuda_image(), err);
+    if (rc == 0) {
+        rc = nb_cuda_check(device, driver->stream_create(&load->stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate",
+                           0, err);
+    }
+    if (rc == 0) {
+        rc = nb_cuda_check(device, driver->event_create(&load->begin, 0), "cuEventCreate", 0, err);
+    }
+    if (rc == 0) {
+        rc = nb_cuda_check(device, driver->event_create(&load->end, 0), "cuEventCreate", 0, err);
+    }
+    return rc;
+}
+
+static void gpu_load_close(struct gpu_load *load) {
+    const struct nb_cuda_driver *driver = load->device.driver;
+    if (load->end != NULL) {
+        (void)driver->event_destroy(load->end);
+    }
+    if (load->begin != NULL) {
+        (void)driver->event_destroy(load->begin);
+    }
+    if (load->stream != NULL) {
+        (void)driver->stream_destroy(load->stream);
+    }
+    nb_cuda_kernels_close(&load->kernels);
+}
+
+// Writes the mean ns of a call to `ns`.
+static int gpu_sample(const struct gpu_load *load, long calls, double *ns, struct nb_error *err) {
+    const struct nb_cuda_device *device = &load->device;
+    const struct nb_cuda_driver *driver = device->driver;
+    float ms = 0.0F;
+    int rc = nb_cuda_check(device, driver->event_record(load->begin, load->stream), "cuEventRecord", 0, err);
+    for (long i = 0; rc == 0 && i < calls; i++) {
+        rc = nb_cuda_launch(&load->kernels, load->stream, &load->work, err);
+    }
+    if (rc == 0) {
+        rc = nb_cuda_check(device, driver->event_record(load->end, load->stream), "cuEventRecord", 0, err);
+    }
+    if (rc == 0) {
+        rc = nb_cuda_check(device, driver->stream_synchronize(load->stream), "cuStreamSynchronize", 0, err);
+    }
+    if (rc == 0) {
+        rc = nb_cuda_check(device, driver->event_elapsed(&ms, load->begin, load->end), "cuEventElapsedTime", 0, err);
+    }
+    *ns = 1e6 * (double)ms / (double)calls;
+    return rc;
+}
+
+static int gpu_measure(const char *library, const struct nb_cuda_work *work, long samples, long calls, double *ns,
+                       struct nb_error *err) {
+    struct nb_cuda_driver driver = {0};
+    struct gpu_load load = {.work = *work};
+    int rc = nb_cuda_driver_open(&driver, library, err);
+    if (rc == 0) {
+        rc = nb_cuda_device_open(&load.device, &driver, 0, err);
+    }
+    if (rc == 0 && (rc = nb_cuda_enter(&load.device, err)) == 0) {
+        rc = gpu_load_open(&load, err);
+        if (rc == 0) {
+            rc = gpu_sample(&load, 1, &ns[0], err); // loads the kernel
+        }
+        for (long i = 0; rc == 0 && i < samples; i++) {
+            rc = gpu_sample(&load, calls, &ns[i], err);
+        }
+        gpu_load_close(&load);
+        nb_cuda_leave(&load.device);
+    }
+    nb_cuda_device_close(&load.device);
+    return rc;
+}
+
+PyObject *core_kernel_times(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"kernel",  "destination", "source",  "count",
+                                           "samples", "calls",       "library", NULL};
+    struct nb_error err = {0};
+    struct nb_cuda_work work = {.factor = 1.0};
+    const char *kernel;
+    const char *library = NULL;
+    Py_ssize_t count;
+    long samples = 1;
+    long calls = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKn|llz:kernel_times", (char **)keywords, &kernel, &work.to,
+                                     &work.from, &count, &samples, &calls, &library)) {
+        return NULL;
+    }
+    int number = nb_cuda_kernel_number(kernel);
+    if (number < 0 || count < 1 || samples < 1 || samples > SAMPLES_MAX || calls < 1 || calls > SAMPLES_MAX) {
+        return PyErr_Format(PyExc_ValueError,
+                            "%s of %zd elements, %ld samples of %ld calls: no such kernel, or not 1 to %d", kernel,
+                            count, samples, calls, SAMPLES_MAX);
+    }
+    work.kernel = (enum nb_cuda_kernel)number;
+    work.count = (size_t)count;
+    double *ns = calloc((size_t)samples, sizeof(*ns));
+    if (ns == NULL) {
+        return PyErr_NoMemory();
+    }
+    PyThreadState *saved = PyEval_SaveThread();
+    int rc = gpu_measure(library, &work, samples, calls, ns, &err);
+    PyEval_RestoreThread(saved);
+    PyObject *list = rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : PyList_New(samples);
+    for (long i = 0; list != NULL && i < samples; i++) {
+        PyObject *each = PyFloat_FromDouble(ns[i]);
+        if (each == NULL || PyList_SetItem(list, i, each) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    free(ns);
+    return list;
 }
 
 // The events to stamp, and their times.

@@ -104,6 +104,21 @@ def copy_times(
 ) -> list[tuple[int, int]]:
     """As reduce_times, for memcpy."""
 
+def kernel_times(
+    kernel: str,
+    destination: int,
+    source: int,
+    count: int,
+    samples: int = 1,
+    calls: int = 1,
+    library: str | None = None,
+) -> list[float]:
+    """Mean ns of a call of each sample of `calls` calls, by GPU 0's events; GIL released. After one call for warmth.
+
+    kernel: a name of csrc/cuda/kernels.h, which says what it does with the addresses in device memory; count: elements,
+    or pieces. It runs on a stream of its own: wait for the memory's other work before. ValueError for what cannot be,
+    Error without a driver, or from a build without kernels."""
+
 def name_key(name: str, /) -> int:
     """Return the key of an operation's name: 64-bit FNV-1a of its UTF-8."""
 

@@ -21,10 +21,19 @@ pytest.importorskip("torch")
 
 import torch
 
+from netbottleneck import _core
 from netbottleneck.config import Settings
+from netbottleneck.errors import Error
 from netbottleneck.hooks import ddp, horovod
+from netbottleneck.trace.model import Step, Trace
+from netbottleneck.trace.transports import STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_check as checks  # noqa: E402
+import gpu_timing  # noqa: E402
+
 SCRIPT = Path(__file__).parent / "scripts" / "device_training.py"
 LIMIT_S = 2 * RANKS_LIMIT_S  # of a command that starts ranks for several parts
 
@@ -113,7 +122,10 @@ def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.Co
     )
 
 
-ROWS = {"versions": 11, "collectives": 8, "staging": 2, "hooks": 3, "faults": 1}
+ROWS = {
+    **{"versions": 11, "collectives": 8, "nb": 5, "staging": 2, "hooks": 3, "faults": 1},
+    **{"timing": 11, "kernels": 3 * 13},
+}
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +177,69 @@ def test_gpu_check_refuses_unknown_parts_and_results_of_the_fake_driver(options:
 
 
 def test_the_parts_of_gpu_check_take_at_most_eight_minutes() -> None:
-    code = "import gpu_check; print(sum(part.limit_s for part in gpu_check.PARTS.values()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=CHECK.parent, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert float(done.stdout) <= 480
+    assert sum(part.limit_s for part in checks.PARTS.values()) <= 480
+
+
+def launched(number: int, at: float, begin: float, end: float, name: str = "gemm") -> list[dict[str, Any]]:
+    """Return a launch on the host and its kernel, as torch.profiler records them in us."""
+    arguments = {"args": {"correlation": number}}
+    return [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1, **arguments},
+        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, **arguments},
+    ]
+
+
+def ranged(category: str, name: str, begin: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin}
+
+
+# The host runs ahead of the GPU: 20 us for the first module, 300 for the second, 900 for the backward pass.
+PROFILED = [
+    ranged("user_annotation", "7|forward", 0, 40),
+    ranged("user_annotation", "7|module a", 1, 10),
+    *launched(1, 2, 100, 110),
+    *launched(2, 5, 112, 120),
+    ranged("user_annotation", "7|module b", 11, 20),
+    *launched(3, 12, 125, 425),
+    ranged("user_annotation", "7|backward", 50, 95),
+    ranged("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 51, 60),
+    *launched(4, 52, 500, 900),
+    ranged("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 61, 70),
+    *launched(5, 62, 905, 1325),
+    *launched(6, 69, 1330, 5000, "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+    *launched(7, 90, 6000, 6010),  # after the last node: the reducer's copies out of its buckets
+]
+
+
+def test_times_of_the_profiler_are_those_of_the_kernels_that_a_range_launched() -> None:
+    assert gpu_timing.profiled(PROFILED, on_gpu=True) == {
+        7: {"module a": 20_000, "module b": 300_000, "backward": 900_000}
+    }
+    assert gpu_timing.profiled(PROFILED, on_gpu=False) == {
+        7: {"module a": 9_000, "module b": 9_000, "backward": 30_000}
+    }
+
+
+@pytest.mark.parametrize(("backward_ns", "broken"), [(900_000, []), (960_000, ["backward"])])
+def test_a_time_that_differs_from_the_profilers_breaks_the_bar(backward_ns: int, broken: list[str]) -> None:
+    end = 425_000 + backward_ns
+    step = Step(
+        0, 7, 0, STOCK, 0, end, sampled=True, forward=((0, 425_000),), grad_ready=((0, end),),
+        modules=((0, 100_000, 125_000), (1, 125_000, 425_000)),
+    )  # fmt: skip
+    trace = Trace("run", 1, (STOCK,), modules=("a", "b"), steps=(step,))
+    rows = list(gpu_timing.compared(trace, {0: gpu_timing.profiled(PROFILED, on_gpu=True)}, on_gpu=True))
+    found = {row["condition"].split(", ")[1].split(" of ")[0]: row for row in rows}
+    assert found["module a"]["value"] == 1.25  # too short for the bar
+    assert [what for what, row in found.items() if "broken" in row] == [*broken]
+
+
+def test_kernels_are_refused_by_their_name_and_counts() -> None:
+    for wrong in [("nb_speed", 0, 0, 1), ("nb_pack", 0, 0, 0), ("nb_pack", 0, 0, 1, 0), ("nb_pack", 0, 0, 1, 1, 0)]:
+        with pytest.raises(ValueError, match=f"{wrong[0]} of {wrong[3]} elements"):
+            _core.kernel_times(*wrong)
+
+
+def test_kernels_without_a_driver_are_not_timed(tmp_path: Path) -> None:
+    with pytest.raises(Error, match=r"libcuda\.so\.1 cannot be loaded"):
+        _core.kernel_times("nb_add_f32", 0, 0, 1, library=str(tmp_path / "libcuda.so.1"))

@@ -66,13 +66,18 @@ def made(store: Any, rank: int, size: int, timeout: Any) -> Staged:
     return Staged(gloo, rank, size)
 
 
+def open_group(device: Any) -> None:
+    """Make the script's own process group the default one. device: of open_device; None: tensors of the CPU."""
+    global DEVICE  # noqa: PLW0603
+    DEVICE = device
+    dist.Backend.register_backend("staged", made, devices=["cpu", "fakecuda"])
+    dist.init_process_group("staged")
+
+
 def main() -> None:
     """Train, and print the digest."""
     where, steps = sys.argv[1], int(sys.argv[2])
-    global DEVICE  # noqa: PLW0603
-    DEVICE = open_device() if where != "cpu" else None
-    dist.Backend.register_backend("staged", made, devices=["cpu", "fakecuda"])
-    dist.init_process_group("staged")
+    open_group(open_device() if where != "cpu" else None)
     model = model_on(where)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, init_sync=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -193,6 +192,8 @@ def gradients(where: str) -> list[torch.Tensor]:
 
 def check_calls(where: str, device: Any) -> None:
     """Compare Horovod's calls on the device with those on the CPU. None of them copies to the host."""
+    import pytest
+
     for call in (horovods, gradients):
         expected = call("cpu")
         with without_host_copies():
@@ -304,13 +305,26 @@ def messages(where: str) -> list[torch.Tensor]:
     return came
 
 
-def check_nb(where: str, device: Any) -> None:
-    """Compare the backend's calls on the device with those on the CPU, and how they use streams."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    for call in (reductions, moves, *([messages] if size > 1 else [])):
+def compare_nb(where: str) -> dict[str, int]:
+    """Compare the backend's calls on the device with those on the CPU; return the number of elements, by kind of call.
+
+    Raises AssertionError if an element differs.
+    """
+    compared = {}
+    for call in (reductions, moves, *([messages] if dist.get_world_size() > 1 else [])):
         results = [[(t.dtype, t.shape, t.cpu().tolist()) for t in call(place)] for place in ("cpu", where)]
         assert results[0] == results[1], call
+        compared[call.__name__] = sum(shape.numel() for _, shape, _ in results[0])
     dist.barrier()
+    return compared
+
+
+def check_nb(where: str, device: Any) -> None:
+    """Compare the backend's calls on the device with those on the CPU, and how they use streams."""
+    import pytest
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    compare_nb(where)
     check_waits(where, device)
     alone = [dist.new_group([other]) for other in range(size)][rank]
     mine, into = numbers(4, where), torch.zeros(4, device=where)
@@ -324,6 +338,8 @@ def check_nb(where: str, device: Any) -> None:
 
 def check_refusal(where: str, _: Any) -> None:
     """Give the backend a tensor on a device for which it was not named."""
+    import pytest
+
     assert [device.type for device in dist.group.WORLD._device_types] == ["cpu"]  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=f'moves the memory of cpu in this group.* as in .*"cpu:nb,{where}:nb"'):
         dist.all_reduce(torch.ones(2, device=where))

@@ -151,7 +151,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     sanitize = [flag for flag in FLAVOURS[flavour] if flag.startswith("-fsanitize")]
     if any("cuda" in program.stem for program in programs):
         fake = cbuild.compile_all(sorted(FAKE_CUDA.glob("*.c")), folder, [*compiler, "-fPIC"], jobs=1)
-        shared = ["-shared", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
+        shared = ["-shared", "-Wl,-soname,libcuda.so.1", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
         cbuild.run_compiler([compiler[0], *shared, *cbuild.LIBRARIES])
 
     def one(program: Path) -> Path | str:

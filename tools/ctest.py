@@ -44,6 +44,9 @@ APART = {
 WRAPPED = {
     **{name: ("nb_ofi_lib_open",) for name in ("test_transport", "test_ofi_double")},
     "test_clock": ("clock_gettime",),
+    "test_lane_rate": ("clock_gettime",),
+    "test_control": ("epoll_wait",),
+    "test_connection_loss": ("nb_watchdog_lane_lost",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make",),
     "test_start_order": (
@@ -151,7 +154,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     sanitize = [flag for flag in FLAVOURS[flavour] if flag.startswith("-fsanitize")]
     if any("cuda" in program.stem for program in programs):
         fake = cbuild.compile_all(sorted(FAKE_CUDA.glob("*.c")), folder, [*compiler, "-fPIC"], jobs=1)
-        shared = ["-shared", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
+        shared = ["-shared", "-Wl,-soname,libcuda.so.1", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
         cbuild.run_compiler([compiler[0], *shared, *cbuild.LIBRARIES])
 
     def one(program: Path) -> Path | str:

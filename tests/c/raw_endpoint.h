@@ -27,6 +27,7 @@ struct raw_endpoint {
     struct nb_request requests[RAW_ENDPOINT_REQUESTS];
     bool busy[RAW_ENDPOINT_REQUESTS];
     uint64_t sent;     // completed requests
+    uint64_t landed;   // arrivals that the lane has accepted
     uint64_t messages; // received
     bool lost;
 };
@@ -37,6 +38,14 @@ static inline void raw_endpoint_sent(void *ctx, struct nb_lane *lane, struct nb_
     (void)code;
     endpoint->busy[request - endpoint->requests] = false;
     endpoint->sent++;
+}
+
+static inline void raw_endpoint_landed(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame) {
+    struct raw_endpoint *endpoint = ctx;
+    (void)lane;
+    (void)peer;
+    (void)frame;
+    endpoint->landed++;
 }
 
 static inline void raw_endpoint_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
@@ -60,7 +69,7 @@ static inline void raw_endpoint_lost(void *ctx, struct nb_lane *lane, int peer, 
 static inline int raw_endpoint_open(struct raw_endpoint *endpoint, int index, int rank, int size,
                                     const unsigned char *session, struct nb_error *err) {
     static const struct nb_lane_up up = {.place = stub_place,
-                                         .landed = stub_landed,
+                                         .landed = raw_endpoint_landed,
                                          .sent = raw_endpoint_sent,
                                          .writable = stub_writable,
                                          .message = raw_endpoint_message,

@@ -2,7 +2,10 @@
 // memory. Also tests limits of pending operations and that an idle communication thread sleeps.
 #include <errno.h>
 #include <malloc.h>
+#include <semaphore.h>
+#include <stdatomic.h>
 #include <stdint.h>
+#include <sys/epoll.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -367,22 +370,69 @@ static void more_than_pending_max(struct test_rank *me) {
     test_barrier(me, "finished");
 }
 
-// After data have moved on every lane, the communication thread sleeps. Other load on the machine can only lower its
-// CPU time.
+enum { IDLE_MS = 600, IDLE_PASSES_MAX = 100 };
+
+// Counts of a rank's event loop, from the first sleep that nothing ends: the operation before is over then.
+static struct idle_loop {
+    _Atomic int epoll_fd; // -1: does not count
+    atomic_bool begun;
+    _Atomic int passes;
+    _Atomic int slept_ms;
+    sem_t ended;
+} idle_loops[2] = {{.epoll_fd = -1}, {.epoll_fd = -1}};
+
+static void idle_loop_count(struct idle_loop *loop, int events, int timeout_ms) {
+    bool slept = events == 0 && timeout_ms > 0;
+    if (!atomic_load(&loop->begun)) {
+        atomic_store(&loop->begun, slept);
+        return;
+    }
+    atomic_fetch_add(&loop->passes, timeout_ms == 0); // each pass polls the loop once
+    atomic_fetch_add(&loop->slept_ms, slept ? timeout_ms : 0);
+    if (atomic_load(&loop->slept_ms) >= IDLE_MS || atomic_load(&loop->passes) > IDLE_PASSES_MAX) {
+        atomic_store(&loop->epoll_fd, -1);
+        (void)sem_post(&loop->ended);
+    }
+}
+
+int __real_epoll_wait(int fd, struct epoll_event *events, int max, int timeout_ms);
+int __wrap_epoll_wait(int fd, struct epoll_event *events, int max, int timeout_ms);
+int __wrap_epoll_wait(int fd, struct epoll_event *events, int max, int timeout_ms) {
+    int count = __real_epoll_wait(fd, events, max, timeout_ms);
+    for (int r = 0; r < 2; r++) {
+        if (atomic_load(&idle_loops[r].epoll_fd) == fd) {
+            idle_loop_count(&idle_loops[r], count, timeout_ms);
+        }
+    }
+    return count;
+}
+
+// After data have moved on every lane, the communication thread sleeps: it makes few passes besides its whole sleeps,
+// as only heartbeats end a sleep early. Neither count depends on the speed of the machine.
 static void thread_sleeps_when_idle(struct test_rank *me) {
-    struct timespec pause = {.tv_nsec = 600 * 1000 * 1000};
-    struct timespec used[2];
-    clockid_t clock;
+    struct idle_loop *loop = &idle_loops[me->rank];
+    pthread_barrier_t *both = me->arg;
+    struct timespec until;
     char *data = calloc(MOVED, 1);
     struct nb_segment all = {.base = data, .bytes = MOVED};
+    atomic_store(&loop->begun, false);
+    atomic_store(&loop->passes, 0);
+    atomic_store(&loop->slept_ms, 0);
+    CHECK(sem_init(&loop->ended, 0, 0) == 0, "semaphore: %m");
     test_do(me, test_op("moved", NB_OP_ALLREDUCE, &all));
     test_barrier(me, "before");
-    CHECK(pthread_getcpuclockid(me->job->progress.thread, &clock) == 0, "thread");
-    clock_gettime(clock, &used[0]);
-    nanosleep(&pause, NULL);
-    clock_gettime(clock, &used[1]);
-    int64_t ns = (used[1].tv_sec - used[0].tv_sec) * 1000000000 + used[1].tv_nsec - used[0].tv_nsec;
-    CHECK(ns < 60 * 1000 * 1000, "rank %d: %.1f ms of CPU time in 600 idle ms", me->rank, (double)ns / 1e6);
+    pthread_barrier_wait(both);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += TEST_LIMIT_MS / 1000;
+    atomic_store(&loop->epoll_fd, me->job->loop.epoll_fd);
+    int rc;
+    do {
+        rc = sem_timedwait(&loop->ended, &until);
+    } while (rc != 0 && errno == EINTR);
+    CHECK(rc == 0, "rank %d: the thread has slept for only %d ms", me->rank, atomic_load(&loop->slept_ms));
+    CHECK(atomic_load(&loop->passes) <= IDLE_PASSES_MAX, "rank %d: %d passes in %d ms of sleep", me->rank,
+          atomic_load(&loop->passes), atomic_load(&loop->slept_ms));
+    pthread_barrier_wait(both); // the next operation wakes the other rank
     test_barrier(me, "after");
     free(data);
 }
@@ -441,13 +491,17 @@ int main(void) {
     template.run = more_than_pending_max;
     test_job(&template);
     template.pending_max = 0;
+    pthread_barrier_t both;
+    pthread_barrier_init(&both, NULL, 2);
     for (size_t i = 0; i < sizeof idle / sizeof idle[0]; i++) {
         struct test_rank idle_template = test_on(idle[i]);
         idle_template.size = 2;
         idle_template.streams = 4;
         idle_template.run = thread_sleeps_when_idle;
+        idle_template.arg = &both;
         (void)test_job(&idle_template); // libfabric may be missing
     }
+    pthread_barrier_destroy(&both);
     template.size = 3;
     template.streams = 2;
     template.run = several_threads_submit;

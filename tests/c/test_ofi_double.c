@@ -188,6 +188,48 @@ static void test_message_before_opening(bool closes) {
     double_end();
 }
 
+// The double's number of a lane's endpoint, from the address that peers get.
+static uint64_t endpoint_of(const struct nb_lane *lane) {
+    unsigned char address[NB_LANE_ADDR_MAX];
+    struct wire_ofi_address at;
+    uint64_t number;
+    size_t bytes = 0;
+    nb_ofi_ops.address(lane, address, &bytes);
+    CHECK(bytes == sizeof at, "the address has %zu bytes", bytes);
+    memcpy(&at, address, sizeof at);
+    memcpy(&number, at.name, sizeof number);
+    return number;
+}
+
+// Sends two arrivals to a lane, with completion data of 4 bytes: of the first blocks of slot 0, and with all bits set.
+static void forge_arrivals(const struct nb_lane *lane) {
+    const struct nb_frame frame = {.blocks = 4};
+    double_arrive(endpoint_of(lane), nb_frame_pack(&frame), FI_REMOTE_CQ_DATA);
+    double_arrive(endpoint_of(lane), UINT32_MAX, FI_REMOTE_CQ_DATA);
+}
+
+// The lane itself refuses them: it does not depend on the credits' tags.
+static void test_short_completion_data_stops_at_the_lane(void) {
+    struct raw_endpoint victim;
+    struct raw_endpoint other;
+    struct nb_error err = {0};
+    int64_t deadline = flows_deadline();
+    double_begin(0, 4);
+    CHECK(raw_endpoint_open(&victim, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(raw_endpoint_open(&other, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
+    forge_arrivals(victim.lane);
+    while (victim.lane->refused + victim.landed < 2) {
+        (void)nb_ofi_ops.progress(victim.lane);
+        (void)nb_ofi_ops.progress(other.lane);
+        CHECK(nb_now_ns() < deadline, "only %llu arrivals are refused", (unsigned long long)victim.lane->refused);
+    }
+    CHECK(victim.landed == 0, "%llu arrivals are accepted", (unsigned long long)victim.landed);
+    CHECK(other.landed + other.lane->refused == 0, "an arrival goes to another lane");
+    nb_ofi_ops.close(victim.lane);
+    nb_ofi_ops.close(other.lane);
+    double_end();
+}
+
 // Completion data of 4 bytes cannot be authenticated: such arrivals are refused, and the lane remains usable.
 static void test_short_completion_data(void) {
     struct nb_boot boots[2] = {{.rank = 0, .size = 2}, {.rank = 1, .size = 2}};
@@ -208,13 +250,7 @@ static void test_short_completion_data(void) {
                                               .step = BLOCKS};
     CHECK(flows_open(world, &err) == 0, "%s", err.text);
     struct nb_lanes *lanes = world->nodes[1].lanes;
-    struct wire_lane_address address;
-    nb_lanes_address(lanes, &address);
-    uint64_t victim = nb_ofi_lane_of(lanes->lane[0])->ep != NULL ? double_state.ids : 0;
-    for (uint64_t id = 1; id <= victim; id++) { // one of these is the victim's endpoint
-        double_arrive(id, (uint64_t)0 << 26 | 3, FI_REMOTE_CQ_DATA);
-        double_arrive(id, UINT32_MAX, FI_REMOTE_CQ_DATA);
-    }
+    forge_arrivals(lanes->lane[0]);
     flows_add(&world->nodes[1].sides[0]);
     int64_t deadline = flows_deadline();
     while (nb_lanes_refused(lanes) < 2) {
@@ -228,6 +264,8 @@ static void test_short_completion_data(void) {
         progress_all(world);
         CHECK(nb_now_ns() < deadline, "the flow does not finish");
     }
+    CHECK(nb_lanes_refused(lanes) == 2, "%llu arrivals are refused", (unsigned long long)nb_lanes_refused(lanes));
+    CHECK(nb_lanes_refused(world->nodes[0].lanes) == 0, "an arrival went to the other rank");
     flows_close(world);
     double_end();
     free(world);
@@ -243,6 +281,7 @@ int main(void) {
     test_close_before_arrival_report(true);
     test_message_before_opening(false);
     test_message_before_opening(true);
+    test_short_completion_data_stops_at_the_lane();
     test_short_completion_data();
     return 0;
 }

@@ -293,7 +293,12 @@ int main(void) {
     for (int i = 0; i < POINTS; i++) {
         int status;
         CHECK(waitpid(runs[i], &status, 0) == runs[i], "wait: %m");
-        failed = failed || status != 0;
+        if (status != 0) {
+            fprintf(stderr, "failed: point %d, stopped at '%s' (%s, %s): wait status %x\n", i, points[i].step,
+                    points[i].staged ? "staged" : "direct", points[i].hosts != NULL ? "two hosts" : "one host",
+                    (unsigned)status);
+            failed = true;
+        }
     }
     return failed;
 }

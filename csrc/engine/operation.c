@@ -296,6 +296,13 @@ void nb_work_record_submit(const struct nb_work *work, int64_t now_ns) {
     const struct op_descriptor *d = &work->desc;
     uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
     name_record(work, now_ns);
-    nb_ring_put_at(work->comm->job->config.ring, now_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes, work->bucket,
-                   d->comm, packed);
+    nb_ring_put_event(work->comm->job->config.ring, &(struct nb_event){.time_ns = now_ns,
+                                                                       .kind = NB_EV_OP_SUBMIT,
+                                                                       .step = work->step,
+                                                                       .key = d->key,
+                                                                       .a = work->round,
+                                                                       .b = d->bytes,
+                                                                       .c = work->bucket,
+                                                                       .d = d->comm,
+                                                                       .e = packed});
 }

@@ -84,7 +84,8 @@ struct nb_work {
     struct op_descriptor desc;
     uint32_t round;
     uint32_t bucket;
-    uint64_t seq; // the operation's number; with a step it forms a flow's number
+    uint32_t step; // of the training, when it was submitted
+    uint64_t seq;  // the operation's number; with a step it forms a flow's number
     bool running;
     const struct nb_algorithm *algorithm;
     void (*on_flows_done)(struct nb_work *work); // called when all bytes have moved. NULL: the work is then complete

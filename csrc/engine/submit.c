@@ -19,6 +19,7 @@
 #include "engine/engine.h"
 #include "engine/operation.h"
 #include "engine/progress_owner.h"
+#include "trace/ring.h"
 
 enum { ROUNDS_MAX = 16 * 1024 }; // keys with a round count; limited, because some names are used only once
 
@@ -105,6 +106,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
     rc = nb_device_attach(work, op, err);
     if (rc == 0) {
         work->times.submit_ns = nb_now_ns();
+        work->step = nb_ring_step(job->config.ring);
         pthread_mutex_lock(&job->lock);
         rc = enter(job, work, op->awaited, err);
         pthread_mutex_unlock(&job->lock);

@@ -2,7 +2,6 @@
 #include "py/device_stamps.h"
 
 #include <errno.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,7 +76,7 @@ void core_device_stamps_put(struct core_device_stamps *self, const struct nb_rin
         nb_fail(&self->failure, -EIO, "torch does not say which stream of device %d is current", self->where.number);
     } else {
         struct nb_cuda_mark mark;
-        event.step = atomic_load_explicit(&ring->step, memory_order_relaxed);
+        event.step = nb_ring_step(ring);
         memcpy(&mark, &event, sizeof mark);
         (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(event.kind), &self->failure);
     }

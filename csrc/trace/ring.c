@@ -106,6 +106,10 @@ void nb_ring_close(struct nb_ring *ring) {
     ring->fd = -1;
 }
 
+uint32_t nb_ring_step(const struct nb_ring *ring) {
+    return ring == NULL ? 0 : atomic_load_explicit(&ring->step, memory_order_relaxed);
+}
+
 void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, uint64_t a, uint64_t b, uint64_t c,
                  uint64_t d, uint64_t e) {
     if (ring == NULL || ring->header == NULL) {
@@ -121,7 +125,7 @@ void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind ki
     }
     nb_ring_put_event(ring, &(struct nb_event){.time_ns = time_ns,
                                                .kind = (uint32_t)kind,
-                                               .step = atomic_load_explicit(&ring->step, memory_order_relaxed),
+                                               .step = nb_ring_step(ring),
                                                .key = key,
                                                .a = a,
                                                .b = b,

@@ -44,6 +44,9 @@ int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int 
 // Truncates the file to what was written. No thread may be writing.
 void nb_ring_close(struct nb_ring *ring);
 
+// The step that events are stamped with; 0 without a ring.
+uint32_t nb_ring_step(const struct nb_ring *ring);
+
 // Records an event now.
 void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, uint64_t a, uint64_t b, uint64_t c,
                  uint64_t d, uint64_t e);

@@ -200,6 +200,30 @@ def test_events_of_the_training_thread_are_not_counted_twice(tmp_path):
     assert after.collectives == before.collectives
 
 
+@pytest.mark.parametrize(
+    ("late_ms", "error_ms", "found"), [(0, 1, True), (40, 40, True), (-25, 30, True), (100, 20, False)]
+)
+def test_an_operation_belongs_to_the_step_of_its_submission_where_a_device_has_another_clock(
+    tmp_path, late_ms, error_ms, found
+):
+    folder = FakeRun(tmp_path, transports=("ofi",), blocks=2, block_steps=4).write()
+    on_one_clock = ring_reader.load(folder)
+    path = folder / "ranks" / "0.train.ring"
+    ring = RingWriter(path)
+    for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
+        if kind not in (ring_reader.EVENTS["GRAD_READY"], ring_reader.EVENTS["GRADS_READY"]):
+            ring.put(time_ns - late_ms * MS, kind, step, key, **dict(zip("abcde", rest, strict=True)))
+    ring.put(0, "DEVICE_CLOCK", b=error_ms * MS)
+    ring.close()
+    trace = ring_reader.load(folder).of_rank(0)
+    assert trace.ranks[0].device_error_ns == error_ms * MS
+    steps = [c.step for c in on_one_clock.collectives if c.rank == 0]
+    assert [c.step for c in trace.collectives] == (steps if found else [None] * len(steps))
+    for step in trace.steps:
+        assert sorted(index for index, _ in step.grad_ready) == ([0, 1, 2, 3] if found else [])
+        assert all(step.begin_ns <= at_ns <= step.end_ns for _, at_ns in step.grad_ready)
+
+
 def test_operations_without_a_round_are_counted_on(tmp_path):
     folder = FakeRun(tmp_path, transports=("stock",), blocks=1).write()
     numbered = ring_reader.load(folder)

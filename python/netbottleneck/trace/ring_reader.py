@@ -160,15 +160,26 @@ def rank_steps(
 
 
 class StepIndex:
-    """Finds the step of one rank that contains a given time."""
+    """Finds the step of one rank. error_ns: of the steps' clock against that of the events; None: one clock."""
 
-    def __init__(self, rank_steps: Sequence[tr.Step]) -> None:
+    def __init__(self, rank_steps: Sequence[tr.Step], error_ns: int | None = None) -> None:
         self._steps = sorted(rank_steps, key=lambda s: s.begin_ns)
         self._begins = [s.begin_ns for s in self._steps]
+        self._error_ns = error_ns
+        self._by_number = {} if error_ns is None else {step.index: step for step in self._steps}
 
     def at(self, time_ns: int) -> tr.Step | None:
         place = bisect.bisect_right(self._begins, time_ns) - 1
         return self._steps[place] if place >= 0 and time_ns <= self._steps[place].end_ns else None
+
+    def of(self, event: Event) -> tr.Step | None:
+        """Return the step of an event: by its time, and with two clocks by its number if the times agree."""
+        if self._error_ns is None:
+            return self.at(event.time_ns)
+        step = self._by_number.get(event.step)
+        if step is None or not -self._error_ns <= event.time_ns - step.begin_ns <= step.duration_ns + self._error_ns:
+            return None
+        return step
 
 
 class BucketIndex:
@@ -218,7 +229,7 @@ def collectives(
     own = (event for event in events if event.kind in _ORDER)
     for event in sorted(own, key=lambda e: (e.time_ns, _ORDER[e.kind])):
         if event.kind == "OP_SUBMIT":
-            step = in_steps.at(event.time_ns)
+            step = in_steps.of(event)
             bucket = buckets.find(event)
             phase = _named(PHASES, event.e >> 16 & 0xFF)
             kind = STOCK_KINDS.get(event.e & 0xFF) or _named(KINDS, event.e & 0xFF)
@@ -294,20 +305,21 @@ def device_clock(events: Iterable[Event], steps: Sequence[tr.Step]) -> tuple[int
 def with_bucket_times(
     steps: Iterable[tr.Step], collectives: Iterable[tr.Collective], buckets: Sequence[tr.Bucket]
 ) -> list[tr.Step]:
-    """Return steps of a device: gradients without times of their own are ready when their bucket is handed over."""
+    """Return steps of a device: gradients without times of their own are ready when their bucket is handed over.
+
+    With our transports that time is the host's: it is moved into the step where the clocks differ.
+    """
     handed: dict[int, list[tuple[int, int]]] = {}
     for one in collectives:
         if one.step is not None and one.bucket is not None and not one.by_script:
             members = buckets[one.bucket].parameters
             handed.setdefault(one.step, []).extend((index, one.submit_ns) for index in members)
-    return [
-        step if step.grad_ready else replace(step, grad_ready=tuple(sorted(handed.get(step.index, ()), key=_by_time)))
-        for step in steps
-    ]
+    return [step if step.grad_ready else _with_times(step, handed.get(step.index, ())) for step in steps]
 
 
-def _by_time(row: tuple[int, int]) -> int:
-    return row[1]
+def _with_times(step: tr.Step, handed: Iterable[tuple[int, int]]) -> tr.Step:
+    inside = [(index, min(max(at_ns, step.begin_ns), step.end_ns)) for index, at_ns in handed]
+    return replace(step, grad_ready=tuple(sorted(inside, key=lambda row: row[1])))
 
 
 def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:
@@ -682,10 +694,11 @@ def _rank_trace(
     # Gradients of the training thread are used only for transports without a ring; the script's own calls always.
     own = collectives(train, files.rank, None, index, buckets)
     found = [c for c in own if c.arm.transport not in named or c.phase != PHASES[0]]
+    error_ns, lost = device_clock(train, steps)
+    on_host = StepIndex(steps, error_ns)
     for name, events in named.items():
         if name not in (TRAIN, NCCL):
-            found += collectives(events, files.rank, name, index, buckets)
-    error_ns, lost = device_clock(train, steps)
+            found += collectives(events, files.rank, name, on_host, buckets)
     if error_ns is not None:
         steps = with_bucket_times(steps, found, run.buckets)
     ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")

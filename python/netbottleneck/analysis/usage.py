@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import HEADERS, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
-from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace
+from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace, TransportInfo
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import nbytes, percent
@@ -186,6 +186,33 @@ def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> Unseen | None:
             surely, part = (max(0.0, 1 - sent * times / use.bytes) for times in (1 + HEADERS, 1.0))
             found.append(Unseen(use_of.hostname, use.interface, part * use.bytes, part, surely))
     return max(found, key=lambda one: (one.surely, one.part), default=None)
+
+
+def rating(info: TransportInfo) -> int:
+    """The rated speed of a transport's interface in bits a second; 0 if it is not known."""
+    return info.link_bps or 0
+
+
+def slow_interface(trace: Trace, arm: Arm) -> tuple[TransportInfo, TransportInfo] | None:
+    """An arm's interface on one rank, and a faster one: of another transport there, else of this arm elsewhere."""
+    rated = [(r.rank, i) for r in trace.ranks for i in r.transports if i.link_bps and i.interface]
+    own = [(rank, info) for rank, info in rated if info.name == arm.transport]
+    for rank, info in own:
+        there = max((other for of, other in rated if of == rank), key=rating)
+        if rating(there) > rating(info):
+            return info, there
+    infos = sorted((info for _, info in own), key=rating)
+    return (infos[0], infos[-1]) if infos and rating(infos[0]) < rating(infos[-1]) else None
+
+
+FASTER_INTERFACE, NO_OTHERS = "faster interface", "no other traffic"
+
+
+def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
+    """By change, the factor of an arm's rate that follows: over the faster interface; without the traffic of others."""
+    slow, others = slow_interface(trace, arm), unseen(trace, arm, uses)
+    found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
+    return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}
 
 
 def _moved(trace: Trace, ranks: Collection[int], arm: Arm) -> Intervals:

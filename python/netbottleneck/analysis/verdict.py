@@ -15,8 +15,20 @@ from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, limited, packet_loss, unseen
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
+from netbottleneck.analysis.usage import (
+    FASTER_INTERFACE,
+    NO_CONNECTIONS,
+    NO_OTHERS,
+    Connected,
+    HostUse,
+    Unseen,
+    limited,
+    packet_loss,
+    rating,
+    slow_interface,
+    unseen,
+)
+from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
@@ -598,38 +610,23 @@ def optimizer(facts: Facts) -> RuleResult:
 VARIABLES = {STOCK: "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"}
 
 
-def _rating(info: TransportInfo) -> int:
-    return info.link_bps or 0
-
-
-def _slow_interface(f: Findings, base: Arm) -> tuple[TransportInfo, TransportInfo] | None:
-    """The base's interface on one rank, and a faster one: of another transport there, else of the base elsewhere."""
-    rated = [(r.rank, i) for r in f.trace.ranks for i in r.transports if i.link_bps and i.interface]
-    own = [(rank, info) for rank, info in rated if info.name == base.transport]
-    for rank, info in own:
-        there = max((other for of, other in rated if of == rank), key=_rating)
-        if _rating(there) > _rating(info):
-            return info, there
-    infos = sorted((info for _, info in own), key=_rating)
-    return (infos[0], infos[-1]) if infos and _rating(infos[0]) < _rating(infos[-1]) else None
-
-
 def configuration(facts: Facts) -> RuleResult:
     """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it."""
     f, base = facts.f, facts.base
-    slow = _slow_interface(f, base)
+    slow = slow_interface(f.trace, base)
     if slow is None:
         return _buffers(facts)
-    used, there = _rating(slow[0]), _rating(slow[1])
+    used, there = rating(slow[0]), rating(slow[1])
     ranks = ", ".join(str(rank.rank) for rank in f.trace.ranks if slow[0] in rank.transports)
-    saving = facts.moving.scaled(1 - used / there)
+    predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
+    saving = predicted or facts.moving.scaled(1 - used / there)
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
     return facts.evidence(
         "configuration",
         "MISCONFIGURED",
         applies=True,
         saving=saving,
-        rests="ratings of the interfaces; exposed x their ratio",
+        rests=f"ratings of the interfaces; {'predicted' if predicted else 'exposed x their ratio'}",
         why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} has {gbit(there)}. "
         f"Over it the step would be up to {facts.share(saving)} shorter.",
         next=f"Set {variable}={slow[1].interface}.",
@@ -662,13 +659,16 @@ def other_traffic(facts: Facts) -> RuleResult:
     if more is None:
         return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
     surely, part, interface, name = more.surely, more.part, more.interface, more.hostname
-    saving = replace(facts.moving.scaled(part), low=facts.moving.scaled(surely).low)
+    predicted = facts.predicted.savings_ns.get(NO_OTHERS)
+    saving = predicted or facts.moving.scaled(part)
+    saving = replace(saving, low=saving.low * surely / part if part else 0.0)
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
         applies=surely >= limits.OTHER_TRAFFIC,
         saving=saving,
-        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes",
+        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; "
+        f"{'predicted' if predicted else 'exposed x that part'}",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
         f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
         next="Find what else sends: another job or a copy on this host, or communication of this job outside of its "

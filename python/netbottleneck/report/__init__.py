@@ -208,7 +208,9 @@ class Run:
             from netbottleneck.whatif import sweeps
         except ImportError:
             return rules.Predicted(refused="the what-if engine is not available: the C module is missing")
-        return sweeps.savings(self.findings.trace, self.findings.base, self.findings.link_bps)
+        trace, base = self.findings.trace, self.findings.base
+        faster = {} if base is None else usage.faster(trace, base, self.hosts)
+        return sweeps.savings(trace, base, self.findings.link_bps, faster)
 
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:

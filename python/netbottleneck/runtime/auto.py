@@ -22,8 +22,10 @@ from netbottleneck.units import ms, percent
 
 BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first of them is not counted
 TRIAL_BLOCKS = 12  # of each arm, at most
-CONFIRMED = 3  # consecutive blocks after which a candidate must be surely slower before it leaves the trial
-SEPARATE = 1.2  # a candidate whose fastest step exceeds another's slowest step by this factor leaves after one block
+CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all candidates equal
+# A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
+# exceeds another's slowest step by it.
+SEPARATE = 1.2
 EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
 LOOK_S = 2.0  # time between two looks while an arm is kept
 LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
@@ -102,6 +104,7 @@ class Auto:
         self._found: dict[Arm, dict[int, Block]] = {}  # by cycle
         self._cycle = 0
         self._slower: dict[Arm, int] = defaultdict(int)  # consecutive cycles that found an arm surely slower
+        self._equal = 0  # consecutive cycles that found the candidates equal
         self._reference_ns = 0  # step time of the kept arm in its first window
         self._changed = 0
 
@@ -180,6 +183,7 @@ class Auto:
         self._found = {arm: {} for arm in self.arms}
         self._cycle = 0
         self._slower.clear()
+        self._equal = 0
 
     def _cycle_ends(self, step: int) -> str:
         """Let slower candidates leave; end the trial or begin its next cycle."""
@@ -198,7 +202,8 @@ class Auto:
         best = self._best()
         for arm in list(self._candidates):
             against = self._against(arm, best)
-            slower = arm != best and against is not None and against.low > 0 and against.value > EQUAL
+            surely = against is not None and against.low > 0 and against.value > EQUAL
+            slower = arm != best and (surely or self._logs(arm, best)[-1] > math.log(SEPARATE))
             self._slower[arm] = self._slower[arm] + 1 if slower else 0
             if self._slower[arm] >= CONFIRMED:
                 self._candidates.remove(arm)
@@ -222,14 +227,19 @@ class Auto:
         logs = self._logs(arm, base)
         return middle(logs) if len(logs) >= PAIRS_MIN else None
 
+    def _are_equal(self) -> bool:
+        """Return True if the candidates' step times surely differ by less than EQUAL."""
+        first, *others = self._candidates
+        against = [self._against(arm, first) for arm in others]
+        return all(each is not None and max(abs(each.low), abs(each.high)) < EQUAL for each in against)
+
     def _why_over(self) -> str:
         if len(self._candidates) == 1:
             return "the others are surely slower"
         if self._cycle >= TRIAL_BLOCKS:
             return f"after {TRIAL_BLOCKS} blocks of each arm"
-        first = self._candidates[0]
-        against = [self._against(arm, first) for arm in self._candidates[1:]]
-        if all(each is not None and max(abs(each.low), abs(each.high)) < EQUAL for each in against):
+        self._equal = self._equal + 1 if self._are_equal() else 0
+        if self._equal >= CONFIRMED:
             return f"the step times of {', '.join(self._candidates)} differ by less than {EQUAL:.0%}"
         spent = self.cost_ns + self._cost_of(self._best())
         if self.trials and spent > COST_MAX * self.elapsed_ns:

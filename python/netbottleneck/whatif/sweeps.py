@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from types import MappingProxyType
 
 from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.analysis.verdict import Predicted
@@ -275,6 +277,10 @@ def _without_link(cost: Cost, link_bps: float) -> Cost:
     return with_link(cost, 1 / rest if rest > 0 else UNLIMITED)
 
 
+def _at_times_the_rate(factor: float, cost: Cost) -> Cost:
+    return with_link(cost, factor * cost.link.rate_bps)
+
+
 def _without_latency(cost: Cost) -> Cost:
     return replace(cost, fixed_ns=0.0, alpha_ns=0.0, host_alpha_ns=0.0, launch_ns=0.0)
 
@@ -296,11 +302,14 @@ def _compute_as_recorded(job: Job) -> Job:
     return replace(same, fit=fit, measured_ns=job.measured_ns)
 
 
-def savings(trace: Trace, arm: Arm | None, link_bps: float | None) -> Predicted:
+def savings(
+    trace: Trace, arm: Arm | None, link_bps: float | None, faster: Mapping[str, float] = MappingProxyType({})
+) -> Predicted:
     """Predict what a step of an arm would save without each cause that the engine can remove.
 
     link: no time on a link of link_bps; latency: no time per operation; rate: the probe's rate; free: no communication
-    time; buckets: the best of the plans tried. Savings that the fit is too poor for are left out, with the reason.
+    time; buckets: the best of the plans tried; each name in faster: a rate so many times as high. Savings that the fit
+    is too poor for are left out, with the reason.
     """
     try:
         found = questions.job(trace, arm)
@@ -310,6 +319,7 @@ def savings(trace: Trace, arm: Arm | None, link_bps: float | None) -> Predicted:
         changes: dict[str, Callable[[Cost], Cost]] = {"latency": _without_latency, "free": lambda _: Cost.free()}
         if link_bps is not None:
             changes["link"] = lambda cost: _without_link(cost, link_bps)
+        changes |= {name: partial(_at_times_the_rate, factor) for name, factor in faster.items()}
         probed = found.fit.achievable
         if probed is not None:
             changes["rate"] = lambda cost: replace(cost, link=probed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,8 +45,14 @@ def judge(job: Job, seed: int) -> Judged:
     """Run a job and decide, as a report does."""
     trace = trace_of(job, seed)
     found = findings.find(trace)
-    predicted = sweeps.savings(found.trace, found.base, found.link_bps)
-    return Judged(found, verdict.decide(found, predicted, usage.hosts(trace, samples_of(job, trace))))
+    return decide(found, usage.hosts(trace, samples_of(job, trace)))
+
+
+def decide(found: findings.Findings, hosts: Sequence[usage.HostUse]) -> Judged:
+    """Decide, as a report does."""
+    faster = {} if found.base is None else usage.faster(found.trace, found.base, hosts)
+    predicted = sweeps.savings(found.trace, found.base, found.link_bps, faster)
+    return Judged(found, verdict.decide(found, predicted, hosts))
 
 
 def _differences(case: Case[Any], got: Judged) -> Iterator[str]:

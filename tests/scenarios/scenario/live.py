@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.analysis import findings, usage, verdict
+from netbottleneck.analysis import findings, usage
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
 from netbottleneck.trace import model
 from netbottleneck.trace.model import Network
-from netbottleneck.whatif import sweeps
-from scenario.judge import Judged
+from scenario.judge import Judged, decide
 from scenario.training import Training
 
 LIMIT_S = 180
@@ -58,6 +57,4 @@ def measure(training: Training, seed: int) -> Judged:
         hosts = usage.hosts(trace, model.of_run(folder))
     if link_bps:
         trace = replace(trace, network=Network(training.lab, float(link_bps)))
-    found = findings.find(trace)
-    predicted = sweeps.savings(found.trace, found.base, found.link_bps)
-    return Judged(found, verdict.decide(found, predicted, hosts))
+    return decide(findings.find(trace), hosts)

@@ -16,8 +16,9 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ class Outcome:
     def right(self) -> bool:
         """True unless the kept arm is surely slower than the best one, by more than EQUAL, or was kept too late."""
         return self.by_step <= BY_STEP and self.against_best[0] <= 1 + EQUAL
+
+    def row(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        low, value, high = self.against_best
+        return {
+            "network": self.network,
+            "width": self.width,
+            "stock_ms": round(self.stock_ms, 2),
+            "best": self.best,
+            "kept": self.kept,
+            "by_step": self.by_step,
+            "kept_over_best": f"{value:.3f} [{low:.3f}, {high:.3f}]",
+            "cost_steps": round(self.cost_steps, 1),
+            "cost_of_2000_steps_percent": round(100 * self.cost_of_long, 2),
+            "right": "yes" if self.right else "no",
+        }
 
     def line(self) -> str:
         """Return the row of a table."""
@@ -105,6 +122,24 @@ def outcome(network: str, width: int) -> Outcome:
     )
 
 
+def write(path: Path, facts: Mapping[str, Any], title: str, spread: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows with their origin, for docs/_site/results.py."""
+    took_s = time.time() - facts["started_wall_ns"] / 1e9
+    found = {
+        "title": title,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {name: facts["machine"][name] for name in ("cpu", "cores")},
+        "system": f"Linux {facts['machine']['kernel'].partition('-')[0]}",
+        "versions": facts["versions"],
+        "command": f"python {' '.join(sys.argv)}",
+        "duration": f"{took_s / 60:.1f} minutes",
+        "load": "nothing else",
+        "spread": spread,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def drawn(seed: int, count: int) -> list[tuple[str, int]]:
     """Draw networks, and the widths of the model."""
     draw = random.Random(seed)
@@ -133,7 +168,9 @@ def main() -> int:
     right = sum(one.right for one in outcomes)
     print(f"{right} of {len(outcomes)} right (measured)")
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n", encoding="utf-8")
+        rows = [one.row() for one in outcomes]
+        summary = f"{right} of {len(outcomes)} right"
+        write(arguments.json, facts, "The transports that auto keeps", f"95 % intervals; {summary}", rows)
     return 0 if right >= RIGHT * len(outcomes) else 1
 
 

@@ -247,6 +247,24 @@ def scale() -> Iterator[str]:
     )
 
 
+def automatic() -> Iterator[str]:
+    """Yield what the automatic choice kept on simulated networks."""
+    found = load("auto")
+    yield from origin(found)
+    names = ("network", "width", "stock_ms", "best", "kept", "by_step", "kept_over_best", "cost_steps", "right")
+    heads = ("network", "width", "stock, ms", "best", "kept", "from step", "kept over best", "cost, steps", "right")
+    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+
+
+def onset() -> Iterator[str]:
+    """Yield the times from the onset of a cause to the warning that names it."""
+    found = load("onset")
+    yield from origin(found)
+    names = ("cause", "what", "layers", "seconds", "line")
+    heads = ("cause", "what begins", "layers", "s", "first warning")
+    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+
+
 def prediction() -> Iterator[str]:
     """Yield forecast steps with their measurements."""
     found = load("prediction")
@@ -352,6 +370,8 @@ MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "hook_versions": hook_versions,
     "suite": suite,
     "scale": scale,
+    "automatic": automatic,
+    "onset": onset,
     "prediction": prediction,
     "claim": claim,
     "experiment": experiment,

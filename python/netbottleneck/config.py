@@ -77,6 +77,20 @@ def seconds(low: float) -> Kind:
     return Kind(parse, f"seconds, at least {low:g}")
 
 
+def rate(text: str) -> float:
+    """Return a rate above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def fusion_threshold(text: str) -> int:
+    """Return the largest bucket that a value of HOROVOD_FUSION_THRESHOLD allows; 0 there: each gradient alone."""
+    value: int = integer(0).parse(text)
+    return max(1, value)
+
+
 def transports(text: str) -> tuple[Arm, ...]:
     """Return the arms of a comma-separated list of names, or AUTO."""
     if text.strip() == AUTO:
@@ -173,6 +187,7 @@ def cpus(text: str) -> tuple[int, ...]:
 
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
+GBPS = Kind(rate, "Gbit/s, above 0")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
 TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
@@ -190,6 +205,28 @@ RANKS = integer(1)
 
 
 PREFIX = "NETBOTTLENECK"
+
+# Variables of Horovod that change how it works inside, and what to say of each.
+_NOT_OURS = "operations start when all ranks have submitted them, without cycles"
+_TUNED = "streams and algorithms are chosen by measured costs"
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "HOROVOD_CYCLE_TIME": _NOT_OURS,
+    "HOROVOD_CACHE_CAPACITY": "negotiation has no cache of responses",
+    "HOROVOD_DISABLE_GROUP_FUSION": "groups are not fused",
+    "HOROVOD_AUTOTUNE": _TUNED,
+    "HOROVOD_AUTOTUNE_LOG": _TUNED,
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": f"{_TUNED}; NETBOTTLENECK_ALGORITHM=two_level asks for two levels",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": _TUNED,
+    "HOROVOD_TORUS_ALLREDUCE": _TUNED,
+    "HOROVOD_NUM_NCCL_STREAMS": "NETBOTTLENECK_STREAMS has the number of parallel lanes",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum does not go through MPI",
+}
+
+
+def without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a line for each variable of Horovod that is set, and that this package does not follow."""
+    found = [(name, why) for name, why in WITHOUT_EFFECT.items() if environ.get(name, "0") not in ("", "0")]
+    return [f"{name}={environ[name]} has no effect here: {why}" for name, why in found]
 
 
 @dataclass(frozen=True)
@@ -247,6 +284,14 @@ class Settings:
     congestion: str | None = _row("CONGESTION", TEXT, None, "tcp's congestion control; default: the host's (lo: reno)")
     ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the kernel chooses")
     segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "size of a segment; 0: the engine chooses")
+    bucket_bytes: int = _row(
+        "BUCKET_BYTES",
+        BYTES,
+        0,
+        "largest bucket of our own optimizer and of `attach`; 0: 1 MiB for the first one, 25 MiB for the others. DDP's "
+        "buckets are DDP's",
+        ("HOROVOD_FUSION_THRESHOLD", fusion_threshold),
+    )
     direct_bytes: int = _row(
         "DIRECT_BYTES",
         BYTES,
@@ -288,6 +333,9 @@ class Settings:
     block_steps: int = _row("BLOCK_STEPS", integer(1), 10, "steps in a block, if TRANSPORT is a list; auto: 5")
     sample_every: int = _row(
         "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"
+    )
+    link_gbps: float | None = _row(
+        "LINK_GBPS", GBPS, None, "rate of each host's link, one way; default: what the interface states"
     )
     monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 0, "samples of a host's counters per second; 0: none")
     progress_s: float = _row(
@@ -389,6 +437,7 @@ class Settings:
             "provider": self.provider or "auto",
             "segment_bytes": self.segment_bytes,
             "algorithm": self.algorithm,
+            "bucket_bytes": self.bucket_bytes or "auto",
             "block_steps": self.block_steps,
             "steps": f"{self.start_step}-{self.end_step or 'end'}",
         }

@@ -105,3 +105,87 @@ def test_the_plan_says_how_many_more_pairs_decide():
 
 def test_a_difference_of_nothing_needs_more_pairs_than_are_planned():
     assert comparisons.pairs_needed(0.0, 0.1) == comparisons.PLAN_MAX
+
+
+@pytest.mark.parametrize(("expected", "covered"), [(3, 0.8), (8, 0.93), (30, 0.93)])
+def test_the_mean_of_delays_is_covered_and_surely_not_below_the_interval(expected, covered):
+    """Delays of several lengths in few of 100 steps. Of 3, the longest may not be among them."""
+    inside = below = 0
+    for seed in range(1000):
+        draw = np.random.default_rng(seed)
+        values = np.where(draw.random(100) < expected / 100, draw.choice([20.0, 200.0, 400.0], 100), 0.0)
+        found = comparisons.mean_of_delays(values)
+        truth = 620 / 3 * expected / 100
+        inside += found.low <= truth <= found.high
+        below += truth < found.low
+    assert inside >= covered * 1000
+    assert below <= 0.025 * 1000 + 10
+
+
+def test_the_interval_of_equal_delays_is_that_of_their_number():
+    """Poisson, 5 events: 1.62 to 11.67 (Garwood, 1936)."""
+    found = comparisons.mean_of_delays([0.0] * 5 + [1.0] * 5)
+    assert [10 * value for value in (found.value, found.low, found.high)] == pytest.approx([5, 1.62, 11.67], abs=0.03)
+    assert comparisons.mean_of_delays([0.0, 0.0]) == comparisons.Estimate(0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="at least one value"):
+        comparisons.mean_of_delays([])
+
+
+def test_no_change_is_seen_in_values_of_one_level():
+    """Independent ones, ones that are alike near each other, arms in turns, and equal ones."""
+    found = []
+    for seed in range(400):
+        draw = np.random.default_rng(seed)
+        noise = draw.normal(0, 0.1, 500)
+        groups = np.arange(500) // 10 % 3
+        found += [
+            comparisons.last_change(np.exp(noise + groups), groups),
+            comparisons.last_change(np.exp(noise), groups * 0),
+        ]
+    assert sum(place > 0 for place in found) <= 1
+    assert comparisons.last_change(np.ones(500), np.zeros(500, int)) == 0
+    assert comparisons.last_change([], []) == 0
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25, 3.0])
+@pytest.mark.parametrize("after", [20, 100])
+def test_the_last_change_is_found_where_it_is(factor, after):
+    """Within a cycle of the arms, that take turns; a few steps are ten times as long."""
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        groups = np.arange(200 + after) // 5 % 2
+        level = np.where(np.arange(200 + after) < 200, 1.0, factor) * np.where(draw.random(200 + after) < 0.02, 10, 1)
+        values = np.exp(draw.normal(0, 0.02, 200 + after)) * level * (1 + groups)
+        assert abs(comparisons.last_change(values, groups) - 200) <= 10
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_steps_that_are_rarely_slow_are_a_change_and_a_few_are_none(share):
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        values = np.exp(draw.normal(0, 0.05, 260))
+        few = values * np.where(draw.random(260) < 0.02, 3, 1)
+        late = values * np.where((np.arange(260) >= 200) & (draw.random(260) < share), 3, 1)
+        assert comparisons.last_change(few, np.zeros(260, int)) == 0
+        assert 190 <= comparisons.last_change(late, np.zeros(260, int)) < 250
+
+
+def test_values_that_are_like_their_neighbours_and_short_groups_of_slow_ones_are_no_change():
+    found = []
+    for seed in range(100):
+        draw = np.random.default_rng(seed)
+        noise = np.zeros(500)
+        for at in range(1, 500):
+            noise[at] = 0.9 * noise[at - 1] + draw.normal(0, 0.1 * math.sqrt(1 - 0.81))
+        found.append(comparisons.last_change(np.exp(noise), np.zeros(500, int)))
+    assert sum(place > 0 for place in found) <= 5
+    for last in range(200, 500):
+        values = np.where(np.arange(last) % 120 < 8, 2.0, 1.0) * np.exp(
+            np.random.default_rng(last).normal(0, 0.02, last)
+        )
+        assert comparisons.last_change(values, np.zeros(last, int)) == 0
+
+
+def test_only_the_last_of_several_changes_counts():
+    values = np.repeat([1.0, 4.0, 2.0], 60) * np.exp(np.random.default_rng(1).normal(0, 0.05, 180))
+    assert comparisons.last_change(values, np.zeros(180, int)) == 120

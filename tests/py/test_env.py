@@ -14,7 +14,7 @@ import pytest
 from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import config
-from netbottleneck.config import settings
+from netbottleneck.config import settings, without_effect
 
 PYTHON = Path(__file__).resolve().parents[2] / "python"
 
@@ -86,6 +86,38 @@ def test_horovods_stall_check_is_honoured(environ: dict[str, str], stall_s: floa
 )
 def test_horovods_stall_shutdown_is_honoured(environ: dict[str, str], limit_s: float) -> None:
     assert settings(environ=environ).stall_limit_s == limit_s
+
+
+@pytest.mark.parametrize(
+    ("environ", "limits"),
+    [
+        ({}, (1 << 20, 25 << 20)),
+        ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, (64 << 20, 64 << 20)),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, (1, 1)),  # no fusion
+        ({"HOROVOD_FUSION_THRESHOLD": "1000", "NETBOTTLENECK_BUCKET_BYTES": "2Mi"}, (2 << 20, 2 << 20)),
+    ],
+)
+def test_horovods_fusion_threshold_limits_buckets(environ: dict[str, str], limits: tuple[int, int]) -> None:
+    gradients = pytest.importorskip("netbottleneck.torch.gradients")
+    assert gradients.bucket_limits(settings(environ=environ)) == limits
+
+
+def test_ranks_must_agree_on_the_size_of_buckets() -> None:
+    one, other = settings(environ={}), settings(environ={"HOROVOD_FUSION_THRESHOLD": "65536"})
+    assert one.tag("1") != other.tag("1")
+
+
+def test_variables_of_horovod_that_are_not_followed_are_named() -> None:
+    environ = {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_AUTOTUNE": "0", "HOROVOD_CACHE_CAPACITY": ""}
+    (line,) = without_effect(environ)
+    assert line.startswith("HOROVOD_CYCLE_TIME=3.5 has no effect here: ")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "ten"])
+def test_the_rate_of_the_link_is_above_zero(text: str) -> None:
+    assert settings(environ={"NETBOTTLENECK_LINK_GBPS": "12.5"}).link_gbps == 12.5
+    with pytest.raises(ValueError, match=f"NETBOTTLENECK_LINK_GBPS={text}: .*Gbit/s, above 0"):
+        settings(environ={"NETBOTTLENECK_LINK_GBPS": text})
 
 
 def test_horovods_interface_is_an_exact_name() -> None:

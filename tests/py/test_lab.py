@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,43 @@ def test_one_flow_gets_its_cap_and_four_get_the_link(flow: str) -> None:
     assert found["one_flow"]["burst_bytes"] == (128 << 10 if flow == "htb" else None)
     assert found["many_flows"]["link_burst_bytes"] == 128 << 10
     assert found["ok"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "before", "after"), [(2, "200mbit/50mbit", "80mbit/20mbit"), (3, "200mbit", "80mbit")]
+)
+def test_caps_change_while_the_lab_is_open(hosts: int, before: str, after: str) -> None:
+    with open_lab(hosts, before) as lab:
+        lab.set_caps(after)
+        found = lab.verify()
+    assert found["lab"] == after
+    assert found["many_flows"]["measured_bps"] == pytest.approx(80e6, rel=0.15)
+    assert found["ok"]
+
+
+@pytest.mark.parametrize("other", ["none", "200mbit", "200mbit/50mbit,60mbit", "200mbit+100mbit/50mbit"])
+def test_only_rates_change(other: str) -> None:
+    with open_lab(2, "200mbit/50mbit") as lab, pytest.raises(ValueError, match=re.escape(other)):
+        lab.set_caps(other)
+    with Lab(2, "100mbit/40mbit", ways=["loopback"]) as lab, pytest.raises(LabError, match="namespaces"):
+        lab.set_caps("50mbit/40mbit")
+
+
+def test_a_host_loses_a_part_of_what_it_receives() -> None:
+    def resent(host: int) -> int:
+        text, _ = lab.popen(host, ["cat", "/proc/net/snmp"], stdout=subprocess.PIPE, text=True).communicate()
+        names, values = (line.split() for line in text.splitlines() if line.startswith("Tcp:"))
+        return int(dict(zip(names, values, strict=True))["RetransSegs"])
+
+    with open_lab(2, "200mbit") as lab:
+        lab.verify()
+        assert resent(0) == 0
+        lab.drop(1, 0.02)
+        lab.verify()
+        assert resent(0) > 50
+        for part in (0, 1, -0.5):
+            with pytest.raises(ValueError, match="between 0 and 1"):
+                lab.drop(0, part)
 
 
 def test_each_flow_of_a_list_gets_its_own_cap() -> None:

@@ -212,3 +212,30 @@ def test_a_failure_to_record_a_bucket_is_logged_once_and_ends_only_the_recording
     assert record == [True] * 6
     assert log.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1
     assert [note for note in trace.notes if "measuring ended at step 0" in note]
+
+
+RANGES = """
+from netbottleneck import config
+from netbottleneck.runtime.session import open_session
+
+class Ranges:
+    open, seen = [], []
+    def range_push(self, name):
+        self.open.append(name)
+    def range_pop(self):
+        self.seen.append(self.open.pop())
+
+session = open_session(config.settings({"transports": "null", "directory": "run", "progress_s": 0}))
+session.ranges = Ranges()
+for step in range(3):
+    session.begin()
+    assert Ranges.open == [f"step {step} over null"], Ranges.open
+    session.end(recorded=step != 1)  # a step that the script leaves is a range too
+session.end(recorded=False)
+session.close()
+assert (Ranges.open, Ranges.seen) == ([], [f"step {step} over null" for step in range(3)])
+"""
+
+
+def test_each_step_of_a_gpu_is_an_nvtx_range_with_its_arm(plain_ranks: Ranks) -> None:
+    plain_ranks(1, RANGES)

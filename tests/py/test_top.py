@@ -357,6 +357,35 @@ def test_the_first_verdict_an_inconclusive_one_and_old_steps_change_no_cause() -
     assert changes(("LINK_LIMITED", 10), ("STRAGGLER", 20), ("STRAGGLER", 20)) == [None] * 3
 
 
+def test_the_two_verdicts_that_nothing_is_to_do_are_one_cause() -> None:
+    assert changes(("NOT_NETWORK", 1), ("DO_NOTHING", 2), ("DO_NOTHING", 3)) == [None] * 3
+    link = "LINK_LIMITED"
+    found = changes((link, 1), ("DO_NOTHING", 2), ("NOT_NETWORK", 3))
+    assert found == [None, None, Change(link, "NOT_NETWORK", 2)]
+
+
+def test_a_window_begins_where_the_step_time_has_changed(tmp_path: Path) -> None:
+    before = FakeRun(tmp_path / "before", blocks=12).write()
+    after = FakeRun(tmp_path / "after", blocks=12, late_ms={1: 40}).write()
+    whole = {
+        rank: np.concatenate([_moved(half, rank, place) for place, half in enumerate((before, after))])
+        for rank in (0, 1)
+    }
+    following, begins, peeks = Following(before), [], []
+    for count in (60, 72, 77, 90, 144):
+        for rank, events in whole.items():
+            _rewrite(before / "ranks" / f"{rank}.train.ring", events[events["step"] <= count])
+        peeks.append(following.peek())
+        begins.append(min(step.index for step in following.look().trace.steps))
+    assert begins[:3] == [1, 1, 1]
+    assert 67 <= begins[3] <= begins[4] <= 79  # within a block
+    assert peeks == [False, False, False, True, False]
+    assert following.grown
+    # The network may be another one since then.
+    assert Run(before).findings.achievable is not None
+    assert following.look().findings.achievable is None
+
+
 def test_a_change_is_shown_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

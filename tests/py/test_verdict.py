@@ -46,8 +46,8 @@ def test_a_handicapped_stock_withholds_the_gain(tmp_path):
     numbers = findings_of(tmp_path, blocks=9, bare_ms=160)
     sentence = verdict.handicap_sentence(numbers)
     assert sentence.startswith("Our hooks slow the stock path by 9.4 %, so no gain is reported")
-    assert verdict.best_gain(numbers) is None
-    assert not verdict.stock_is_as_good(numbers)
+    assert findings.best_gain(numbers) is None
+    assert not findings.stock_is_as_good(numbers)
     assert "Our hooks slow the stock path" in verdict.decide(numbers).why
 
 
@@ -58,7 +58,7 @@ def test_a_stock_as_fast_as_the_script_is_not_handicapped(tmp_path):
 def test_one_pair_of_blocks_is_not_enough_for_a_claim(tmp_path):
     numbers = findings_of(tmp_path, transports=("stock", "ofi"), blocks=2, run={"network": None}, probe=[])
     assert len(numbers.comparisons) == 1
-    assert verdict.best_gain(numbers) is None
+    assert findings.best_gain(numbers) is None
     assert verdict.decide(numbers).code == "INCONCLUSIVE"
 
 
@@ -100,7 +100,7 @@ def test_advice_never_names_the_run_that_was_just_made(tmp_path):
 
 def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
     numbers = findings_of(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
-    assert verdict.stock_is_as_good(numbers)
+    assert findings.stock_is_as_good(numbers)
     v = verdict.decide(numbers)
     assert v.code == "LINK_LIMITED"
     assert "as good as what was tried" in v.why
@@ -142,7 +142,7 @@ def test_a_gain_is_claimed_if_it_is_large_enough_and_its_interval_is_above_zero(
 
 @pytest.mark.parametrize(("value", "low", "claimed"), [(0.03, 0.01, True), (0.0299, 0.01, False), (0.10, -0.01, False)])
 def test_a_gain_is_reported_if_its_interval_is_above_zero(tmp_path, value, low, claimed):
-    assert (verdict.best_gain(gaining(tmp_path, value, low, 2 * value - low)) is not None) == claimed
+    assert (findings.best_gain(gaining(tmp_path, value, low, 2 * value - low)) is not None) == claimed
 
 
 def test_the_interval_of_a_gain_lies_around_it(tmp_path):
@@ -174,7 +174,7 @@ def test_a_gain_below_the_minimum_does_not_count(tmp_path):
     (pair,) = numbers.comparisons
     assert pair.difference_ns.high < 0
     assert 0 < pair.gain.value < GAIN_MIN
-    assert verdict.stock_is_as_good(numbers)
+    assert findings.stock_is_as_good(numbers)
 
 
 def test_hidden_communication_is_not_a_bottleneck(tmp_path):

@@ -37,6 +37,10 @@ BLOCKS_MIN = 5
 PLAN_MAX = 10_000
 # Largest logarithm of a ratio whose exponential is finite.
 LOG_MAX = 700.0
+# A change: of at least so many values on each side, with this score. Either the level changes by at least this factor,
+# or the number of values above SLOW times the level by at least SLOW_VALUES from that of chance.
+CHANGE_VALUES, CHANGE_SCORE, CHANGE_FACTOR = 16, 5.0, 1.1
+SLOW, SLOW_VALUES = 1.5, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,84 @@ def middle(values: Sequence[float] | Floats) -> Estimate:
     walsh = np.sort((array[row] + array[column]) / 2)
     cut = _walsh_cut(len(array))
     return Estimate(float(np.median(walsh)), float(walsh[cut - 1]), float(walsh[-cut]))
+
+
+def _chi2(probability_z: float, degrees: float) -> float:
+    """Return the quantile of the chi-squared distribution at a normal quantile (Wilson and Hilferty, 1931)."""
+    spread = 2 / (9 * degrees)
+    return degrees * max(1 - spread + probability_z * math.sqrt(spread), 0.0) ** 3
+
+
+def mean_of_delays(values: Sequence[float] | Floats) -> Estimate:
+    """Return the mean of delays, of which few may be large, with its 95 % interval.
+
+    values: at least 0, one for each step. Their number in a time is taken as random: the gamma interval for a weighted
+    sum of Poisson counts (Fay and Feuer, Confidence intervals for directly standardized rates, 1997). The upper end is
+    too low if the values lack the longest delays. Raises ValueError without a value.
+    """
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        raise ValueError("an estimate needs at least one value")
+    total, squares, most = float(array.sum()), float((array**2).sum()), float(array.max())
+    if total <= 0:
+        return Estimate(0.0, 0.0, 0.0)
+    low = squares / (2 * total) * _chi2(-NORMAL, 2 * total**2 / squares)
+    more, wider = total + most, squares + most**2
+    high = wider / (2 * more) * _chi2(NORMAL, 2 * more**2 / wider)
+    return Estimate(total / len(array), low / len(array), high / len(array))
+
+
+def last_change(values: Sequence[float] | Floats, groups: Sequence[int] | NDArray[np.int64]) -> int:
+    """Return the place from which on values are surely unlike those before; 0 if there is none.
+
+    values: positive, in order of time; they are compared after division by the median of their group. By the sum of
+    their ranks, and by the number of slow ones, at the place where it differs most from that of chance (Pettitt, A
+    non-parametric approach to the change-point problem, 1979), then again behind.
+    """
+    logs = np.log(np.maximum(np.asarray(values, np.float64), 1e-300))
+    which = np.asarray(groups)
+    begin = 0
+    while (place := _change(logs[begin:], which[begin:])) > 0:
+        begin += place
+    return begin
+
+
+def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
+    """Return the place of the clearest change; 0 if there is none."""
+    if len(logs) < 2 * CHANGE_VALUES:
+        return 0
+    level = logs.copy()
+    for group in np.unique(groups):
+        level[groups == group] -= np.median(logs[groups == group])
+    _, same, times = np.unique(level, return_inverse=True, return_counts=True)
+    place, score, _ = _clearest((np.cumsum(times) - (times - 1) / 2)[same])
+    factor = abs(float(np.median(level[place:]) - np.median(level[:place])))
+    if score >= CHANGE_SCORE and factor >= math.log(CHANGE_FACTOR):
+        return place
+    slow = level > math.log(SLOW)
+    place, score, distance = _clearest(slow.astype(np.float64))
+    middle = (place + len(slow)) // 2
+    lasts = slow[place:middle].any() == slow[middle:].any()  # not one group of slow values
+    return place if score >= CHANGE_SCORE and distance >= SLOW_VALUES and lasts else 0
+
+
+def _clearest(values: Floats) -> tuple[int, float, float]:
+    """Return the place before which the sum of the values is farthest from that of chance, in standard deviations.
+
+    Also how many these are, and the distance. Values that are like their neighbours count as fewer.
+    """
+    count, variance = len(values), float(values.var())
+    before = np.arange(CHANGE_VALUES, count - CHANGE_VALUES + 1)
+    if variance <= 0:
+        return int(before[0]), 0.0, 0.0
+    distance = np.abs(np.cumsum(values - values.mean())[before - 1])
+    scores = distance / np.sqrt(before * (count - before) / count * variance)
+    at = int(np.argmax(scores))
+    place = int(before[at])
+    rest = np.concatenate([values[:place] - values[:place].mean(), values[place:] - values[place:].mean()])
+    power = float(np.dot(rest, rest))
+    alike = min(max(float(np.dot(rest[1:], rest[:-1])) / power, 0.0), 0.99) if power > 0 else 0.0
+    return place, float(scores[at]) * math.sqrt((1 - alike) / (1 + alike)), float(distance[at])
 
 
 def mean_of_steps(values: Sequence[float] | Floats) -> Estimate:

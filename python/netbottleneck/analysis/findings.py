@@ -25,6 +25,7 @@ from netbottleneck.analysis.comparisons import (
     costs,
     headroom,
     latency_share,
+    mean_of_delays,
     mean_of_steps,
     scaling_factor,
     step_times,
@@ -43,7 +44,7 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
-from netbottleneck.analysis.thresholds import HANDICAP_MAX
+from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX
 from netbottleneck.trace.model import Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 
@@ -98,7 +99,8 @@ class Findings:
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
     achieved / achievable), an upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
-    torch.distributed. starved: ns of compute a step in which a rank's process had no core.
+    torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays_ns: ns a
+    step by which single steps move data for longer than usual.
     nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
     """
 
@@ -127,6 +129,7 @@ class Findings:
     latency_share: float | None = None
     cores_busy: float | None = None
     starved: Estimate | None = None
+    delays_ns: Estimate | None = None
     layers: tuple[Layer, ...] = ()
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
@@ -175,6 +178,17 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
     "input": lambda s: s.input_ns,
     "optimizer": lambda s: s.optimizer_ns,
 }
+
+
+def _delays(splits: Sequence[Split]) -> Estimate:
+    """Ns a step, of all steps, by which single steps move data for longer than usual.
+
+    Usual is up to DELAYED times the distance of the 10th from the 25th percentile above that.
+    """
+    moving = np.asarray(_over_steps(splits, PARTS["moving"]))
+    low, quarter = np.percentile(moving, [10, 25])
+    delayed = moving > quarter + DELAYED * (quarter - low)
+    return mean_of_delays(np.where(delayed, moving - quarter, 0.0))
 
 
 def _starved(rows: Sequence[Row]) -> Estimate | None:
@@ -320,6 +334,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         base=base,
         share=_share(splits),
         parts_ns=_parts_ns(typical_splits),
+        delays_ns=_delays(splits),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),
@@ -365,3 +380,21 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         joins=joins(trace),
     )
     return common if base is None else _about(common, base, rows[base], warmup)
+
+
+def wins(pair: Paired) -> bool:
+    """True if the other arm is faster: its interval excludes zero and its gain is at least GAIN_MIN."""
+    return pair.enough and pair.gain.low > 0 and pair.gain.value >= GAIN_MIN
+
+
+def best_gain(findings: Findings) -> Paired | None:
+    """The comparison with the largest gain that may be reported; None if there is none."""
+    if findings.handicapped:
+        return None
+    return max((p for p in findings.comparisons if wins(p)), key=lambda p: p.gain.value, default=None)
+
+
+def stock_is_as_good(findings: Findings) -> bool:
+    """True if other arms were compared with enough pairs, and surely none gains GAIN_MIN or more."""
+    tried = [p for p in findings.comparisons if p.enough]
+    return bool(tried) and not findings.handicapped and all(p.gain.high < GAIN_MIN for p in tried)

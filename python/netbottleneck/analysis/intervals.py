@@ -23,14 +23,17 @@ from netbottleneck.trace.transports import BARE, STOCK, Arm
 Intervals = NDArray[np.int64]
 T = TypeVar("T")
 
+# The set that covers no time.
+NOTHING: Intervals = np.empty((0, 2), np.int64)
+NOTHING.setflags(write=False)
+
 # Number of steps dropped at the start of each block: the first steps pay for the change of transport.
 WARMUP_STEPS = 1
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
     """The set that `pairs` cover. Pairs with end <= begin are dropped."""
-    rows = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
-    rows = rows[rows[:, 1] > rows[:, 0]]
+    rows = np.array([pair for pair in pairs if pair[1] > pair[0]], dtype=np.int64).reshape(-1, 2)
     if len(rows) < 2:
         return rows
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
@@ -42,11 +45,16 @@ def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
 
 def union(*sets: Intervals) -> Intervals:
     """The set covered by at least one argument."""
-    return intervals(map(tuple, np.concatenate([np.empty((0, 2), np.int64), *sets]).tolist()))
+    some = [one for one in sets if len(one)]
+    if len(some) < 2:
+        return some[0] if some else NOTHING
+    return intervals(map(tuple, np.concatenate(some).tolist()))
 
 
 def intersection(a: Intervals, b: Intervals) -> Intervals:
     """The set covered by both `a` and `b`."""
+    if len(a) == 0 or len(b) == 0:
+        return NOTHING
     low = np.searchsorted(b[:, 1], a[:, 0], side="right")
     count = np.maximum(np.searchsorted(b[:, 0], a[:, 1], side="left") - low, 0)
     of_a = np.repeat(np.arange(len(a)), count)

@@ -45,11 +45,15 @@ FIT_SIZES_RATIO_MIN = 2.0
 CHANCE_MAX = 0.001
 # Fewest steps for the test of a persistent straggler.
 STRAGGLER_STEPS_MIN = 7
+# Fewest steps for imbalance: of fewer, the test may not tell a straggler from chance.
+IMBALANCE_STEPS_MIN = 20
 # Headers and acknowledgements add at most this part to the recorded bytes.
 HEADERS = 0.10
 # Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.
 QUEUE_RATIO = 2.0
 # Packet loss is named from this share of sent segments on.
 LOSS_SHARE = 0.01
+# A step is delayed beyond this multiple of the distance from the 10th to the 25th percentile, above the latter.
+DELAYED = 6.0
 # Packet loss is named from this number of sent segments on.
 LOSS_SEGMENTS = 1000

@@ -209,7 +209,7 @@ FASTER_INTERFACE, NO_OTHERS = "faster interface", "no other traffic"
 
 
 def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
-    """By change, the factor of an arm's rate that follows: over the faster interface; without the traffic of others."""
+    """By change, the largest factor of an arm's rate: over the faster interface; without the traffic of others."""
     slow, others = slow_interface(trace, arm), unseen(trace, arm, uses)
     found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
     return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}

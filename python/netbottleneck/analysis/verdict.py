@@ -1,7 +1,4 @@
-"""Verdict: rules over the numbers of a run, the saving that each rule proves, and the largest of them. Pure.
-
-The thresholds of the rules are in thresholds.py.
-"""
+"""Verdict: rules over the numbers of a run, the saving that each proves, and the largest. Pure. See thresholds.py."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.analysis.findings import Findings
+from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.usage import (
     FASTER_INTERFACE,
     NO_CONNECTIONS,
@@ -44,6 +41,7 @@ CODES = (
     "OPTIMIZER_LIMITED",
     "MISCONFIGURED",
     "OTHER_TRAFFIC",
+    "PACKET_LOSS",
     "NO_COMMUNICATION",
     "NOT_NETWORK",
     "DO_NOTHING",
@@ -149,24 +147,6 @@ def handicap_sentence(findings: Findings) -> str | None:
         f"Our hooks slow the stock path by {percent(ratio.value - 1)}, so no gain is reported (against the untouched "
         f"script; 95 % interval {percent(ratio.low - 1)} to {percent(ratio.high - 1)}, {pair.pairs} pairs of blocks)."
     )
-
-
-def wins(pair: Paired) -> bool:
-    """True if the other arm is faster: its interval excludes zero and its gain is at least GAIN_MIN."""
-    return pair.enough and pair.gain.low > 0 and pair.gain.value >= limits.GAIN_MIN
-
-
-def best_gain(findings: Findings) -> Paired | None:
-    """The comparison with the largest gain that may be reported; None if there is none."""
-    if findings.handicapped:
-        return None
-    return max((p for p in findings.comparisons if wins(p)), key=lambda p: p.gain.value, default=None)
-
-
-def stock_is_as_good(findings: Findings) -> bool:
-    """True if other arms were compared with enough pairs, and surely none gains GAIN_MIN or more."""
-    tried = [p for p in findings.comparisons if p.enough]
-    return bool(tried) and not findings.handicapped and all(p.gain.high < limits.GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:
@@ -554,6 +534,8 @@ def imbalance(facts: Facts) -> RuleResult:
         return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
     saving = late.jitter_ns
     unsure = _unsure_clocks(facts, saving)
+    short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
+    saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
     return facts.evidence(
         "imbalance",
         "IMBALANCE",
@@ -568,7 +550,7 @@ def imbalance(facts: Facts) -> RuleResult:
             else f", beside the wait for rank {late.straggler}."
         ),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        **facts.more_steps(saving),
+        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else facts.more_steps(saving)),
     )
 
 
@@ -677,6 +659,26 @@ def other_traffic(facts: Facts) -> RuleResult:
     )
 
 
+def loss(facts: Facts) -> RuleResult:
+    """Connections lose packets, and some steps wait until they are sent again."""
+    lost, saving = packet_loss(facts.connected, facts.base), facts.f.delays_ns
+    if not lost or saving is None:
+        rests = "no connection lost packets" if facts.connected.ends else "no connections were recorded"
+        return facts.evidence("packet loss", "PACKET_LOSS", rests=rests)
+    return facts.evidence(
+        "packet loss",
+        "PACKET_LOSS",
+        applies=True,
+        saving=saving,
+        rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
+        why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
+        f"{facts.share(saving)} shorter.",
+        next="Find where packets are dropped on the way between these ranks: counters of interfaces (ethtool -S), of "
+        "switch ports, and of queues (tc -s qdisc).",
+        needs=MORE_STEPS,
+    )
+
+
 Rule = Callable[[Facts], RuleResult]
 RULES: tuple[Rule, ...] = (
     configuration,
@@ -690,6 +692,7 @@ RULES: tuple[Rule, ...] = (
     before_forward,
     optimizer,
     other_traffic,
+    loss,
 )
 
 

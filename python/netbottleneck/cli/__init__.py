@@ -210,31 +210,53 @@ def _follow(following: Following, args: argparse.Namespace) -> int:
     return SUCCESS
 
 
-# A refresh beside a rank is followed by a pause of at least this multiple of its processor time.
-REST = 20
+# A refresh beside a rank is followed by a pause of at least this multiple of its processor time. The step time is
+# looked at every PEEK_S. For HASTE_S after it has changed, once in HASTE_EVERY_S, refreshes come as often.
+REST, HASTY_REST = 20, 5
+PEEK_S, HASTE_S, HASTE_EVERY_S = 1.0, 30.0, 300.0
 
 
 def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
     """Print a JSON line for each refresh until stdin closes or the process `rank` ends: see Progress of the session.
 
-    It runs only on cores that nothing else uses, and for at most 1 / (REST + 1) of the time.
+    It runs only on cores that nothing else uses: for at most 1 / (REST + 1) of the time, after a change of the step
+    time 1 / (HASTY_REST + 1).
     """
     from netbottleneck.report import text
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while os.getppid() == rank:
-        begin_s = time.process_time()
+    spent_s, shown_s, haste_s = time.process_time(), -refresh_s, -HASTE_EVERY_S
+    ends = changed = False
+    while os.getppid() == rank and not ends:
         with contextlib.suppress(FileNotFoundError):  # the ranks have not begun
             run = following.look()
             if following.grown and run.trace.steps:
-                change = following.judge(run)
-                line = {"line": text.progress(run.findings, run.verdict, following.steps), "alarm": str(change or "")}
-                print(json.dumps({**line, "processor_s": time.process_time() - begin_s}), flush=True)
-        if select.select([0], [], [], max(refresh_s, REST * (time.process_time() - begin_s)))[0]:
-            break
+                change, now_s = following.judge(run), time.monotonic()
+                if change or now_s - shown_s >= refresh_s:
+                    line = text.progress(run.findings, run.verdict, following.steps)
+                    took_s, shown_s = time.process_time() - spent_s, now_s
+                    print(json.dumps({"line": line, "alarm": str(change or ""), "processor_s": took_s}), flush=True)
+        now_s = time.monotonic()
+        if (changed or not following.settled) and now_s - haste_s >= HASTE_EVERY_S:
+            haste_s = now_s
+        hasty = now_s - haste_s < HASTE_S
+        rest_s = (HASTY_REST if hasty else REST) * (time.process_time() - spent_s)
+        spent_s = time.process_time()  # peeks count in the next rest
+        ends, changed = _rest(following, max(rest_s, PEEK_S if hasty else refresh_s))
     return SUCCESS
+
+
+def _rest(following: Following, pause_s: float) -> tuple[bool, bool]:
+    """Wait until stdin closes, the step time changes, or for pause_s; return which of the first two it was."""
+    until_s = time.monotonic() + pause_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if select.select([0], [], [], min(left_s, PEEK_S))[0]:
+            return True, False
+        if following.peek():
+            return False, True
+    return False, False
 
 
 def _study_report(path: Path, args: argparse.Namespace) -> int:

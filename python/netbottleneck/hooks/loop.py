@@ -21,7 +21,7 @@ from netbottleneck.hooks import ddp as ddp_hooks
 from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device
 from netbottleneck.launch import connect
 from netbottleneck.runtime.session import Session, open_session
-from netbottleneck.torch.gradients import Gradients
+from netbottleneck.torch.gradients import Gradients, bucket_limits
 
 
 @contextmanager
@@ -77,6 +77,7 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
         model.named_parameters(),
         recorder=session.recorder,
         direct_bytes=session.settings.direct_bytes,
+        limits=bucket_limits(session.settings),
         agree=lambda mine: session.control.exchange(mine)[0],
     )
     return Measured(session, gradients, optimizer, model=model)

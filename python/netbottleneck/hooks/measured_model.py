@@ -172,10 +172,14 @@ logger = logging.getLogger("netbottleneck")
 
 
 def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
-    """Stamp with the time of the device that holds the parameters, if they are not in host memory."""
+    """Stamp with the time of the device that holds the parameters, if they are not in host memory.
+
+    On a GPU each step is an NVTX range on the training thread, so that a profiler shows steps and their arms.
+    """
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     if device.type != "cpu" and session.recorder.device_stream is None:
         session.recorder.follow(torch.empty(1, device=device), session.settings.cuda_library)
+        session.ranges = torch.cuda.nvtx if device.type == "cuda" else None
 
 
 class Measured:

@@ -314,6 +314,7 @@ class Lab:
         self._token = secrets.token_hex(4)
         self._namespaces: Namespaces | None = None
         self._host_namespaces: list[Namespace] = []
+        self._switch: Namespace | None = None
         self._ranks: list[subprocess.Popen[Any]] = []
         self._port = MASTER_PORT
 
@@ -372,9 +373,43 @@ class Lab:
     def set_link(self, host: int, up: bool, link: int = 0) -> None:
         """Set an interface of a host up or down. Raises IndexError, and LabError without network namespaces."""
         self.address(host, link)
+        self._open_namespaces().batch("ip", [(self._host_namespaces[host], network.link_commands(link, up))])
+
+    def set_caps(self, spec: LinkSpec | str) -> None:
+        """Change the rates of the links and of single flows, while ranks run.
+
+        Raises ValueError if other things are capped than in the lab's own spec, and LabError without network
+        namespaces, or with paced flows."""
+        new = parse_lab(spec) if isinstance(spec, str) else spec
+        for old, link in zip(self.spec.links, new.links, strict=False):
+            if (old.link_bps is None, len(old.flow_bps)) != (link.link_bps is None, len(link.flow_bps)):
+                raise ValueError(f"{new}: caps other things than {self.spec}; only the rates may change")
+        if len(self.spec.links) != len(new.links):
+            raise ValueError(f"{new}: has other links than {self.spec}")
+        namespaces = self._open_namespaces()
+        if self.flow_cap == "pacing":
+            raise LabError("the caps of paced flows cannot change")
+        caps = network.changed_caps(network.host_caps(new, self.flow_cap == "htb"))
+        namespaces.batch("tc", [(place, caps) for place in self._host_namespaces])
+        if self._switch is not None:
+            namespaces.batch("tc", [(self._switch, network.changed_caps(network.switch_caps(new, self.hosts)))])
+        self.spec = new
+
+    def drop(self, host: int, part: float) -> None:
+        """Drop a part of the packets that a host receives, at random, from now on. Once for each host.
+
+        Raises IndexError, ValueError for a part that is not between 0 and 1, and LabError without network namespaces.
+        """
+        self.address(host)
+        if not 0 < part < 1:
+            raise ValueError(f"{part:g} of the packets: the part must be between 0 and 1")
+        commands = network.drop_commands(part, len(self.spec.links))
+        self._open_namespaces().batch("tc", [(self._host_namespaces[host], commands)])
+
+    def _open_namespaces(self) -> Namespaces:
         if self._namespaces is None or self.way == "loopback":
-            raise LabError("a link can be set up or down in an open lab of namespaces only")
-        self._namespaces.batch("ip", [(self._host_namespaces[host], network.link_commands(link, up))])
+            raise LabError("a link can change in an open lab of namespaces only")
+        return self._namespaces
 
     @property
     def rank0_address(self) -> str:
@@ -453,6 +488,7 @@ class Lab:
             self._namespaces.close()
             self._namespaces = None
         self._host_namespaces.clear()
+        self._switch = None
 
     def _check(self) -> None:
         if self.flow_cap == "pacing" and not SHIM.exists():
@@ -476,9 +512,9 @@ class Lab:
         if self.hosts == 2:
             namespaces.batch("ip", [(self._host_namespaces[0], network.pair_commands(pids[1], links))])
         else:
-            switch = namespaces.hold(self.way)
-            namespaces.batch("ip", [(switch, network.switch_commands(pids, links))])
-            namespaces.batch("tc", [(switch, network.switch_caps(self.spec, self.hosts))])
+            self._switch = namespaces.hold(self.way)
+            namespaces.batch("ip", [(self._switch, network.switch_commands(pids, links))])
+            namespaces.batch("tc", [(self._switch, network.switch_caps(self.spec, self.hosts))])
         namespaces.batch(
             "ip", [(place, network.host_commands(host, links)) for host, place in enumerate(self._host_namespaces)]
         )

@@ -217,6 +217,30 @@ def _flows(device: str, bps: int, major: int) -> list[str]:
     return [*lines, f"filter add dev {device} parent {top} protocol ip prio 1 bpf bytecode '{_classifier(major)}'"]
 
 
+def changed_caps(commands: str) -> str:
+    """Return the commands that change the classes of `interface_caps` or `switch_caps` to these rates."""
+    classes = [line for line in commands.splitlines() if line.startswith("class add")]
+    return "".join(f"{line.replace('class add', 'class change', 1)}\n" for line in classes)
+
+
+def drop_commands(part: float, links: int = 1) -> str:
+    """Return the `tc` commands that drop a part of the IP packets that a host receives, at random.
+
+    Not of those that it sends: what the sender's own queue drops, TCP knows of, and does not count as lost."""
+    program = [
+        (32, 0, 0, 0xFFFFF038),  # A = a random number of 32 bits
+        (53, 1, 0, min(int(part * 2**32), 2**32 - 1)),  # at least this: continue below
+        (6, 0, 0, 2),  # drop
+        (6, 0, 0, 0xFFFFFFFF),  # pass
+    ]
+    code = f"{len(program)}," + ",".join(" ".join(map(str, step)) for step in program)
+    return "".join(
+        f"qdisc add dev {interface(index)} ingress\n"
+        f"filter add dev {interface(index)} parent ffff: protocol ip prio 1 bpf da bytecode '{code}'\n"
+        for index in range(links)
+    )
+
+
 def _classifier(major: int) -> str:
     program = [
         (48, 0, 0, 23),  # A = protocol

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.console import Console
 
 from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
+from netbottleneck.analysis.comparisons import last_change
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, summary, text
@@ -41,8 +42,12 @@ COUNTERS_BYTES = 4 << 20
 # Events that count for all later steps, and how many of them are kept.
 LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM", "DEVICE_CLOCK")
 LASTING_EVENTS = 1 << 12
+# A change of the step time within this number of steps from the first one is one of its beginning.
+FIRST_STEPS = 50
 # A run without a new step for this time, and for this many of its longest steps, is named.
 QUIET_S, QUIET_STEPS = 10.0, 5
+# The verdict of a run in progress that has nothing to change.
+NOTHING = "NOT_NETWORK"
 # Slots that were taken and not filled when they were read, and are read again.
 OPEN_SLOTS = 64
 
@@ -106,16 +111,49 @@ class _Tail:
         return ring_reader.ring_of(self._head, self.events, dropped)
 
 
+def _without_probes(trace: tr.Trace) -> tr.Trace:
+    """Return the trace without the probes of its start, whose rates may not hold any more."""
+    ranks = [
+        replace(rank, transports=tuple(replace(info, probe=()) for info in rank.transports)) for rank in trace.ranks
+    ]
+    return replace(trace, ranks=tuple(ranks))
+
+
+def _steps_before_change(trains: Sequence[_Tail], first: int, last: int) -> int:
+    """Return the number of steps from `first` on that are before the last change of the step time."""
+    numbers = np.arange(first, last + 1)
+    times, arms = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
+    for tail in trains:
+        begins, ends = tail.at("STEP_BEGIN"), tail.at("STEP_END")
+        _, began, ended = np.intersect1d(begins["step"], ends["step"], return_indices=True)
+        begins, ends = begins[began], ends[ended]
+        inside = (begins["step"] >= first) & (begins["step"] <= last)
+        places = begins["step"][inside].astype(np.int64) - first
+        took = ends["time_ns"][inside] - begins["time_ns"][inside]
+        times[places], arms[places] = np.maximum(times[places], took), begins["b"][inside]
+    known = times > 0
+    place = last_change(times[known], arms[known])
+    return int(numbers[known][place] - first) if place else 0
+
+
 class Part:
     """The last steps of a run's rings: each `look` reads only what was written since the one before.
 
-    steps: of the window, on all ranks the same; 0: all. full: a ring has no room for further events.
+    steps: of the window, on all ranks the same; 0: all. A window begins where the step time has last changed, so that
+    it shows one state of the run. full: a ring has no room for further events.
     """
 
     def __init__(self, folder: Path | str, steps: int = WINDOW_STEPS, most_events: int = WINDOW_EVENTS) -> None:
         self._folder = Path(folder)
         self._steps, self._most = steps, most_events
         self._tails: dict[str, _Tail] = {}
+        self.change = 0  # the last step with which the step time changed
+        self._begin: int | None = None  # the first step that was read
+
+    @property
+    def unlike_its_start(self) -> bool:
+        """True if the step time has changed after the first steps, which may be slow for reasons of their own."""
+        return self._begin is not None and self.change >= self._begin + FIRST_STEPS
 
     @property
     def full(self) -> bool:
@@ -145,6 +183,12 @@ class Part:
         last = min((int(ends["step"].max()) for t in trains.values() if len(ends := t.at("STEP_END"))), default=0)
         first = max([0, last - self._steps + 1, *(tail.first for tail in self._tails.values())])
         first = self._affordable(first, last)
+        if self._begin is None:
+            steps = [int(begins["step"].min()) for t in trains.values() if len(begins := t.at("STEP_BEGIN"))]
+            self._begin = min(steps, default=None)
+        before = _steps_before_change(list(trains.values()), first, last)
+        first += before
+        self.change = first if before else self.change
         if first == 0:
             return
         for name, tail in self._tails.items():
@@ -182,6 +226,8 @@ class Run:
         dumps = kineto.dumps(self.path) if part is None and not profiled else []
         if part is not None:
             self.trace = ring_reader.load(self.path, part.ring)
+            if part.unlike_its_start:
+                self.trace = _without_probes(self.trace)
         elif profiled:
             self.trace = kineto.load(profiled)
         elif dumps:
@@ -337,6 +383,8 @@ class Following:
         self.changed: Change | None = None  # the last change of the cause
         self.grown = False  # the last look found new events
         self._part = Part(path, steps)
+        self._seen_change = 0  # of the window, at the last look
+        self._peeked = False  # new events were found since the last look
         self._cause: str | None = None
         self._other: tuple[str, int] | None = None  # a cause that one look has found, and the last step of that look
 
@@ -345,16 +393,28 @@ class Following:
 
         Raises FileNotFoundError if the folder has no run, or no rank has left a record, and ValueError as Run.
         """
-        self.grown = self._part.look()
+        self.grown = self._part.look() or self._peeked
+        self._seen_change, self._peeked = self._part.change, False
         return Run(self.path, part=self._part)
+
+    def peek(self) -> bool:
+        """Return True if the step time has changed since the last look. Costs little: nothing is analysed."""
+        self._peeked = self._part.look() or self._peeked
+        return self._part.change > self._seen_change
+
+    @property
+    def settled(self) -> bool:
+        """False after a look that found another cause, which the next look confirms or not."""
+        return self._other is None
 
     def judge(self, run: Run) -> Change | None:
         """Return the change if the cause has changed: two looks in a row, with new steps, found the same other one.
 
-        Otherwise None. An inconclusive verdict names no cause, and a run without steps has none. run: of `look`.
+        Otherwise None. An inconclusive verdict names no cause, and a run without steps has none. The two verdicts that
+        there is nothing to do are one. run: of `look`.
         """
         steps = [step.index for step in run.trace.steps]
-        code = run.verdict.code
+        code = NOTHING if run.verdict.code == "DO_NOTHING" else run.verdict.code
         if not steps or code in ("INCONCLUSIVE", "NO_COMMUNICATION"):
             self._other = None
         elif self._cause is None or code == self._cause:

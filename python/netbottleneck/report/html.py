@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import step_times
-from netbottleneck.analysis.findings import Findings, Parts
+from netbottleneck.analysis.findings import Findings, Parts, best_gain
 from netbottleneck.analysis.intervals import (
     Intervals,
     Split,
@@ -33,7 +33,7 @@ from netbottleneck.analysis.intervals import (
     typical,
 )
 from netbottleneck.analysis.usage import Connected, HostUse
-from netbottleneck.analysis.verdict import Verdict, best_gain
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import text
 from netbottleneck.report.drawing import (
     GAP,

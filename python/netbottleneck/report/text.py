@@ -13,19 +13,12 @@ from rich.text import Text
 
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Travel
-from netbottleneck.analysis.findings import Findings, Parts
+from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import Layer, device_error_ns
 from netbottleneck.analysis.nccl import NcclMean
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
-from netbottleneck.analysis.verdict import (
-    RuleResult,
-    Verdict,
-    best_gain,
-    handicap_sentence,
-    own_cost,
-    stock_is_as_good,
-)
+from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence, own_cost
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
@@ -677,7 +670,8 @@ def progress(findings: Findings, verdict: Verdict, window: int) -> str:
     shares = sorted(step_parts(parts).items(), key=lambda part: -part[1])
     split = ", ".join(f"{name} {100 * ns / max(parts.step_ns, 1):.0f} %" for name, ns in shares)
     missing = missing_text(findings, verdict, window)
-    state = f"no verdict yet, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
+    doubt = next((f" (perhaps {one.code})" for one in verdict.evidence if one.uncertain), "")
+    state = f"no verdict yet{doubt}, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
     return f"step {last}: {state}; {findings.base} {ms(parts.step_ns)}: {split}"
 
 

@@ -26,6 +26,7 @@ CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all ca
 # A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
 # exceeds another's slowest step by it.
 SEPARATE = 1.2
+DEAR_STEPS = 15  # a candidate of slower blocks leaves if its steps have cost so many of the best one's
 EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
 LOOK_S = 2.0  # time between two looks while an arm is kept
 LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
@@ -200,13 +201,14 @@ class Auto:
             least = min(self._found[arm][0].slowest for arm in self._candidates)
             self._candidates = [arm for arm in self._candidates if self._found[arm][0].fastest <= SEPARATE * least]
         best = self._best()
-        for arm in list(self._candidates):
+        for arm in [arm for arm in self._candidates if arm != best]:
             against = self._against(arm, best)
             surely = against is not None and against.low > 0 and against.value > EQUAL
-            slower = arm != best and (surely or self._logs(arm, best)[-1] > math.log(SEPARATE))
+            slower = surely or self._logs(arm, best)[-1] > math.log(SEPARATE)
             self._slower[arm] = self._slower[arm] + 1 if slower else 0
-            if self._slower[arm] >= CONFIRMED:
+            if self._slower[arm] >= CONFIRMED or self._is_dear(arm, best):
                 self._candidates.remove(arm)
+        self._slower[best] = 0
 
     def _best(self) -> Arm:
         """Return the candidate of least mean step time; of equal ones the first."""
@@ -235,7 +237,7 @@ class Auto:
 
     def _why_over(self) -> str:
         if len(self._candidates) == 1:
-            return "the others are surely slower"
+            return "the others are slower"
         if self._cycle >= TRIAL_BLOCKS:
             return f"after {TRIAL_BLOCKS} blocks of each arm"
         self._equal = self._equal + 1 if self._are_equal() else 0
@@ -268,14 +270,26 @@ class Auto:
         self.trials.append(trial)
         self._trial, self._kept, self._arm = None, kept, kept
         self._reference_ns, self._changed = 0, 0
-        self._end = step + self._until_look(round(median(block.median for block in self._found[kept].values())))
+        self._end = step + self._until_look(round(self._step_ns(kept)))
         return trial.line()
 
     def _cost_of(self, kept: Arm) -> int:
         """Return the time of the trial's steps beyond that of the same number of steps of an arm."""
-        own = median(block.median for block in self._found[kept].values())
-        spent = sum(block.median - own for blocks in self._found.values() for block in blocks.values())
-        return max(0, round(self.length * spent))
+        return max(0, round(sum(self._excess(arm, kept) for arm in self._found)))
+
+    def _excess(self, arm: Arm, best: Arm) -> float:
+        """Return the time of an arm's steps in this trial beyond that of the same number of another's, in ns."""
+        own = self._step_ns(best)
+        return self.length * sum(block.median - own for block in self._found[arm].values())
+
+    def _is_dear(self, arm: Arm, best: Arm) -> bool:
+        """Return True if an arm is much slower than the best one in most cycles, and its steps have cost too much."""
+        most = DEAR_STEPS * max(1.0, self.length / BLOCK_STEPS) * self._step_ns(best)
+        logs = self._logs(arm, best)
+        return len(logs) > 1 and median(logs) > math.log(SEPARATE) and self._excess(arm, best) > most
+
+    def _step_ns(self, arm: Arm) -> float:
+        return median(block.median for block in self._found[arm].values())
 
     def _has_changed(self, step_ns: int) -> bool:
         """Return True if the step time of the kept arm has changed for good, and another trial is affordable."""

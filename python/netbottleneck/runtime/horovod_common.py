@@ -4,6 +4,7 @@ They serve this package's API, and scripts where it replaces Horovod. This modul
 """
 
 import importlib.util
+import logging
 import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from functools import cache as _cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from netbottleneck.config import settings
+from netbottleneck.config import settings, without_effect
 from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
 from netbottleneck.runtime import job, timeline
 from netbottleneck.runtime.collectives import DYNAMIC, register
@@ -28,6 +29,8 @@ from netbottleneck.runtime.job import (
     rocm_built,
 )
 from netbottleneck.runtime.ops import rank, shutdown, size
+
+logger = logging.getLogger("netbottleneck")
 
 __all__ = [
     "HorovodBasics",
@@ -84,6 +87,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     dynamic = process_sets == DYNAMIC
     timeline.watch()
     started = job.start(settings({"dynamic_process_sets": "1" if dynamic else None}))
+    if started.place.rank == 0:
+        for line in without_effect():
+            logger.warning("%s", line)
     try:
         if comm is not None and sorted(comm) != list(range(started.place.size)):
             raise ValueError(f"init(comm={list(comm)}): a job has all {started.place.size} ranks: use process sets")

@@ -84,6 +84,7 @@ def _end(process: subprocess.Popen[bytes], parent: object) -> None:
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return what is known about a transport before its first transfer: `streams_asked`, `interface`, `link_bps`.
 
+    link_bps: as declared, else as the interface states.
     streams_asked: the setting, 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain.
     For our lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the
     one that has the host's own address.
@@ -94,7 +95,8 @@ def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.env
         lanes, name = settings.streams, usable[0] if len(usable) == 1 else None
     elif transport == "stock":
         name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _of_own_address()
-    return {"streams_asked": lanes, "interface": name, "link_bps": link_bps(name) if name else None}
+    declared = None if settings.link_gbps is None else round(settings.link_gbps * 1e9)
+    return {"streams_asked": lanes, "interface": name, "link_bps": declared or (link_bps(name) if name else None)}
 
 
 def link_bps(interface: str) -> int | None:

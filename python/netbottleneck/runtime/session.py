@@ -111,6 +111,7 @@ class Session:
     started_wall_ns: int = field(default_factory=time.time_ns)
     joining: "Joining | None" = None  # for a run that began without the other ranks
     begun_ns: int = 0  # of the current step
+    ranges: Any = None  # torch.cuda.nvtx, if steps are NVTX ranges
     until: float = float("inf")  # deadline of the run's end for other ranks, by time.monotonic
 
     def __post_init__(self) -> None:
@@ -162,6 +163,8 @@ class Session:
             if ring is not None:
                 ring.step = self.step
         self.running = True
+        if self.ranges is not None:
+            self.ranges.range_push(f"step {self.step} over {self.arm}")
         if self.counted:
             self.recorder.put(EVENTS["STEP_BEGIN"], 0, block, arm, int(self.sampled), monitor.processor_ns())
 
@@ -171,6 +174,8 @@ class Session:
             if self.running and self.counted and recorded:
                 self.recorder.put(EVENTS["STEP_END"], d=monitor.processor_ns())
         finally:
+            if self.running and self.ranges is not None:
+                self.ranges.range_pop()
             if self.running and self.stays is None:
                 self.blocks.took(time.monotonic_ns() - self.begun_ns)
             self.running = False

@@ -203,6 +203,11 @@ class GradientSink:
         raise NotImplementedError
 
 
+def bucket_limits(settings: config.Settings) -> tuple[int, int]:
+    """Return the largest size of the first bucket and of the others, in bytes."""
+    return (settings.bucket_bytes,) * 2 if settings.bucket_bytes else (plan.FIRST_BYTES, plan.BUCKET_BYTES)
+
+
 class Gradients(GradientSink):
     """Hooks on parameters that fill buckets and send each complete one to a destination; see `target`.
 

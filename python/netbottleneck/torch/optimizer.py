@@ -14,7 +14,7 @@ import torch
 from netbottleneck.runtime import async_operations, collectives, job
 from netbottleneck.runtime.async_operations import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Gradients, own_type
+from netbottleneck.torch.gradients import Gradients, bucket_limits, own_type
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.torch.mpi_ops import allreduce_async_, sparse_allreduce_async
 from netbottleneck.torch.python_hooks import PassGuard, PerParameter, SparseApart, Ways
@@ -225,6 +225,7 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
         recorder=this.recorder,
         passes=passes,
         direct_bytes=this.settings.direct_bytes,
+        limits=bucket_limits(this.settings),
         label=wanted.label,
         agree=_agreement(wanted.label, among) if not everybody else _rank_0s if among.size > 1 else None,
         among=None if everybody else among,

@@ -463,6 +463,21 @@ def unseen_on_a_full_link(draw: Draw) -> Case[Job]:
 
 
 @case
+def packets_lost(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, blocks=8, lost=draw.uniform(0.05, 0.15))
+    return Case(
+        "packets are lost",
+        job,
+        ("PACKET_LOSS",),
+        replace(job, lost=0.0),
+        "PACKET_LOSS",
+        saves=True,
+        says="Packet loss: stock sent",
+        advises="ethtool -S",
+    )
+
+
+@case
 def two_levels(draw: Draw) -> Case[Job]:
     job = replace(
         _big(draw),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse
 from netbottleneck.trace.model import (
     Bucket,
     Clock,
@@ -23,10 +24,11 @@ from netbottleneck.trace.model import (
     Trace,
     TransportInfo,
 )
-from netbottleneck.trace.transports import BARE, NULL, Arm
+from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 
 MS = 1_000_000
 MIB = 1 << 20
+RESEND_MS = 200.0  # the least timeout of Linux
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Job:
     rank's compute from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all
     ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
     every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
-    busy, of two. other_share: part of the interface's bytes that is not recorded.
+    busy, of two. other_share: part of the interface's bytes that is not recorded. lost: part of the operations that
+    wait RESEND_MS until a lost packet is sent again.
     """
 
     ranks: int = 2
@@ -72,6 +75,7 @@ class Job:
     interfaces: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     algorithm: str | None = None
     ranks_per_host: int = 1
+    lost: float = 0.0
 
     def rate_bps(self, arm: str) -> float:
         """Rate of an arm's flows together."""
@@ -154,6 +158,8 @@ class Clockwork:
                 continue
             start = max(float(at.max()), busy[-1][1] if busy else 0.0)
             done = start + job.latency_ms + 8e3 * job.bus_bytes(nbytes) / job.rate_bps(arm)
+            if job.lost and self.random.random() < job.lost:
+                done += RESEND_MS
             busy.append((start, done))
             sent.append((at.copy(), start, done))
         resumed = np.maximum(at, busy[-1][1] if busy else 0.0)
@@ -274,6 +280,29 @@ def work_of(job: Job, seed: int = 0) -> tuple[Clockwork, Trace]:
 def trace_of(job: Job, seed: int = 0) -> Trace:
     """The trace of a run of the job."""
     return work_of(job, seed)[1]
+
+
+def connected_of(job: Job) -> Connected:
+    """The connection of each rank to the next one over stock, of which some segments were sent again."""
+    if not job.lost:
+        return NO_CONNECTIONS
+    ends = [(f"10.0.0.{rank + 1}", 40000 + rank) for rank in range(job.ranks)]
+    return Connected(
+        tuple(
+            ConnectionUse(
+                rank=rank,
+                peer=(rank + 1) % job.ranks,
+                arm=STOCK,
+                local=ends[rank],
+                remote=ends[(rank + 1) % job.ranks],
+                seconds=1.0,
+                sent_bytes=1e9,
+                segments=700_000.0,
+                resent_segments=700_000 * job.lost / 4,
+            )
+            for rank in range(job.ranks)
+        )
+    )
 
 
 def samples_of(job: Job, trace: Trace) -> tuple[Samples, ...]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from netbottleneck.analysis import findings, usage, verdict
+from netbottleneck.analysis.intervals import counted
 from netbottleneck.report import text
 from netbottleneck.whatif import sweeps
 from scenario.cases import CASES, Case
-from scenario.job import Job, samples_of, trace_of
+from scenario.job import Job, connected_of, samples_of, trace_of
 
 # What belongs to no phase of a step, at most, as a part of it.
 OTHER_MAX = 0.02
@@ -45,14 +46,18 @@ def judge(job: Job, seed: int) -> Judged:
     """Run a job and decide, as a report does."""
     trace = trace_of(job, seed)
     found = findings.find(trace)
-    return decide(found, usage.hosts(trace, samples_of(job, trace)))
+    return decide(found, usage.hosts(trace, samples_of(job, trace)), connected_of(job))
 
 
-def decide(found: findings.Findings, hosts: Sequence[usage.HostUse]) -> Judged:
+def decide(
+    found: findings.Findings,
+    hosts: Sequence[usage.HostUse],
+    connected: usage.Connected = usage.NO_CONNECTIONS,
+) -> Judged:
     """Decide, as a report does."""
     faster = {} if found.base is None else usage.faster(found.trace, found.base, hosts)
     predicted = sweeps.savings(found.trace, found.base, found.link_bps, faster)
-    return Judged(found, verdict.decide(found, predicted, hosts))
+    return Judged(found, verdict.decide(found, predicted, hosts, connected))
 
 
 def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
@@ -74,10 +79,14 @@ def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
     yield from (f"the advice has {text!r}" for text in case.silent if text in got.verdict.next)
 
 
-def _step_ns(judged: Judged) -> float:
+def _step_ns(judged: Judged, *, rare: bool) -> float:
+    """The mean step of the middle half, as the report has it; rare: of all, for a cause that acts in some steps."""
     found = judged.found
     assert found.base is not None
-    return found.parts_ns["step"].value
+    if not rare:
+        return found.parts_ns["step"].value
+    own = [step.duration_ns for step in counted(found.trace) if step.arm == found.base]
+    return sum(own) / len(own)
 
 
 T = TypeVar("T")
@@ -94,7 +103,8 @@ def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
             wrong.append(f"twin: {case.cause} fired: {twin.verdict.why}")
         first = got.verdict.evidence[0] if got.verdict.evidence else None
         if case.saves and first is not None and first.saving is not None:
-            truth = _step_ns(got) - _step_ns(twin)
+            rare = case.cause == "PACKET_LOSS"
+            truth = _step_ns(got, rare=rare) - _step_ns(twin, rare=rare)
             error = first.saving.value / truth - 1
     return Result(case, got, tuple(wrong), error, twin)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keep
 import numpy as np
 
 from netbottleneck.analysis.comparisons import Estimate, compare, step_times
@@ -137,7 +138,7 @@ def write(path: Path, facts: Mapping[str, Any], title: str, spread: str, rows: l
         "spread": spread,
         "rows": rows,
     }
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(keep.text(found) + "\n", encoding="utf-8")
 
 
 def drawn(seed: int, count: int) -> list[tuple[str, int]]:

@@ -151,19 +151,24 @@ def drawn(seed: int, count: int) -> list[tuple[str, int]]:
     return found
 
 
-def main() -> int:
-    """Run all networks and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--networks", type=int, default=20)
+def begin(about: str | None, name: str, count: int) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Parse the arguments, of which `name` is the number of cases, and print the machine. Returns both."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
+    parser.add_argument(name, dest="count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    facts = head(2)
+    arguments, facts = parser.parse_args(), head(2)
     print(f"# {facts['machine']}, {facts['versions']}", flush=True)
+    return arguments, facts
+
+
+def main() -> int:
+    """Run all networks and print the table."""
+    arguments, facts = begin(__doc__, "--networks", 20)
     print("| network | width | stock, ms | best | kept | from step | kept over best [95 %] | cost, steps | of 2000 | |")
     print("|" + " --- |" * 10, flush=True)
     outcomes = []
-    for network, width in drawn(arguments.seed, arguments.networks):
+    for network, width in drawn(arguments.seed, arguments.count):
         outcomes.append(outcome(network, width))
         print(outcomes[-1].line(), flush=True)
     right = sum(one.right for one in outcomes)

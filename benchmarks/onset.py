@@ -9,7 +9,6 @@ Causes, sizes and lengths are drawn. Exit code 0 only if nine of ten lines come 
 
 from __future__ import annotations
 
-import argparse
 import os
 import queue
 import random
@@ -24,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from auto import write
+from auto import begin, write
 
-from netbottleneck.bench import head
 from netbottleneck.lab import Lab
 
 RANK = Path(__file__).with_name("onset_rank.py")
@@ -158,16 +156,10 @@ def outcome(cause: Cause, draw: random.Random) -> Outcome:
 
 def main() -> int:
     """Run all jobs and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    facts = head(2)
-    print(f"# {facts['machine']}, {facts['versions']}", flush=True)
+    arguments, facts = begin(__doc__, "--runs", 12)
     print("| cause | what begins | layers | s | first line |\n| --- | --- | --- | --- | --- |", flush=True)
     draw, outcomes = random.Random(arguments.seed), []
-    for number in range(arguments.runs):
+    for number in range(arguments.count):
         outcomes.append(outcome(CAUSES[number % len(CAUSES)], draw))
         print("|", " | ".join(str(value) for value in list(outcomes[-1].row().values())[:5]), "|", flush=True)
         for line in outcomes[-1].wrong:

@@ -213,13 +213,17 @@ def hook_versions() -> Iterator[str]:
     )
 
 
+def plain(name: str, names: Sequence[str], heads: Sequence[str]) -> Iterator[str]:
+    """Yield a file's origin, and columns of its rows."""
+    found = load(name)
+    yield from origin(found)
+    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+
+
 def suite() -> Iterator[str]:
     """Yield the outcomes of Horovod's own tests."""
-    found = load("horovod-suite")
-    yield from origin(found)
     names = ("file", "ranks", "started_by", "netbottleneck", "horovod")
-    heads = ("file", "ranks", "started by", "netbottleneck", "Horovod 0.28.1")
-    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+    return plain("horovod-suite", names, ("file", "ranks", "started by", "netbottleneck", "Horovod 0.28.1"))
 
 
 SCALE = {
@@ -249,20 +253,15 @@ def scale() -> Iterator[str]:
 
 def automatic() -> Iterator[str]:
     """Yield what the automatic choice kept on simulated networks."""
-    found = load("auto")
-    yield from origin(found)
     names = ("network", "width", "stock_ms", "best", "kept", "by_step", "kept_over_best", "cost_steps", "right")
     heads = ("network", "width", "stock, ms", "best", "kept", "from step", "kept over best", "cost, steps", "right")
-    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+    return plain("auto", names, heads)
 
 
 def onset() -> Iterator[str]:
     """Yield the times from the onset of a cause to the warning that names it."""
-    found = load("onset")
-    yield from origin(found)
     names = ("cause", "what", "layers", "seconds", "line")
-    heads = ("cause", "what begins", "layers", "s", "first warning")
-    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+    return plain("onset", names, ("cause", "what begins", "layers", "s", "first warning"))
 
 
 def prediction() -> Iterator[str]:

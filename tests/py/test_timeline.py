@@ -246,8 +246,11 @@ def test_operations_in_progress_at_the_begin_of_the_file_are_left_out() -> None:
         ([submit(2), *run(5)[:2], ready(8, 1, 1), *run(5)[2:]], ["OP_READY"]),
         ([submit(2), event("OP_DONE", 3, 7, 0)], []),
         ([submit(2), ready(3, 1), event("OP_DONE", 5, 7, 0, 0, 0, 0, MISMATCH)], []),
+        ([ready(1, 1), *run(5)[:1], submit(2)], []),
+        ([ready(1, 1), *run(5), submit(2)], []),
+        ([*run(5), submit(2), submit(12, 1)], ["OP_SUBMIT"]),
     ],
-    ids=["open", "agreed", "next", "alone", "refused"],
+    ids=["open", "agreed", "next", "alone", "refused", "late", "last", "again"],
 )
 def test_negotiations_in_progress_are_included(events: list[Event], left: list[str]) -> None:
     negotiations = Negotiations()

@@ -71,18 +71,32 @@ class Names:
 
 
 class Negotiations:
-    """The events that opened each pending negotiation."""
+    """The events that opened each pending negotiation.
+
+    A submit may follow the agreement on it and even its end, because another thread stamps it.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, list[Event]] = {}
+        self._ended: dict[int, int] = {}  # the last round of a tensor whose negotiation has ended
 
     def take(self, event: Event) -> None:
-        if event.kind in ("OP_READY", "OP_SUBMIT"):
+        if event.kind == "OP_READY":
+            self._open.setdefault(event.key, []).append(event)
+        elif event.kind == "OP_SUBMIT" and self._ended.get(event.key) != event.a:
             self._open.setdefault(event.key, []).append(event)
         elif event.kind == "OP_AGREED":
             self._open.pop(event.key, None)
-        elif event.kind == "OP_DONE" and any(one.kind == "OP_SUBMIT" for one in self._open.get(event.key, ())):
-            del self._open[event.key]  # the negotiation ended without success; what remains belongs to this round
+            self._end(event)
+        elif event.kind == "OP_DONE":
+            if any(one.kind == "OP_SUBMIT" for one in self._open.get(event.key, ())):
+                del self._open[event.key]  # the negotiation ended without success; what remains belongs to this round
+            self._end(event)
+
+    def _end(self, event: Event) -> None:
+        if event.key not in self._ended and len(self._ended) >= TENSORS_MAX:
+            del self._ended[next(iter(self._ended))]
+        self._ended[event.key] = event.a
 
     def events(self) -> list[Event]:
         return [event for events in self._open.values() for event in events]

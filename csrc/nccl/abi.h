@@ -220,8 +220,7 @@ _Static_assert(sizeof(struct nccl_net_v11) == 22 * sizeof(void *), "v11");
 _Static_assert(offsetof(struct nccl_net_v11, test) == 13 * sizeof(void *), "v11");
 _Static_assert(sizeof(struct nccl_net_v12) == 22 * sizeof(void *), "v12");
 
-// The symbols that the library exports.
-extern const struct nccl_net_v6 ncclNetPlugin_v6;
+// The symbols that the library exports, beside version 6 (net.h).
 extern const struct nccl_net_v8 ncclNetPlugin_v8;
 extern const struct nccl_net_v10 ncclNetPlugin_v10;
 extern const struct nccl_net_v11 ncclNetPlugin_v11;

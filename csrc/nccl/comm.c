@@ -689,6 +689,7 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
     pthread_mutex_lock(&comm->net->lock);
     int rc = request_take(comm, data, bytes, request, err);
     if (*request != NULL) {
+        atomic_fetch_add_explicit(&nb_net_counts[comm->net->kind].bytes, bytes, memory_order_relaxed);
         match(comm);
     }
     pthread_mutex_unlock(&comm->net->lock);

@@ -1,4 +1,4 @@
-// The process's net: its life, its helper thread, and what it writes to NCCL's log (see net.h).
+// The process's nets: their life, its helper thread, and what it writes to NCCL's log (see net.h).
 #include "nccl/net.h"
 
 #include <errno.h>
@@ -26,15 +26,17 @@ enum {
     LINGER_NS = 200 * 1000 * 1000
 };
 
-// The plugin's functions get no context before version 11, so the process has one net. The child of a fork has none.
+// The child of a fork has none.
 static struct {
     pthread_mutex_t lock;
-    struct nb_net *net;
+    struct nb_net *nets[NB_NET_KINDS];
     bool guarded; // the fork handler is registered
 } process = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
+struct nb_net_counters nb_net_counts[NB_NET_KINDS];
+
 static void in_child(void) {
-    process.net = NULL; // its memory stays: the objects that NCCL holds refer to it
+    memset(process.nets, 0, sizeof process.nets); // their memory stays: the objects that NCCL holds refer to it
     pthread_mutex_init(&process.lock, NULL);
 }
 
@@ -44,7 +46,7 @@ bool nb_net_is_mine(const struct nb_net *net) {
 
 struct nb_net *nb_net_current(void) {
     pthread_mutex_lock(&process.lock);
-    struct nb_net *net = process.net;
+    struct nb_net *net = process.nets[NB_NET_PLAIN];
     pthread_mutex_unlock(&process.lock);
     return net;
 }
@@ -116,11 +118,13 @@ static void net_free(struct nb_net *net) {
     free(net);
 }
 
-static int net_new(struct nb_net **out, const struct nb_link_up *up, nccl_logger log, struct nb_error *err) {
+static int net_new(struct nb_net **out, enum nb_net_kind kind, const struct nb_link_up *up, nccl_logger log,
+                   struct nb_error *err) {
     struct nb_net *net = calloc(1, sizeof *net);
     if (net == NULL) {
         return nb_fail(err, -ENOMEM, "cannot allocate a net");
     }
+    net->kind = kind;
     net->log = log;
     net->up = up;
     net->listener.fd = -1;
@@ -133,7 +137,7 @@ static int net_new(struct nb_net **out, const struct nb_link_up *up, nccl_logger
     nb_admission_init(&net->admission);
     nb_fork_detector_open(&net->fork);
     pthread_mutex_init(&net->lock, NULL);
-    int rc = nb_net_settings_read(&net->settings, err);
+    int rc = nb_net_settings_read(&net->settings, kind, err);
     if (rc == 0) {
         rc = nb_random(net->process, sizeof net->process);
         rc = rc < 0 ? nb_fail(err, rc, "no random bytes") : nb_loop_init(&net->loop, err);
@@ -149,21 +153,23 @@ static int net_new(struct nb_net **out, const struct nb_link_up *up, nccl_logger
     return 0;
 }
 
-int nb_net_open(struct nb_net **out, const struct nb_link_up *up, nccl_logger log, struct nb_error *err) {
+int nb_net_open(struct nb_net **out, enum nb_net_kind kind, const struct nb_link_up *up, nccl_logger log,
+                struct nb_error *err) {
     int rc = 0;
+    struct nb_net **mine = &process.nets[kind];
     pthread_mutex_lock(&process.lock);
     if (!process.guarded) {
         process.guarded = true;
         nb_fork_handler(in_child);
     }
-    if (process.net == NULL) {
-        rc = net_new(&process.net, up, log, err);
+    if (*mine == NULL) {
+        rc = net_new(mine, kind, up, log, err);
     }
     if (rc == 0) {
-        pthread_mutex_lock(&process.net->lock);
-        process.net->users++;
-        pthread_mutex_unlock(&process.net->lock);
-        *out = process.net;
+        pthread_mutex_lock(&(*mine)->lock);
+        (*mine)->users++;
+        pthread_mutex_unlock(&(*mine)->lock);
+        *out = *mine;
     }
     pthread_mutex_unlock(&process.lock);
     return rc;
@@ -177,8 +183,8 @@ void nb_net_close(struct nb_net *net) {
     pthread_mutex_lock(&net->lock);
     bool last = --net->users == 0;
     pthread_mutex_unlock(&net->lock);
-    process.net = last ? NULL : process.net;
     if (last) {
+        process.nets[net->kind] = NULL;
         net_free(net);
     }
     pthread_mutex_unlock(&process.lock);

@@ -3,13 +3,17 @@
 //
 // Devices. There is one device. Its lanes are spread over the chosen interfaces, as those of a job are.
 //
+// Nets. The process has one net for each kind below that NCCL opened a context of. A traffic class of ours
+// (ncclConfig_t.trafficClass, version 11 on) names the transport, so that communicators of one process can differ in it.
+// All others have the transport of the environment.
+//
 // Links. NCCL opens a connection (a comm) for each channel and direction. All comms from one process to another share
 // one link, per NCCL communicator where NCCL names it (version 11 on). A link is a control connection and a set of
 // lanes between two ranks: the connecting process is rank 0, the accepting process rank 1. Payload goes from rank 0 to
 // rank 1 only, so two processes that send to each other have two links. The number of flows is that of the lanes,
 // whatever the number of channels.
 //
-// Handshake. The process has one listener while NCCL listens. A handle carries its address, the number of the listening
+// Handshake. A net has one listener while NCCL listens. A handle carries its address, the number of the listening
 // comm and a token drawn for it. The key of the handshake is HMAC(NETBOTTLENECK_SECRET, token); without a secret, only
 // the token proves that the peer belongs to the job. Hello, answer, join and welcome prove the key on both sides and
 // carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
@@ -70,6 +74,25 @@ enum {
 
 struct nb_link;
 struct nb_net;
+
+// By NCCL's traffic class: those from NB_NET_TRAFFIC_CLASS + NB_NET_TCP on are ours, all others are NB_NET_PLAIN.
+enum nb_net_kind { NB_NET_PLAIN, NB_NET_TCP, NB_NET_OFI, NB_NET_KINDS };
+
+enum { NB_NET_TRAFFIC_CLASS = 0x6e6200 }; // "nb"
+
+// What NCCL did with a kind of net in this process, since it began.
+struct nb_net_counters {
+    _Atomic uint64_t contexts; // communicators that took it; before version 11, NCCL may call once for several
+    _Atomic uint64_t bytes;    // of the payload handed over to send
+};
+
+// The table of version 6, with what the Python package reads. NCCL sees the table only.
+struct nb_net_v6 {
+    struct nccl_net_v6 table;
+    const struct nb_net_counters *counters; // NB_NET_KINDS of them
+};
+
+extern const struct nb_net_v6 ncclNetPlugin_v6;
 
 // What NCCL carries from listen() to connect().
 struct nb_net_handle {
@@ -172,8 +195,9 @@ struct nb_link_up {
     int64_t (*moved)(const struct nb_link *link, bool *pending);
 };
 
-// One per process.
+// One per process and kind.
 struct nb_net {
+    enum nb_net_kind kind;
     struct nb_fork_detector fork;
     struct nb_net_settings settings;
     int users; // contexts of NCCL, comms, listeners
@@ -292,15 +316,18 @@ int nb_links_arm(const struct nb_net *net);
 // True while a link only waits for what it wrote to be read.
 bool nb_links_leaving(const struct nb_net *net);
 
-// settings.c: reads the environment. A value that is not understood is a failure that names its variable.
-int nb_net_settings_read(struct nb_net_settings *settings, struct nb_error *err);
+// settings.c: reads the environment. A value that is not understood is a failure that names its variable. kind: names the
+// transport; NB_NET_PLAIN: the environment does.
+int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err);
 
 // net.c
 
-// Opens this process's net, or adds a user to it.
-int nb_net_open(struct nb_net **net, const struct nb_link_up *up, nccl_logger log, struct nb_error *err);
+extern struct nb_net_counters nb_net_counts[NB_NET_KINDS];
+// Opens this process's net of a kind, or adds a user to it.
+int nb_net_open(struct nb_net **net, enum nb_net_kind kind, const struct nb_link_up *up, nccl_logger log,
+                struct nb_error *err);
 void nb_net_close(struct nb_net *net);
-// This process's net, NULL if there is none.
+// This process's net of the kind NB_NET_PLAIN, NULL if there is none.
 struct nb_net *nb_net_current(void);
 // True in the process that opened the net, false in its forked children.
 bool nb_net_is_mine(const struct nb_net *net);

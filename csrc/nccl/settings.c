@@ -36,10 +36,10 @@ static int copy(const char *name, char *to, size_t room, struct nb_error *err) {
     return n >= 0 && (size_t)n < room ? 0 : invalid(name, "a shorter text", err);
 }
 
-static int transport_set(struct nb_net_settings *settings, struct nb_error *err) {
+static int transport_set(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_TRANSPORT";
-    const char *at = variable(name);
-    settings->transport = nb_transport_find("tcp");
+    const char *at = kind == NB_NET_PLAIN ? variable(name) : NULL;
+    settings->transport = nb_transport_find(kind == NB_NET_OFI ? "ofi" : "tcp");
     while (at != NULL && *at != 0) {
         at += strncmp(at, "nccl+", 5) == 0 ? 5 : 0;
         size_t bytes = strcspn(at, ",");
@@ -161,10 +161,10 @@ static int binds_set(struct nb_net_settings *settings, struct nb_error *err) {
     return count > 0 ? 0 : nb_fail(err, -ENODEV, "no network interface has an address");
 }
 
-int nb_net_settings_read(struct nb_net_settings *settings, struct nb_error *err) {
+int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err) {
     long lanes = LANES_DEFAULT;
     *settings = (struct nb_net_settings){0};
-    int rc = transport_set(settings, err);
+    int rc = transport_set(settings, kind, err);
     rc = rc == 0 ? number("NETBOTTLENECK_STREAMS", 1, NB_LANES_MAX, &lanes, err) : rc;
     rc = rc == 0 ? segment_set(settings, err) : rc;
     rc = rc == 0 ? timeout_set(settings, err) : rc;

@@ -2,6 +2,7 @@
 // never called.
 #include <errno.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -56,11 +57,13 @@ static bool usable(const struct nb_net *net) {
     return net != NULL && nb_net_is_mine(net);
 }
 
-static int opened(struct nb_net **net, nccl_logger log) {
+static int opened(struct nb_net **net, enum nb_net_kind kind, nccl_logger log) {
     struct nb_error err = {0};
-    int rc = nb_net_open(net, &nb_comm_up, log, &err);
+    int rc = nb_net_open(net, kind, &nb_comm_up, log, &err);
     if (rc < 0 && log != NULL) {
         log(NCCL_LOG_WARN, NCCL_LOG_INIT_NET, __FILE__, __LINE__, "NET/NetBottleneck : %s", err.text);
+    } else if (rc == 0) {
+        atomic_fetch_add_explicit(&nb_net_counts[kind].contexts, 1, memory_order_relaxed);
     }
     return result_of(rc);
 }
@@ -274,7 +277,7 @@ static void no_device(void **device_comm) {
 
 static int init_v6(nccl_logger log) {
     struct nb_net *net = NULL;
-    return opened(&net, log);
+    return opened(&net, NB_NET_PLAIN, log);
 }
 
 static int init_v10(nccl_logger log, nccl_profiler profile) {
@@ -311,8 +314,18 @@ static int connect_v10(int device, void *config, void *handle, void **comm, void
 
 // From version 11 on.
 
+// config: begins with the traffic class; NULL: none.
+static enum nb_net_kind kind_of(const void *config) {
+    const int *traffic_class = config;
+    for (int kind = NB_NET_PLAIN + 1; traffic_class != NULL && kind < NB_NET_KINDS; kind++) {
+        if (*traffic_class == NB_NET_TRAFFIC_CLASS + kind) {
+            return (enum nb_net_kind)kind;
+        }
+    }
+    return NB_NET_PLAIN;
+}
+
 static int init_v11(void **ctx, uint64_t comm_id, void *config, nccl_logger log, nccl_profiler profile) {
-    (void)config;
     (void)profile;
     struct context *context = calloc(1, sizeof *context);
     *ctx = NULL;
@@ -320,7 +333,7 @@ static int init_v11(void **ctx, uint64_t comm_id, void *config, nccl_logger log,
         return NCCL_SYSTEM_ERROR;
     }
     context->domain = comm_id;
-    int rc = opened(&context->net, log);
+    int rc = opened(&context->net, kind_of(config), log);
     if (rc != NCCL_SUCCESS) {
         free(context);
         return rc;
@@ -357,16 +370,17 @@ static int finalize_v11(void *ctx) {
     .isend = isend, .irecv = irecv, .finalize = finalize_v11
 
 // NCCL's names.
-EXPORT const struct nccl_net_v6 ncclNetPlugin_v6 = {.name = name,
-                                                    COMMON,
-                                                    .init = init_v6,
-                                                    .get_properties = properties_v6,
-                                                    .listen = listen_v6,
-                                                    .connect = connect_v6,
-                                                    .accept = accept_v6,
-                                                    .reg_mr = reg_mr_v6,
-                                                    .isend = isend_v6,
-                                                    .irecv = irecv_v6};
+EXPORT const struct nb_net_v6 ncclNetPlugin_v6 = {.table = {.name = name,
+                                                            COMMON,
+                                                            .init = init_v6,
+                                                            .get_properties = properties_v6,
+                                                            .listen = listen_v6,
+                                                            .connect = connect_v6,
+                                                            .accept = accept_v6,
+                                                            .reg_mr = reg_mr_v6,
+                                                            .isend = isend_v6,
+                                                            .irecv = irecv_v6},
+                                                  .counters = nb_net_counts};
 EXPORT const struct nccl_net_v8 ncclNetPlugin_v8 = {.name = name,
                                                     COMMON,
                                                     .init = init_v6,

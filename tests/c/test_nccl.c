@@ -332,6 +332,36 @@ static void case_two_communicators(struct side *side) {
     free(data);
 }
 
+// A traffic class of ours names the transport of its communicator alone, and each kind is counted.
+static void case_kinds(struct side *side) {
+    static const struct exchange plan = {.count = 12, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
+    static const char *const transports[NB_NET_KINDS] = {[NB_NET_TCP] = "tcp", [NB_NET_OFI] = "ofi"};
+    const struct nb_net_counters *counters = ncclNetPlugin_v6.counters;
+    struct side others[NB_NET_KINDS];
+    struct pair pairs[NB_NET_KINDS];
+    for (int kind = NB_NET_TCP; kind < NB_NET_KINDS; kind++) {
+        struct nb_net_settings settings;
+        struct nb_error err = {0};
+        others[kind] = *side;
+        others[kind].proxy.traffic_class = NB_NET_TRAFFIC_CLASS + kind;
+        if (nb_transport_find(transports[kind]) == NULL) {
+            CHECK(proxy_init(&others[kind].proxy, 78) != 0, "%s is not in this build", transports[kind]);
+            continue;
+        }
+        CHECK(nb_net_settings_read(&settings, (enum nb_net_kind)kind, &err) == 0, "%s", err.text);
+        CHECK(strcmp(settings.transport->name, transports[kind]) == 0, "%s", settings.transport->name);
+        CHECK(proxy_init(&others[kind].proxy, 78) == 0, "init");
+        open_pair(&others[kind], &pairs[kind]);
+        exchange(&others[kind], &pairs[kind], &plan);
+        CHECK(counters[kind].contexts == 1, "%d contexts", (int)counters[kind].contexts);
+        CHECK(counters[kind].bytes == plan.count * plan.most, "%zu bytes", (size_t)counters[kind].bytes);
+        barrier();
+        close_pair(&others[kind], &pairs[kind]);
+        CHECK(proxy_finalize(&others[kind].proxy) == 0, "finalize");
+    }
+    CHECK(counters[NB_NET_PLAIN].contexts == 1 && counters[NB_NET_PLAIN].bytes == 0, "the other kinds are counted here");
+}
+
 // New listeners and connections after earlier ones are closed.
 static void case_reconnect(struct side *side) {
     static const struct exchange plan = {.count = 4, .size = equal_sizes, .most = 256 * 1024, .depth = 4};
@@ -714,6 +744,7 @@ static const struct test_case cases[] = {
     {.name = "one_handle", .run = case_one_handle},
     {.name = "threads", .run = case_threads},
     {.name = "two_communicators", .run = case_two_communicators},
+    {.name = "kinds", .run = case_kinds},
     {.name = "null_request", .run = case_null_request},
     {.name = "reconnect", .run = case_reconnect, .all_versions = true},
     {.name = "close_in_flight", .run = case_close_in_flight},

@@ -18,6 +18,7 @@ enum { PROXY_REQUESTS = 32 }; // NCCL's limit of requests in flight on a comm
 struct proxy {
     int version; // 6, 8, 10, 11 or 12
     const void *table;
+    int traffic_class; // 0: none
     void *ctx;
 };
 
@@ -55,9 +56,9 @@ static inline const struct nccl_net_v12 *proxy_v12(const struct proxy *proxy) {
 }
 
 static inline int proxy_init(struct proxy *proxy, uint64_t comm_id) {
-    int no_traffic_class = -1;
+    int traffic_class = proxy->traffic_class != 0 ? proxy->traffic_class : -1;
     if (proxy->version >= 11) {
-        return proxy_v12(proxy)->init(&proxy->ctx, comm_id, &no_traffic_class, proxy_log, NULL);
+        return proxy_v12(proxy)->init(&proxy->ctx, comm_id, &traffic_class, proxy_log, NULL);
     }
     return proxy->version == 10 ? proxy_v10(proxy)->init(proxy_log, NULL) : proxy_v6(proxy)->init(proxy_log);
 }

@@ -12,8 +12,7 @@ import pytest
 from conftest import Ranks
 
 from netbottleneck import _core, config
-from netbottleneck.runtime import communicators
-from netbottleneck.runtime.communicators import nccl_refusal
+from netbottleneck.runtime.nccl import refusal
 from netbottleneck.trace.transports import ALL, NATIVE, OVER_NCCL, WITHOUT_GPU, Arm
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "netbottleneck"
@@ -77,39 +76,6 @@ def test_arms_over_nccl_are_named_in_settings_and_not_in_studies() -> None:
     assert not set(WITHOUT_GPU) & set(OVER_NCCL)
 
 
-@pytest.mark.parametrize(
-    ("nccl", "environ", "why"),
-    [
-        (None, {}, "torch 2.13.0+cu130 has no NCCL: use tcp or ofi"),
-        ((2, 16, 2), {}, "NCCL 2.16.2 is too old: 2.18 or later is needed"),
-        (
-            (2, 28, 9),
-            {"NCCL_NET": "Socket"},
-            "NCCL 2.28.9 took Socket, not NetBottleneck: NCCL_NET=Socket is set; unset it",
-        ),
-        (
-            (2, 28, 9),
-            {"NCCL_NET_PLUGIN": "ofi"},
-            "NCCL_NET_PLUGIN=ofi is set, and NCCL uses one plugin in a process: compare in two runs",
-        ),
-        *(
-            (
-                (2, 28, 9),
-                {"NCCL_NET": "netbottleneck", "NCCL_NET_PLUGIN": plugin},
-                "NCCL over our transports does not take turns in a run yet: use stock, tcp or ofi",
-            )
-            for plugin in ("", "netbottleneck", "/opt/libnccl-net-netbottleneck.so")
-        ),
-    ],
-)
-@pytest.mark.parametrize("transport", OVER_NCCL)
-def test_a_transport_over_nccl_is_refused_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, transport: str, nccl: tuple[int, ...] | None, environ: dict[str, str], why: str
-) -> None:
-    monkeypatch.setattr(communicators, "_nccl_of_torch", lambda: ("2.13.0+cu130", nccl))
-    assert nccl_refusal(transport, environ) == f"{transport}: {why}"
-
-
 OBSERVED = """
 import os
 import torch
@@ -148,7 +114,7 @@ except ValueError as error:
 
 def _reason() -> str:
     torch = pytest.importorskip("torch")
-    why = nccl_refusal("nccl+ofi", {})
+    why = refusal(["nccl+ofi"], config.settings({}, {}))
     none = f"nccl+ofi: torch {torch.__version__} has no NCCL: use tcp or ofi"
     assert why == none or torch.distributed.is_nccl_available()
     return why

@@ -17,8 +17,8 @@ from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit, follow_device
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
-from netbottleneck.runtime import job
-from netbottleneck.runtime.communicators import nccl_refusal, quietly
+from netbottleneck.runtime import job, nccl
+from netbottleneck.runtime.communicators import quietly
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
 from netbottleneck.torch.gradients import UNREACHABLE, is_reachable
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
@@ -329,7 +329,8 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
-    return open_together(settings, stock=own, model=model)
+    over_nccl = functools.partial(nccl.open_arm, settings=settings, own=ddp.process_group, device=ddp.device)
+    return open_together(settings, stock=own, model=model, over_nccl=over_nccl)
 
 
 def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:
@@ -355,9 +356,12 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
             f"its process group has {group.size()} of {dist.get_world_size()} ranks: only a model of all ranks can be "
             "measured"
         )
-    over_nccl = next((arm for arm in settings.transports if arm.over_nccl), None)
-    if over_nccl is not None:
-        return nccl_refusal(over_nccl.transport)
+    over_nccl = [arm.transport for arm in settings.transports if arm.over_nccl]
+    reason = nccl.refusal(over_nccl, settings) if over_nccl else ""
+    if not reason and over_nccl and nccl.backend_of(group, ddp.device) is None:
+        reason = f"{over_nccl[0]}: its gradients travel over {dist.get_backend(group)}, not NCCL: use tcp or ofi"
+    if reason:
+        return reason
     parameters = reduced_parameters(ddp)
     for name, parameter in parameters:
         if not is_reachable(parameter.device):

@@ -48,6 +48,10 @@ def install() -> None:
         from netbottleneck.runtime import run_folder  # only then: it needs NumPy
 
         run_folder.arrange_nccl_events(settings)
+    if any(arm.over_nccl for arm in settings.transports):
+        from netbottleneck.runtime import nccl
+
+        nccl.arrange(settings.transports)
     if DDP in sys.modules:
         _patch_ddp(sys.modules[DDP])
     else:

@@ -176,6 +176,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._stream = None if address is None else OwnStream(device, address)
         self._elements = sum(p.numel() for _, p in named)
         self._own = True
+        self._over: Any = None  # the group of an arm over NCCL, in place of the own group
         self._inside = False
         self._stamps = Stamps(recorder, len(named))
         self._forward_ns = 0  # begin of the last forward pass that DDP prepared for
@@ -239,7 +240,11 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
 
     def to_own_group(self) -> None:
         """Route buckets over the model's own group. Never call it during a backward pass."""
-        self._own, self._destination = True, None
+        self.to_group(None)
+
+    def to_group(self, group: Any) -> None:
+        """Route buckets over another group of the same ranks; None: the own one. Never call it in a backward pass."""
+        self._own, self._over, self._destination = True, group, None
 
     def target(
         self, destination: Destination, average: bool = False, *, predivide: float = 1.0, op: int | None = None
@@ -287,9 +292,11 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             submitted = self._stamp_submission(self._next_place(tensors))
         except Exception as error:
             self._measuring_ends(error)
+        # Not by what is recorded: all ranks must choose the same group.
+        group = self._group if self._over is None or not _are_gradients(tensors) else self._over
         if submitted is None:
-            return self._group.allreduce(tensors, opts)
-        work = quietly(self._group.allreduce, tensors, opts)
+            return group.allreduce(tensors, opts)
+        work = quietly(group.allreduce, tensors, opts)
         try:
             self._stamp_end(submitted, work.get_future())
         except Exception as error:
@@ -343,7 +350,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         whole = self._sent_elements >= self._elements
         place = places[index] if index < len(places) and not (whole and index) else None
         if place is None or place.tensor() is not tensor:
-            if len(tensors) != 1 or not (tensor.is_floating_point() or tensor.is_complex()):
+            if not _are_numbers(tensors):
                 return None
             pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
             if whole or (index and pointer and pointer == places[0].pointer):
@@ -498,6 +505,15 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         if found is not None:
             self.buckets = [replace(bucket, parameters=each) for bucket, each in zip(self.buckets, found, strict=True)]
             self.version += 1
+
+
+def _are_numbers(tensors: Sequence[torch.Tensor]) -> bool:
+    return len(tensors) == 1 and (tensors[0].is_floating_point() or tensors[0].is_complex())
+
+
+def _are_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a call of the reducer has a bucket of dense gradients, not a map of used parameters."""
+    return _are_numbers(tensors) and tensors[0].layout is torch.strided
 
 
 def _delegated(name: str) -> Callable[..., Any]:

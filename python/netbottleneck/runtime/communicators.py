@@ -24,32 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("netbottleneck")
 
 
-NCCL_NAME = "NetBottleneck"  # of our network in NCCL
-NCCL_LEAST = (2, 18)
-
-
-def nccl_refusal(transport: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the reason not to use a transport over NCCL in this process, with the remedy.
-
-    NCCL_NET overrides the network that a communicator asks for, so it is refused before NCCL opens one.
-    """
-    version, nccl = _nccl_of_torch()
-    nccl_version = ".".join(map(str, nccl or ()))
-    network, plugin = environ.get("NCCL_NET", ""), environ.get("NCCL_NET_PLUGIN", "")
-    ours = plugin.lower() == NCCL_NAME.lower() or Path(plugin).name == f"libnccl-net-{NCCL_NAME.lower()}.so"
-    if nccl is None:
-        why = f"torch {version} has no NCCL: use tcp or ofi"
-    elif nccl < NCCL_LEAST:
-        why = f"NCCL {nccl_version} is too old: {'.'.join(map(str, NCCL_LEAST))} or later is needed"
-    elif network and network.lower() != NCCL_NAME.lower():
-        why = f"NCCL {nccl_version} took {network}, not {NCCL_NAME}: NCCL_NET={network} is set; unset it"
-    elif plugin and not ours:
-        why = f"NCCL_NET_PLUGIN={plugin} is set, and NCCL uses one plugin in a process: compare in two runs"
-    else:
-        why = "NCCL over our transports does not take turns in a run yet: use stock, tcp or ofi"
-    return f"{transport}: {why}"
-
-
 def native_refusal(transport: str, settings: Settings) -> str:
     """Return the reason not to use a native transport in this process; "" if it can be used."""
     core = connect.core()
@@ -64,15 +38,6 @@ def native_refusal(transport: str, settings: Settings) -> str:
     if not providers or settings.provider not in (None, *providers):
         return f"no libfabric provider {settings.provider or 'that lanes can use'}"
     return ""
-
-
-def _nccl_of_torch() -> tuple[str, tuple[int, ...] | None]:
-    """Return torch's version, and that of its NCCL; None: it has none."""
-    import torch
-    import torch.distributed as dist
-
-    has = dist.is_available() and dist.is_nccl_available()
-    return torch.__version__, tuple(torch.cuda.nccl.version()[:3]) if has else None
 
 
 class Bucket(Protocol):

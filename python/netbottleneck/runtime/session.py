@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.launch import connect
-from netbottleneck.runtime import communicators, job, monitor, run_folder, sampler
+from netbottleneck.runtime import communicators, job, monitor, nccl, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.ring_reader import EVENTS
@@ -39,6 +39,8 @@ LOG_EVERY = 6  # lines of progress for one in the log
 TERMINAL = 80  # columns of a terminal that does not tell
 PROGRESS_END_S = 1.0  # time for the end of the progress line
 AGREE_S = 10.0  # time that a rank waits for the others before the next arm begins
+
+OverNccl = Callable[[str], communicators.Communicator]  # makes the one of a transport over NCCL
 
 READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
 
@@ -347,7 +349,10 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     recorder: "_core.Recorder",
     control: "_core.Comm",
     group: Any,
+    over_nccl: OverNccl | None,
 ) -> communicators.Communicator:
+    if over_nccl is not None and arm.over_nccl:
+        return over_nccl(arm.transport)
     if ring is not None:
         return communicators.Native(
             arm.transport, connect.connect(settings, place, recorder=ring, transport=arm.transport), ring
@@ -359,12 +364,15 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     return communicators.Stock(chosen, place.size, recorder, owned=group is None)
 
 
-def _refuse_nccl(turns: tuple[Arm, ...], control: "_core.Comm", limit_s: float) -> None:
+def _refuse_nccl(turns: tuple[Arm, ...], settings: Settings, control: "_core.Comm", over_nccl: OverNccl | None) -> None:
     """Raise ValueError, the same on all ranks, if an arm needs NCCL and a rank cannot use it."""
-    named = next((arm for arm in turns if arm.over_nccl), None)
-    if named is None:
+    named = [arm.transport for arm in turns if arm.over_nccl]
+    if not named:
         return
-    mine = communicators.nccl_refusal(named.transport).encode()[:REASON_BYTES].ljust(REASON_BYTES)
+    reason = nccl.refusal(named, settings)
+    if not reason and over_nccl is None:
+        reason = f"{named[0]}: only gradients of a DDP model travel over NCCL: use stock, tcp or ofi"
+    mine, limit_s = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES), settings.start_timeout_s
     why = next((text for text in together(control, mine, limit_s) if text.strip()), b"")
     if why:
         raise ValueError(why.decode(errors="replace").strip())
@@ -406,13 +414,14 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     network: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
     alone: bool = False,
+    over_nccl: OverNccl | None = None,
 ) -> Session:
     """Return a session of all ranks of the job; every rank calls this.
 
     arms: names of the arms that take turns; None: from the settings. "bare" is the user's own path, untouched: the
     hooks that use the session must step aside. group: a torch.distributed group for stock. stock: the stock
     communicator if it is not torch.distributed. alone: steps of one rank by itself come first, see
-    Session.by_itself. Raises as connect.connect and together, OSError if the folder cannot be written, and ValueError
+    Session.by_itself. over_nccl: makes the communicator of a transport over NCCL. Raises as connect.connect and together, OSError if the folder cannot be written, and ValueError
     for an arm over NCCL that cannot be used.
     """
     this = job.start(settings)
@@ -422,7 +431,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     if automatic:
         turns, left_out = _automatic(settings, place, control)
         notes = (*notes, *left_out)
-    _refuse_nccl(turns, control, settings.start_timeout_s)
+    _refuse_nccl(turns, settings, control, over_nccl)
     folder = run_folder.claim(control, run_folder.wanted(settings, directory), settings.start_timeout_s)
     recorder = run_folder.open_ring(folder, place.rank, "train", settings)
     rings = {
@@ -433,7 +442,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     for arm in turns:
         own = stock if arm.own_path else made.get(arm.transport)
         made[arm.transport] = own or _communicator(
-            arm, settings, place, rings.get(arm.transport), recorder, control, group
+            arm, settings, place, rings.get(arm.transport), recorder, control, group, over_nccl
         )
     opened = Session(
         settings,

@@ -81,9 +81,8 @@ class Negotiations:
         self._ended: dict[int, int] = {}  # the last round of a tensor whose negotiation has ended
 
     def take(self, event: Event) -> None:
-        if event.kind == "OP_READY":
-            self._open.setdefault(event.key, []).append(event)
-        elif event.kind == "OP_SUBMIT" and self._ended.get(event.key) != event.a:
+        late = event.kind == "OP_SUBMIT" and self._ended.get(event.key) == event.a
+        if event.kind in ("OP_READY", "OP_SUBMIT") and not late:
             self._open.setdefault(event.key, []).append(event)
         elif event.kind == "OP_AGREED":
             self._open.pop(event.key, None)

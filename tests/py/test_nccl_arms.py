@@ -1,0 +1,219 @@
+"""Arms over NCCL in a DDP model's run, over a stand-in for NCCL that calls the real net plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+
+torch = pytest.importorskip("torch")
+
+from netbottleneck import config
+from netbottleneck.report import Run
+from netbottleneck.runtime import nccl
+from netbottleneck.trace.transports import OVER_NCCL, Arm
+
+SCRIPT = Path(__file__).parent / "scripts" / "nccl_arms.py"
+STEPS, BLOCK = 24, 3
+GRADIENT_BYTES = 4 * (37 * 300 + 300 + 300 * 5 + 5)
+FIRST_BYTES = 4  # of the all-reduce that opens an arm's communicator
+NEW, OLD = "2.29.7", "2.27.5"
+
+
+def environment(folder: Path, transports: str) -> dict[str, str]:
+    names = {"TRANSPORT": transports, "DIR": str(folder), "BLOCK_STEPS": str(BLOCK), "IFNAME": "lo"}
+    names |= {"STREAMS": "2", "START_STEP": "0"}
+    return {f"NETBOTTLENECK_{name}": value for name, value in names.items()}
+
+
+def trained(ranks: Ranks, env: dict[str, str], version: str = NEW, how: str = "") -> tuple[list[str], str]:
+    """Return the words that all ranks print, and rank 0's log."""
+    arguments = [version, str(STEPS), *([how] if how else [])]
+    results = ranks(2, SCRIPT, env, args=arguments)
+    printed = {result.stdout.splitlines()[0] for result in results}  # a report may follow
+    assert len(printed) == 1, printed
+    return printed.pop().split(), results[0].stderr
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory, warm: object) -> str:
+    """Return the digest of the training that nothing measures."""
+    words, _ = trained(Ranks(tmp_path_factory.mktemp("plain"), warm=warm), {})
+    assert words[1:] == ["None", "None"]
+    return words[0]
+
+
+def transports_of(folder: Path, rank: int) -> dict[str, dict[str, object]]:
+    """Return what a rank's record says of each transport."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("*.json")]
+    return next(one["transports"] for one in found if one.get("rank") == rank and "transports" in one)
+
+
+@pytest.mark.parametrize(
+    ("transports", "version"),
+    [("stock,nccl+tcp,nccl+ofi", NEW), ("stock,nccl+tcp", OLD), ("nccl+ofi", NEW)],
+    ids=["both", "old", "alone"],
+)
+def test_nccl_takes_turns_over_its_own_network_and_ours(
+    warm_ranks: Ranks, weights: str, tmp_path: Path, transports: str, version: str
+) -> None:
+    folder = tmp_path / "run"
+    words, log = trained(warm_ranks, environment(folder, transports), version)
+    assert words == [weights, "Socket", "netbottleneck"], log
+    assert "WARNING" not in log.replace("pair(s) of blocks", "")
+    run = Run(folder)
+    arms = [Arm.parse(name) for name in transports.split(",")]
+    steps = {arm: [s.index for s in run.trace.steps if s.arm == arm and s.rank == 0] for arm in arms}
+    assert all(steps.values())
+    assert sum(map(len, steps.values())) == STEPS
+    for step in run.trace.steps:
+        assert len(step.grad_ready) == 4
+        assert step.waits
+    for rank in range(2):
+        found = transports_of(folder, rank)
+        for arm in arms:
+            sent = found[arm.transport].get("bytes_out")
+            assert sent == (FIRST_BYTES + GRADIENT_BYTES * len(steps[arm]) if arm.over_nccl else None)
+            if arm.over_nccl:
+                assert found[arm.transport]["provider"] == f"NCCL {version} over NetBottleneck"
+
+
+def left_alone(log: str) -> str:
+    """Return why the model was left alone; the log must say it once."""
+    lines = [line for line in log.splitlines() if "is left alone: " in line]
+    assert len(lines) == 1, log
+    return lines[0].partition("is left alone: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("transports", "version", "how", "env", "why"),
+    [
+        ("nccl+tcp,nccl+ofi", OLD, "", {}, "compare nccl+tcp and nccl+ofi in two runs"),
+        ("stock,nccl+tcp", NEW, "late", {}, "import netbottleneck before that"),
+        ("stock,nccl+tcp", NEW, "gloo", {}, "nccl+tcp: its gradients travel over gloo, not NCCL: use tcp or ofi"),
+        ("stock,nccl+tcp", NEW, "", {"NCCL_NET": "Socket"}, "NCCL_NET=Socket is set; unset it"),
+        ("stock,nccl+tcp", NEW, "", {"NETBOTTLENECK_SECRET_FILE": "SECRET"}, "no communicator over NetBottleneck"),
+    ],
+    ids=["two on an old NCCL", "late", "gloo", "NCCL_NET", "setting"],
+)
+def test_what_cannot_be_compared_is_left_alone(  # noqa: PLR0913, PLR0917
+    warm_ranks: Ranks,
+    weights: str,
+    tmp_path: Path,
+    transports: str,
+    version: str,
+    how: str,
+    env: dict[str, str],
+    why: str,
+) -> None:
+    before = env.get("NCCL_NET")
+    if "NETBOTTLENECK_SECRET_FILE" in env:  # the plugin does not read it
+        secret = tmp_path / env["NETBOTTLENECK_SECRET_FILE"]
+        secret.write_text("a secret of sixteen", encoding="utf-8")
+        secret.chmod(0o600)
+        env = {"NETBOTTLENECK_SECRET_FILE": str(secret)}
+    words, log = trained(warm_ranks, {**environment(tmp_path / "run", transports), **env}, version, how)
+    assert words[0] == weights
+    assert why in left_alone(log)
+    if before is not None or how == "late":
+        assert words[1:] == [str(before), "None"]  # nothing was changed
+
+
+def test_a_rank_that_no_longer_records_takes_the_same_turns(warm_ranks: Ranks, weights: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words, _ = trained(warm_ranks, environment(folder, "stock,nccl+tcp"), how="unrecorded")
+    assert words[0] == weights
+    sent = {transports_of(folder, rank)["nccl+tcp"]["bytes_out"] for rank in range(2)}
+    assert sent == {FIRST_BYTES + GRADIENT_BYTES * STEPS // 2}
+
+
+# What NCCL would take without a plugin.
+
+
+def ports(root: Path, active: str, down: str = "") -> Path:
+    for names, state in ((active, "4: ACTIVE"), (down, "1: DOWN")):
+        for name in names.split():
+            device, _, port = name.partition(":")
+            folder = root / device / "ports" / port
+            folder.mkdir(parents=True)
+            (folder / "state").write_text(f"{state}\n", encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("active", "environ", "network"),
+    [
+        ("", {}, "Socket"),
+        ("mlx5_0:1", {}, "IB"),
+        ("mlx5_0:1", {"NCCL_IB_DISABLE": "1"}, "Socket"),
+        ("mlx5_0:1", {"NCCL_IB_HCA": "mlx5_1"}, "Socket"),
+        ("mlx5_0:1", {"NCCL_IB_HCA": "mlx5"}, "IB"),
+        ("mlx5_0:1", {"NCCL_IB_HCA": "=mlx5"}, "Socket"),
+        ("mlx5_0:1", {"NCCL_IB_HCA": "=mlx5_0:2"}, "Socket"),
+        ("mlx5_0:1", {"NCCL_IB_HCA": "^mlx5_0"}, "Socket"),
+        ("mlx5_0:1 mlx5_1:1", {"NCCL_IB_HCA": "^=mlx5_0:1"}, "IB"),
+    ],
+)
+def test_stock_keeps_the_network_that_nccl_would_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, active: str, environ: dict[str, str], network: str
+) -> None:
+    monkeypatch.setattr(nccl, "_loads", lambda name: name == "libibverbs.so.1")
+    assert nccl.stock_network(environ, ports(tmp_path, active, "mlx5_9:1")) == network
+
+
+def test_without_the_verbs_library_nccl_takes_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nccl, "_loads", lambda _: False)
+    assert nccl.stock_network({}, ports(tmp_path, "mlx5_0:1")) == "Socket"
+
+
+# Reasons not to use NCCL.
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "why"),
+    [
+        (None, {}, "torch 2.13.0+cu130 has no NCCL: use tcp or ofi"),
+        ((2, 16, 2), {}, "NCCL 2.16.2 is too old: 2.18 or later is needed"),
+        (
+            (2, 28, 9),
+            {"NCCL_NET": "Socket"},
+            "NCCL 2.28.9 took Socket, not NetBottleneck: NCCL_NET=Socket is set; unset it",
+        ),
+        (
+            (2, 28, 9),
+            {"NCCL_NET": "netbottleneck"},
+            "NCCL 2.28.9 took NetBottleneck for stock, too: NCCL_NET=netbottleneck is set; unset it",
+        ),
+        (
+            (2, 28, 9),
+            {"NCCL_NET_PLUGIN": "ofi"},
+            "NCCL_NET_PLUGIN=ofi is set, and NCCL uses one plugin in a process: compare in two runs",
+        ),
+        ((2, 28, 9), {"NCCL_NET_PLUGIN": "netbottleneck"}, ""),
+        ((2, 28, 9), {"NCCL_NET_PLUGIN": "/opt/libnccl-net-netbottleneck.so"}, ""),
+        ((2, 28, 9), {}, ""),
+    ],
+)
+@pytest.mark.parametrize("transport", OVER_NCCL)
+def test_a_transport_over_nccl_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, transport: str, version: tuple[int, ...] | None, environ: dict[str, str], why: str
+) -> None:
+    monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", version))
+    monkeypatch.setattr(nccl, "_arranged", None)
+    for name in ("NCCL_NET", "NCCL_NET_PLUGIN"):
+        monkeypatch.setenv(name, environ.get(name, ""))
+    nccl.arrange([Arm("stock"), Arm(transport)])
+    wanted = environ or {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "netbottleneck"}
+    changed = "NCCL_NET" not in environ and environ.get("NCCL_NET_PLUGIN") != "ofi"
+    assert os.environ["NCCL_NET"] == ("Socket" if changed else wanted.get("NCCL_NET", ""))
+    assert nccl.refusal([transport], config.settings({}, {})) == (f"{transport}: {why}" if why else "")
+
+
+def test_arms_that_were_named_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", (2, 29, 7)))
+    monkeypatch.setattr(nccl, "_arranged", None)
+    why = nccl.refusal(["nccl+tcp"], config.settings({}, {}))
+    assert why == "nccl+tcp: it was not asked for when netbottleneck was imported: set it before that"

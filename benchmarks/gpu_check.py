@@ -1,7 +1,7 @@
 """Checks on a GPU: python benchmarks/gpu_check.py [--only PART,…]. `make gpu-check` finds a Python with CUDA's torch.
 
 Each part runs two ranks on one GPU, has a time limit, and writes its result to benchmarks/results/gpu-check.json at
-once. All parts together take at most 8 minutes, without a network. Exit codes: 0, 1 if a part failed, 2 usage, 77
+once. All parts together take at most 9 minutes, without a network. Exit codes: 0, 1 if a part failed, 2 usage, 77
 without a GPU: nothing was checked.
 """
 
@@ -55,9 +55,10 @@ PARTS = {
     "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size"),
     "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
     "sockets": Part(60, True, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "arms": Part(60, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
 }
 
-# The variables of the ways that NCCL's transfers take in the parts `nccl` and `sockets`.
+# The variables of the ways that NCCL's transfers take in the parts over NCCL.
 OURS = {"NCCL_NET": "NetBottleneck"}
 WAYS: Mapping[str, Mapping[str, str]] = {
     "ours": OURS,
@@ -68,8 +69,16 @@ WAYS: Mapping[str, Mapping[str, str]] = {
         "NCCL_SOCKET_NTHREADS": "4",
         "NCCL_NSOCKS_PERTHREAD": "4",
     },
+    # Not told which network: netbottleneck arranges that.
+    "in turns": {
+        "NETBOTTLENECK_TRANSPORT": "stock,nccl+tcp,nccl+ofi",
+        "NETBOTTLENECK_BLOCK_STEPS": "5",
+        "NETBOTTLENECK_START_STEP": "5",
+        "CHECKED_STEPS": "95",
+    },
 }
-WAYS_OF = {"nccl": ("ours",), "sockets": tuple(WAYS)}
+WAYS_OF = {"nccl": ("ours",), "sockets": ("ours", "socket", "socket 4x4"), "arms": ("in turns",)}
+MEASURED = ("timing", "arms")  # parts whose training is measured
 # The part `timing` runs over the first of these process groups that works: NCCL may refuse two ranks on one GPU.
 GROUPS = {CUDA: ("nccl", "gloo"), FAKE: ("staged",)}
 # By device: steps in all, steps before the profiled ones, steps in a block, one of how many steps is sampled.
@@ -163,7 +172,7 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
             log = stack.enter_context((Path(folder) / f"{rank}.log").open("w", encoding="utf-8"))
             command = [sys.executable, str(RANK), part, device, folder]
             environ = environ_of(rank, port, way, folder)
-            if part == "timing":
+            if part in MEASURED:
                 environ["NETBOTTLENECK_DIR"] = f"{folder}/run"
             ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
         try:
@@ -181,7 +190,9 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
             tails = [(Path(folder) / f"{rank}.log").read_text(errors="replace")[-1500:] for rank in range(RANKS)]
             raise RuntimeError(f"ranks exited with {codes}: " + "\n".join(tails))
         found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
-        return [*found, *(gpu_timing.rows(Path(folder), device == CUDA) if part == "timing" else [])]
+        if part == "timing":
+            return [*found, *gpu_timing.rows(Path(folder), device == CUDA)]
+        return [*found, *(gpu_timing.arms(Path(folder)) if part == "arms" else [])]
 
 
 def run_timing(device: str, until: float) -> list[dict[str, Any]]:

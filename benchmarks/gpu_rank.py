@@ -422,6 +422,28 @@ def over_nccl(device: Device) -> Rows:
     return [row(f"all-reduce of {device.large * 4 / 1e6:.3g} MB via NET/{network}", times[WARM:], 1e3, "ms")]
 
 
+def arms(device: Device) -> Rows:
+    """Train a small model with DDP over NCCL, by the arms of the environment; check that ranks end with one model."""
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    model = models.build("thin_bert", hidden=1024, heads=16, words=8192, positions=256).to(device.name)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(int(os.environ["CHECKED_STEPS"])):
+        torch.manual_seed(SIZE * step + RANK)
+        batch = torch.randint(8192, (32, 256), device=device.name)
+        optimizer.zero_grad()
+        outputs = ddp(batch)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean().backward()
+        optimizer.step()
+    device.wait()
+    digests: list[Any] = [None] * SIZE
+    dist.all_gather_object(digests, device_training.digest(model))
+    assert len(set(digests)) == 1, "ranks have different weights"
+    dist.destroy_process_group()
+    return []
+
+
 def main() -> None:
     """Run a part."""
     part, name, folder = sys.argv[1:]
@@ -434,6 +456,8 @@ def main() -> None:
         rows = kernels(device)
     elif part == "timing":
         rows = timing(device, folder)
+    elif part == "arms":
+        rows = arms(device)
     else:
         hvd.init()
         parts = {"collectives": collectives, "staging": staging, "hooks": hooks, "faults": faults}

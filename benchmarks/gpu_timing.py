@@ -1,4 +1,7 @@
-"""Part `timing` of gpu_check.py: compares a measured run with torch.profiler's record of the same steps."""
+"""Parts `timing` and `arms` of gpu_check.py: what the record of a measured run says.
+
+`timing` compares it with torch.profiler's record of the same steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from netbottleneck.analysis.intervals import backward_intervals, device_error_ns
 from netbottleneck.analysis.intervals import intervals as as_set
 from netbottleneck.report import Run
 from netbottleneck.trace.model import Step, Trace
-from netbottleneck.trace.transports import BARE, STOCK
+from netbottleneck.trace.transports import BARE, STOCK, Arm
 
 Rows = list[dict[str, Any]]
 Event = Mapping[str, Any]
@@ -23,6 +26,7 @@ Profile = dict[int, dict[str, int]]
 
 BAR = 0.03  # largest distance of a ratio from 1
 LEAST_NS = 200_000  # a mark costs some us, so the bar holds for times from here on
+LEAST_BYTES = 1 << 16  # that an arm sends: more than what opens its connections
 FORWARD, BACKWARD, MODULE = "forward", "backward", "module "
 NODE = "autograd::engine::evaluate_function"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -170,6 +174,37 @@ def rows(folder: Path, on_gpu: bool) -> Rows:
             "part of a step outside of compute and exposed communication", [_rest(split) for split in splits], 1e2, "%"
         ),
     ]
+
+
+def arms(folder: Path) -> Rows:
+    """Return the rows of a run whose arms are NCCL's own network and ours. broken: NCCL did not use ours in an arm."""
+    trace = Run(folder / "run").trace
+    found = []
+    for arm in trace.arms:
+        steps = [step for step in trace.steps if step.arm == arm and step.rank == 0]
+        if not steps:
+            raise RuntimeError(f"no step over {arm}: {'; '.join(trace.notes)}")
+        found.append(row(f"step over {arm}", [step.end_ns - step.begin_ns for step in steps], 1e-6, "ms"))
+        paired = None if arm == STOCK else compare(trace, STOCK, arm)
+        if paired is not None:
+            ratio = paired.ratio
+            figures = {"value": ratio.value, "low": ratio.low, "high": ratio.high}
+            rounded = {name: float(f"{each:.5g}") for name, each in figures.items()}
+            condition = f"step over {arm} over step over stock, with its 95 % interval"
+            found.append({"condition": condition, **rounded, "unit": "ratio", "runs": paired.pairs})
+        if arm.over_nccl:
+            found.append(_sent(trace, arm))
+    return found
+
+
+def _sent(trace: Trace, arm: Arm) -> dict[str, Any]:
+    """Return a row with the bytes that each rank sent over our network in an arm."""
+    entries = [entry for rank in trace.ranks for entry in rank.transports if entry.name == arm.transport]
+    sent = [entry.bytes_out or 0 for entry in entries]
+    found = row(f"sent by a rank over {arm}, {entries[0].provider}", sent, 1e-6, "MB")
+    if min(sent) < LEAST_BYTES:
+        found["broken"] = f"{arm}: NCCL sent {min(sent)} bytes over our network"
+    return found
 
 
 def _errors(trace: Trace) -> list[float]:

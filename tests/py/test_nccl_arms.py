@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import Ranks
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import gpu_timing
 
 from netbottleneck import config
 from netbottleneck.report import Run
 from netbottleneck.runtime import nccl
-from netbottleneck.trace.transports import OVER_NCCL, Arm
+from netbottleneck.trace.transports import OVER_NCCL, STOCK, Arm
 
 SCRIPT = Path(__file__).parent / "scripts" / "nccl_arms.py"
 STEPS, BLOCK = 24, 3
@@ -46,12 +49,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory, warm: object) -> str:
     return words[0]
 
 
-def transports_of(folder: Path, rank: int) -> dict[str, dict[str, object]]:
-    """Return what a rank's record says of each transport."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("*.json")]
-    return next(one["transports"] for one in found if one.get("rank") == rank and "transports" in one)
-
-
 @pytest.mark.parametrize(
     ("transports", "version"),
     [("stock,nccl+tcp,nccl+ofi", NEW), ("stock,nccl+tcp", OLD), ("nccl+ofi", NEW)],
@@ -72,13 +69,19 @@ def test_nccl_takes_turns_over_its_own_network_and_ours(
     for step in run.trace.steps:
         assert len(step.grad_ready) == 4
         assert step.waits
-    for rank in range(2):
-        found = transports_of(folder, rank)
+    for rank in run.trace.ranks:
+        found = {entry.name: entry for entry in rank.transports}
         for arm in arms:
-            sent = found[arm.transport].get("bytes_out")
-            assert sent == (FIRST_BYTES + GRADIENT_BYTES * len(steps[arm]) if arm.over_nccl else None)
+            sent = FIRST_BYTES + GRADIENT_BYTES * len(steps[arm]) if arm.over_nccl else None
+            assert found[arm.transport].bytes_out == sent
             if arm.over_nccl:
-                assert found[arm.transport]["provider"] == f"NCCL {version} over NetBottleneck"
+                assert found[arm.transport].provider == f"NCCL {version} over NetBottleneck"
+    if arms[0] == STOCK:  # as gpu-check shows such a run
+        shown = [row["condition"].partition(",")[0] for row in gpu_timing.arms(tmp_path)]
+        assert [name for name in shown if name.startswith("step over") and " over step" not in name] == [
+            f"step over {arm}" for arm in arms
+        ]
+        assert [name for name in shown if name.startswith("sent")] == [f"sent by a rank over {arm}" for arm in arms[1:]]
 
 
 def left_alone(log: str) -> str:
@@ -99,7 +102,7 @@ def left_alone(log: str) -> str:
     ],
     ids=["two on an old NCCL", "late", "gloo", "NCCL_NET", "setting"],
 )
-def test_what_cannot_be_compared_is_left_alone(  # noqa: PLR0913, PLR0917
+def test_what_cannot_be_compared_is_left_alone(  # noqa: PLR0917
     warm_ranks: Ranks,
     weights: str,
     tmp_path: Path,
@@ -126,8 +129,9 @@ def test_a_rank_that_no_longer_records_takes_the_same_turns(warm_ranks: Ranks, w
     folder = tmp_path / "run"
     words, _ = trained(warm_ranks, environment(folder, "stock,nccl+tcp"), how="unrecorded")
     assert words[0] == weights
-    sent = {transports_of(folder, rank)["nccl+tcp"]["bytes_out"] for rank in range(2)}
-    assert sent == {FIRST_BYTES + GRADIENT_BYTES * STEPS // 2}
+    entries = [entry for rank in Run(folder).trace.ranks for entry in rank.transports]
+    sent = [entry.bytes_out for entry in entries if entry.name == "nccl+tcp"]
+    assert sent == [FIRST_BYTES + GRADIENT_BYTES * STEPS // 2] * 2
 
 
 # What NCCL would take without a plugin.

@@ -314,7 +314,8 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     reason: the reason to leave the model alone, or "". Raises LeftAlone if this rank or another one has a reason.
     """
     model = type(ddp.module).__name__
-    own = OwnGroup(ddp.process_group)
+    beside = any(arm.over_nccl for arm in settings.transports)
+    own = OwnGroup(ddp.process_group, ddp.device if beside else None)
     if reason and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
         raise LeftAlone(reason)  # without a vote: ranks outside the group do not have this model
     place = connect.Place(dist.get_rank(), dist.get_world_size())  # equal to the group's, which has all ranks
@@ -329,8 +330,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
-    over_nccl = functools.partial(nccl.open_arm, settings=settings, own=ddp.process_group, device=ddp.device)
-    return open_together(settings, stock=own, model=model, over_nccl=over_nccl)
+    return open_together(settings, stock=own, model=model)
 
 
 def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.calls import eager
-from netbottleneck.runtime import job
+from netbottleneck.runtime import job, nccl
 from netbottleneck.runtime.communicators import key_of, quietly
 from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code, is_reachable
 from netbottleneck.trace.ring_reader import EVENTS
@@ -115,12 +116,20 @@ class _Unsent:
 
 
 class OwnGroup:
-    """The arms "stock" and "bare" of a DDP model: gradients travel over the model's own process group."""
+    """The arms "stock" and "bare" of a DDP model: gradients travel over the model's own process group.
+
+    device: of the gradients, for arms over NCCL beside it; None: there are none.
+    """
 
     name = "stock"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self._group, self._device = None if device is None else group, device
         self._backend = str(dist.get_backend(group))
+
+    def over_nccl(self, transport: str, settings: Settings) -> nccl.OverNccl:
+        """Return the arm of a transport over NCCL that differs from this one in its network. Raises as open_arm."""
+        return nccl.open_arm(transport, settings, self._group, self._device)
 
     def target(self, gradients: Any) -> None:
         """Route the reducer's buckets over the model's own group from now on."""
@@ -139,7 +148,8 @@ class OwnGroup:
         return None
 
     def close(self) -> None:
-        """Do nothing: the user owns the group."""
+        """Drop the reference to the group, which the user owns."""
+        self._group = None
 
 
 class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]

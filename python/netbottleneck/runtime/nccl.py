@@ -47,7 +47,11 @@ class _Counters(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Arranged:
-    """What `arrange` found and did. network, plugin: NCCL_NET and NCCL_NET_PLUGIN of the script. why: it did nothing."""
+    """What `arrange` found and did.
+
+    network, plugin: NCCL_NET and NCCL_NET_PLUGIN of the script. stock: the value that NCCL_NET got. why: the reason for
+    having done nothing.
+    """
 
     network: str = ""
     plugin: str = ""
@@ -136,7 +140,7 @@ def _chosen(device: str, port: str, listed: str) -> bool:
 
 
 def _conflict(network: str, plugin: str) -> str:
-    """Return why these values of NCCL_NET and NCCL_NET_PLUGIN exclude our network beside NCCL's own; "": they do not."""
+    """Return why these values of NCCL_NET and NCCL_NET_PLUGIN exclude our network beside NCCL's own, or ""."""
     ours = NAME.lower()
     if network and network.lower() != ours:
         return f"took {network}, not {NAME}: NCCL_NET={network} is set; unset it"
@@ -148,7 +152,7 @@ def _conflict(network: str, plugin: str) -> str:
 
 
 def refusal(transports: Sequence[str], settings: Settings) -> str:
-    """Return the reason not to use these transports over NCCL in this process, with the remedy; "": they can be used."""
+    """Return the reason not to use these transports over NCCL in this process, with the remedy; "": there is none."""
     version, nccl = _nccl_of_torch()
     number = ".".join(map(str, nccl or ()))
     arranged = _arranged or _Arranged(why="it was not asked for when netbottleneck was imported: set it before that")
@@ -246,7 +250,7 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> OverNccl:
 
     assert _arranged is not None
     mine = backend_of(own, device)
-    version, nccl = _nccl_of_torch()
+    _, nccl = _nccl_of_torch()
     assert nccl is not None
     number = ".".join(map(str, nccl))
     kind = KINDS[name] if nccl >= BOTH else PLAIN

@@ -40,8 +40,6 @@ TERMINAL = 80  # columns of a terminal that does not tell
 PROGRESS_END_S = 1.0  # time for the end of the progress line
 AGREE_S = 10.0  # time that a rank waits for the others before the next arm begins
 
-OverNccl = Callable[[str], communicators.Communicator]  # makes the one of a transport over NCCL
-
 READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
 
 logger = logging.getLogger("netbottleneck")
@@ -349,10 +347,11 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     recorder: "_core.Recorder",
     control: "_core.Comm",
     group: Any,
-    over_nccl: OverNccl | None,
+    stock: Any,
 ) -> communicators.Communicator:
-    if over_nccl is not None and arm.over_nccl:
-        return over_nccl(arm.transport)
+    if arm.over_nccl:
+        beside: communicators.Communicator = stock.over_nccl(arm.transport, settings)
+        return beside
     if ring is not None:
         return communicators.Native(
             arm.transport, connect.connect(settings, place, recorder=ring, transport=arm.transport), ring
@@ -364,13 +363,13 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     return communicators.Stock(chosen, place.size, recorder, owned=group is None)
 
 
-def _refuse_nccl(turns: tuple[Arm, ...], settings: Settings, control: "_core.Comm", over_nccl: OverNccl | None) -> None:
+def _refuse_nccl(turns: tuple[Arm, ...], settings: Settings, control: "_core.Comm", stock: Any) -> None:
     """Raise ValueError, the same on all ranks, if an arm needs NCCL and a rank cannot use it."""
     named = [arm.transport for arm in turns if arm.over_nccl]
     if not named:
         return
     reason = nccl.refusal(named, settings)
-    if not reason and over_nccl is None:
+    if not reason and not hasattr(stock, "over_nccl"):
         reason = f"{named[0]}: only gradients of a DDP model travel over NCCL: use stock, tcp or ofi"
     mine, limit_s = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES), settings.start_timeout_s
     why = next((text for text in together(control, mine, limit_s) if text.strip()), b"")
@@ -414,15 +413,14 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     network: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
     alone: bool = False,
-    over_nccl: OverNccl | None = None,
 ) -> Session:
     """Return a session of all ranks of the job; every rank calls this.
 
     arms: names of the arms that take turns; None: from the settings. "bare" is the user's own path, untouched: the
     hooks that use the session must step aside. group: a torch.distributed group for stock. stock: the stock
-    communicator if it is not torch.distributed. alone: steps of one rank by itself come first, see
-    Session.by_itself. over_nccl: makes the communicator of a transport over NCCL. Raises as connect.connect and together, OSError if the folder cannot be written, and ValueError
-    for an arm over NCCL that cannot be used.
+    communicator if it is not torch.distributed; arms over NCCL need its method over_nccl. alone: steps of one rank by
+    itself come first, see Session.by_itself. Raises as connect.connect and together, OSError if the folder cannot be
+    written, and ValueError for an arm over NCCL that cannot be used.
     """
     this = job.start(settings)
     place, control = this.place, this.comm
@@ -431,7 +429,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     if automatic:
         turns, left_out = _automatic(settings, place, control)
         notes = (*notes, *left_out)
-    _refuse_nccl(turns, settings, control, over_nccl)
+    _refuse_nccl(turns, settings, control, stock)
     folder = run_folder.claim(control, run_folder.wanted(settings, directory), settings.start_timeout_s)
     recorder = run_folder.open_ring(folder, place.rank, "train", settings)
     rings = {
@@ -442,7 +440,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     for arm in turns:
         own = stock if arm.own_path else made.get(arm.transport)
         made[arm.transport] = own or _communicator(
-            arm, settings, place, rings.get(arm.transport), recorder, control, group, over_nccl
+            arm, settings, place, rings.get(arm.transport), recorder, control, group, stock
         )
     opened = Session(
         settings,

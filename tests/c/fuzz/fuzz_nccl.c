@@ -141,7 +141,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     } handle_room = {.room = {0}};
     int mode = take_byte(&in) % MODES;
     set_environment();
-    if (nb_net_open(&net, NB_NET_PLAIN, &nb_comm_up, NULL, &err) < 0 || nb_net_listen(net, &handle_room, &listener, &err) < 0) {
+    if (nb_net_open(&net, NB_NET_PLAIN, &nb_comm_up, NULL, &err) < 0 ||
+        nb_net_listen(net, &handle_room, &listener, &err) < 0) {
         abort();
     }
     if (mode < 3) {

@@ -180,7 +180,7 @@ def main() -> None:
     if HOW != "late":
         import netbottleneck
     dist.init_process_group("gloo" if HOW == "gloo" else "standin")
-    import netbottleneck  # noqa: F401, F811 - measures DDP models, by the environment
+    import netbottleneck  # noqa: F401 - measures DDP models, by the environment
     from netbottleneck.hooks import ddp as hooks
 
     torch.manual_seed(0)

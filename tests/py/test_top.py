@@ -357,6 +357,19 @@ def test_the_first_verdict_an_inconclusive_one_and_old_steps_change_no_cause() -
     assert changes(("LINK_LIMITED", 10), ("STRAGGLER", 20), ("STRAGGLER", 20)) == [None] * 3
 
 
+def test_the_first_cause_is_a_change_if_the_step_time_has_changed_since_the_start() -> None:
+    following = Following("nowhere")
+    following._part._begin, following._part.change = 10, 10 + report.FIRST_STEPS
+    looks = [("INCONCLUSIVE", 50), ("STRAGGLER", 80), ("STRAGGLER", 90), ("STRAGGLER", 95)]
+    found = [following.judge(looked(*look)) for look in looks]
+    assert found == [None, None, Change("INCONCLUSIVE", "STRAGGLER", 80), None]
+    again = Following("nowhere")
+    again._part._begin, again._part.change = 10, 10 + report.FIRST_STEPS
+    looks = [("NOT_NETWORK", 50), ("NOT_NETWORK", 60), ("LINK_LIMITED", 70), ("LINK_LIMITED", 80)]
+    assert [again.judge(looked(*look)) for look in looks][:3] == [None] * 3
+    assert again.changed == Change("NOT_NETWORK", "LINK_LIMITED", 70)
+
+
 def test_the_two_verdicts_that_nothing_is_to_do_are_one_cause() -> None:
     assert changes(("NOT_NETWORK", 1), ("DO_NOTHING", 2), ("DO_NOTHING", 3)) == [None] * 3
     link = "LINK_LIMITED"

@@ -411,18 +411,19 @@ class Following:
         """Return the change if the cause has changed: two looks in a row, with new steps, found the same other one.
 
         Otherwise None. An inconclusive verdict names no cause, and a run without steps has none. The two verdicts that
-        there is nothing to do are one. run: of `look`.
+        there is nothing to do are one. The first cause of a run is no change, unless it came with another step time.
+        run: of `look`.
         """
         steps = [step.index for step in run.trace.steps]
         code = NOTHING if run.verdict.code == "DO_NOTHING" else run.verdict.code
         if not steps or code in ("INCONCLUSIVE", "NO_COMMUNICATION"):
             self._other = None
-        elif self._cause is None or code == self._cause:
+        elif code == self._cause or (self._cause is None and (code == NOTHING or not self._part.unlike_its_start)):
             self._cause, self._other = code, None
         elif self._other is None or self._other[0] != code:
             self._other = code, max(steps)
         elif max(steps) > self._other[1]:
-            self.changed = Change(self._cause, code, self._other[1])
+            self.changed = Change(self._cause or "INCONCLUSIVE", code, self._other[1])
             self._cause, self._other = code, None
             return self.changed
         return None

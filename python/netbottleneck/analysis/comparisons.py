@@ -160,6 +160,25 @@ def last_change(values: Sequence[float] | Floats, groups: Sequence[int] | NDArra
     return begin
 
 
+def changed_at(trace: Trace) -> tuple[int, float] | None:
+    """Return the first step after the last change of the step time, and the factor of the median; None: no change."""
+    longest: dict[int, Step] = {}
+    for step in trace.steps:
+        if step.arm != SINGLE and (step.index not in longest or step.duration_ns > longest[step.index].duration_ns):
+            longest[step.index] = step
+    steps = [longest[index] for index in sorted(longest)]
+    arms = {arm: number for number, arm in enumerate(trace.arms)}
+    groups = np.array([arms[step.arm] for step in steps], np.int64)
+    times = np.array([max(step.duration_ns, 1) for step in steps], np.float64)
+    place = last_change(times, groups)
+    if place == 0:
+        return None
+    logs = np.log(times)
+    for group in np.unique(groups):
+        logs[groups == group] -= np.median(logs[groups == group])
+    return steps[place].index, math.exp(float(np.median(logs[place:]) - np.median(logs[:place])))
+
+
 def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     """Return the place of the clearest change; 0 if there is none."""
     if len(logs) < 2 * CHANGE_VALUES:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
-from netbottleneck.analysis.comparisons import Costs, Travel
+from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import Layer, device_error_ns
 from netbottleneck.analysis.nccl import NcclMean
@@ -197,6 +197,13 @@ def warnings(findings: Findings) -> list[str]:
     if missing:
         found.append(f"no record of rank {', '.join(map(str, missing))}.")
     found += _faults(trace)
+    changed = changed_at(trace)
+    if changed is not None:
+        step, factor = changed
+        found.append(
+            f"the step time changed at step {step}, the median by {percent(factor - 1, signed=True)}: this report has "
+            f"both states; NETBOTTLENECK_START_STEP={step} records the later one alone."
+        )
     for pair in findings.comparisons:
         if not pair.enough:
             found.append(f"comparison with {pair.other}: {pair.pairs} pair(s) of blocks, too few for an interval.")

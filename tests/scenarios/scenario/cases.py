@@ -677,3 +677,27 @@ def live_pinned(draw: Draw) -> Case[Training]:
         "HOST_LIMITED",
         never=("LINK_LIMITED", "INPUT_LIMITED"),
     )
+
+
+@live
+def live_clocks(draw: Draw) -> Case[Training]:
+    run = SMALL.but(clock_s=draw.randrange(5, 500))
+    return Case(
+        "live: clocks of the hosts differ", run, ("NOT_NETWORK",), never=("STRAGGLER", "IMBALANCE", "LINK_LIMITED")
+    )
+
+
+@live
+def live_clocks_and_a_straggler(draw: Draw) -> Case[Training]:
+    slow = draw.randrange(2)
+    run = SMALL.but(clock_s=draw.randrange(5, 500), slow_rank=slow, sleep_ms=draw.uniform(15, 50))
+    return Case(
+        "live: clocks differ, and one rank sleeps",
+        run,
+        ("STRAGGLER",),
+        run.but(sleep_ms=None),
+        "STRAGGLER",
+        never=("LINK_LIMITED", "INPUT_LIMITED"),
+        saves=True,
+        says=f"Rank {slow} makes the others wait",
+    )

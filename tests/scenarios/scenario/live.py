@@ -23,6 +23,12 @@ LIMIT_S = 180
 TRAIN = Path(__file__).with_name("train.py")
 
 
+def _shifted(seconds: int) -> list[str]:
+    """Return the command that gives another one a monotonic clock of its own, by so much ahead; empty for 0."""
+    shift = ["unshare", "--time", "--monotonic", str(seconds), "--fork", "--kill-child"]
+    return shift if seconds else []
+
+
 def train(training: Training, folder: str, seed: int) -> float | None:
     """Run the ranks. Returns the link's rate. Raises RuntimeError with the output of a rank that failed."""
     options = {"seed": seed, "layers": 4, "kib": 256, "ms": 10.0, "steps": 150} | dict(training.options)
@@ -35,9 +41,13 @@ def train(training: Training, folder: str, seed: int) -> float | None:
         "NETBOTTLENECK_BLOCK_STEPS": "8",
     }
     with Lab(2, training.lab) as lab:
-        command = [sys.executable, str(TRAIN), json.dumps(options)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks = [lab.popen(rank, command, {**os.environ, **variables}, **pipes) for rank in range(2)]
+        clocks_s = (0, options.pop("clock_s", 0))
+        command = [sys.executable, str(TRAIN), json.dumps(options)]
+        ranks = [
+            lab.popen(rank, [*_shifted(clock_s), *command], {**os.environ, **variables}, **pipes)
+            for rank, clock_s in enumerate(clocks_s)
+        ]
         try:
             texts = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
         finally:

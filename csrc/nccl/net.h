@@ -82,7 +82,7 @@ enum { NB_NET_TRAFFIC_CLASS = 0x6e6200 }; // "nb"
 
 // What NCCL did with a kind of net in this process, since it began.
 struct nb_net_counters {
-    _Atomic uint64_t contexts; // communicators that took it; before version 11, NCCL may call once for several
+    _Atomic uint64_t contexts; // calls of init: from NCCL 2.28 on one for each communicator, also for one of another network
     _Atomic uint64_t bytes;    // of the payload handed over to send
 };
 
@@ -90,6 +90,8 @@ struct nb_net_counters {
 struct nb_net_v6 {
     struct nccl_net_v6 table;
     const struct nb_net_counters *counters; // NB_NET_KINDS of them
+    // Calls of getProperties. NCCL asks for those of a network only once a communicator may have it by its name.
+    const _Atomic uint64_t *queries;
 };
 
 extern const struct nb_net_v6 ncclNetPlugin_v6;

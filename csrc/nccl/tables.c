@@ -23,6 +23,7 @@ struct context {
 };
 
 static char name[] = "NetBottleneck"; // not const in NCCL's struct; nothing writes to it
+static _Atomic uint64_t queries;
 
 static int result_of(int code) {
     switch (code) {
@@ -225,18 +226,21 @@ static int close_listen(void *listener) {
 // Speed and latency are 0, unknown: nothing is measured before NCCL asks.
 
 static int properties_v6(int device, struct nccl_props_v6 *props) {
+    atomic_fetch_add_explicit(&queries, 1, memory_order_relaxed);
     *props = (struct nccl_props_v6){
         .name = name, .ptr_support = NCCL_PTR_HOST, .max_comms = COMMS_MAX, .max_recvs = TRANSFERS_OF_ONE_RECV};
     return device == 0 ? NCCL_SUCCESS : NCCL_INVALID_ARGUMENT;
 }
 
 static int properties_v8(int device, struct nccl_props_v8 *props) {
+    atomic_fetch_add_explicit(&queries, 1, memory_order_relaxed);
     *props = (struct nccl_props_v8){
         .name = name, .ptr_support = NCCL_PTR_HOST, .max_comms = COMMS_MAX, .max_recvs = TRANSFERS_OF_ONE_RECV};
     return device == 0 ? NCCL_SUCCESS : NCCL_INVALID_ARGUMENT;
 }
 
 static int properties_v10(int device, struct nccl_props_v10 *props) {
+    atomic_fetch_add_explicit(&queries, 1, memory_order_relaxed);
     *props = (struct nccl_props_v10){.name = name,
                                      .ptr_support = NCCL_PTR_HOST,
                                      .max_comms = COMMS_MAX,
@@ -253,6 +257,7 @@ static int properties_v11(int device, struct nccl_props_v11 *props) {
 }
 
 static int properties_v12(int device, struct nccl_props_v12 *props) {
+    atomic_fetch_add_explicit(&queries, 1, memory_order_relaxed);
     *props = (struct nccl_props_v12){.name = name,
                                      .ptr_support = NCCL_PTR_HOST,
                                      .max_comms = COMMS_MAX,
@@ -380,7 +385,8 @@ EXPORT const struct nb_net_v6 ncclNetPlugin_v6 = {.table = {.name = name,
                                                             .reg_mr = reg_mr_v6,
                                                             .isend = isend_v6,
                                                             .irecv = irecv_v6},
-                                                  .counters = nb_net_counts};
+                                                  .counters = nb_net_counts,
+                                                  .queries = &queries};
 EXPORT const struct nccl_net_v8 ncclNetPlugin_v8 = {.name = name,
                                                     COMMON,
                                                     .init = init_v6,

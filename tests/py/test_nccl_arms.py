@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "nccl_arms.py"
 STEPS, BLOCK = 24, 3
 GRADIENT_BYTES = 4 * (37 * 300 + 300 + 300 * 5 + 5)
 FIRST_BYTES = 4  # of the all-reduce that opens an arm's communicator
-NEW, OLD = "2.29.7", "2.27.5"
+NEW, OLD = "2.29.7", "2.22.3"
 
 
 def environment(folder: Path, transports: str) -> dict[str, str]:

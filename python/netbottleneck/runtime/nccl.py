@@ -30,7 +30,7 @@ BOTH = (2, 28)  # the first that tells a plugin the traffic class of a communica
 # csrc/nccl/net.h: kinds of nets. A traffic class names the transport of one communicator.
 TRAFFIC_CLASS = 0x6E6200
 PLAIN, KINDS = 0, {"nccl+tcp": 1, "nccl+ofi": 2}
-TABLE_V6_BYTES = 17 * 8  # the address of the counters follows this table
+TABLE_V6_BYTES = 17 * 8  # addresses of counters follow this table
 # Fields of ncclConfig_t that an arm copies from the script's own group: the two differ in their network only.
 SAME = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "collnet_enable", "cta_policy", "nvls_ctas")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -60,12 +60,20 @@ class _Arranged:
     library: ctypes.CDLL | None = None
 
     def counters(self, kind: int) -> _Counters:
-        """Return the counters of a kind; NCCL updates them."""
+        """Return the counters of a kind; NCCL's calls update them."""
+        return _Counters.from_address(self._behind_the_table(0) + kind * ctypes.sizeof(_Counters))
+
+    def queries(self) -> int:
+        """Return how often NCCL has asked for the properties of our network, as it does for one that it takes."""
+        return ctypes.c_uint64.from_address(self._behind_the_table(1)).value
+
+    def _behind_the_table(self, place: int) -> int:
+        """Return one of the addresses that struct nb_net_v6 has behind NCCL's table."""
         assert self.library is not None
         table = ctypes.addressof(ctypes.c_char.in_dll(self.library, "ncclNetPlugin_v6"))
-        first = ctypes.c_void_p.from_address(table + TABLE_V6_BYTES).value
-        assert first is not None
-        return _Counters.from_address(first + kind * ctypes.sizeof(_Counters))
+        address = ctypes.c_void_p.from_address(table + TABLE_V6_BYTES + 8 * place).value
+        assert address is not None
+        return address
 
 
 _arranged: _Arranged | None = None
@@ -256,35 +264,35 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> OverNccl:
     kind = KINDS[name] if nccl >= BOTH else PLAIN
     counters = _arranged.counters(kind)
     which = next(_groups)
-    if kind != PLAIN or which == 0:  # else an earlier arm is counted there
-        _check_stock(name, number)
+    if which == 0 and _arranged.queries():  # nothing but the script has used NCCL
+        raise ValueError(
+            f"{name}: NCCL {number} took {NAME} for the script's own groups, too, so stock would not be NCCL's own "
+            f"network: leave NCCL_NET={_arranged.stock} as netbottleneck sets it"
+        )
+    theirs = getattr(getattr(mine.options, "config", None), "net_name", None)
+    if theirs is not None and theirs.lower() != _arranged.stock.lower():
+        raise ValueError(
+            f"{name}: the model's group has net_name {theirs}, which NCCL_NET={_arranged.stock} overrides, as netbottleneck "
+            "sets it: leave net_name out, or compare in two runs"
+        )
     c10d: Any = dist.distributed_c10d
     nccl_group: Any = dist.__dict__["ProcessGroupNCCL"]
     options = nccl_group.Options()
     _configure(options, mine.options, kind)
+    options.group_name, options.global_ranks_in_group = f"netbottleneck {name}", list(range(own.size()))
     options._timeout = getattr(mine.options, "_timeout", timedelta(seconds=settings.timeout_s))
     store = c10d.PrefixStore(f"netbottleneck/{which}/{name}", c10d._get_default_store())
-    before = counters.contexts
+    before = _arranged.queries(), counters.contexts
     try:
         with _configured_network():
             group = nccl_group(store, own.rank(), own.size(), options)
             group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()  # opens its communicator
     except RuntimeError as error:
         raise ValueError(f"{name}: NCCL {number} has no communicator over {NAME}: {error}") from error
-    if counters.contexts == before:
+    if _arranged.queries() == before[0] or (kind != PLAIN and counters.contexts == before[1]):
         raise ValueError(f"{name}: NCCL {number} took another network, not {NAME}: NCCL_DEBUG=INFO shows why")
     about = {"provider": f"NCCL {number} over {NAME}", "lanes": lanes_of(name), "beside": _arranged.stock}
     return OverNccl(name, group, counters, about)
-
-
-def _check_stock(name: str, number: str) -> None:
-    """Raise ValueError if NCCL gave the script's own communicators our network."""
-    assert _arranged is not None
-    if _arranged.counters(PLAIN).contexts:
-        raise ValueError(
-            f"{name}: NCCL {number} took {NAME} for the script's own groups, too, so stock would not be NCCL's own "
-            f"network: leave NCCL_NET={_arranged.stock} as netbottleneck sets it"
-        )
 
 
 def _configure(options: Any, own: Any, kind: int) -> None:

@@ -19,9 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 VERSION = tuple(int(part) for part in sys.argv[1].split("."))
 HOW = sys.argv[3] if len(sys.argv) > 3 else ""
-HANDLE_BYTES, HOST, LIMIT_S = 128, 1, 60.0
-INIT, LISTEN, CONNECT, ACCEPT, REGISTER, DEREGISTER, SEND, RECEIVE, TEST = 1, 4, 5, 6, 7, 9, 10, 11, 13  # in a table
+HANDLE_BYTES, PROPERTIES_BYTES, HOST, LIMIT_S = 128, 256, 1, 60.0
+INIT, PROPERTIES, LISTEN, CONNECT, ACCEPT, REGISTER, DEREGISTER, SEND, RECEIVE, TEST = (
+    1,
+    3,
+    4,
+    5,
+    6,
+    7,
+    9,
+    10,
+    11,
+    13,
+)  # in a table
 
+OPENED: list[bool] = []  # of an NCCL before 2.28: whether the plugin's init succeeded
 Pointer, Int, Size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 
 
@@ -44,6 +56,11 @@ class Network:
         assert address is not None
         result = ctypes.CFUNCTYPE(Int, *map(type, arguments))(address)(*arguments)
         assert result == 0, f"result {result} of call {slot}"
+
+    def properties(self) -> None:
+        """Ask for the properties, as NCCL does for a network that a communicator takes."""
+        room = ctypes.create_string_buffer(PROPERTIES_BYTES)
+        self._call(PROPERTIES, Int(0), at(room))
 
     def opens(self) -> bool:
         """Return whether its init succeeds."""
@@ -78,11 +95,11 @@ class Network:
         for comm, tensor, handle in zip((self.send, self.receive), (mine, theirs), handles, strict=True):
             self._call(REGISTER, comm, Pointer(tensor.data_ptr()), Size(nbytes), Int(HOST), at(handle))
         size: Any = Size(nbytes) if self._new else Int(nbytes)
-        sent, received, data = Pointer(), Pointer(), Pointer(theirs.data_ptr())
+        sent, received, data, tag = Pointer(), Pointer(), Pointer(theirs.data_ptr()), Int(0)
         profile = (Pointer(),) if self._new else ()
         while not received:
             self._call(
-                RECEIVE, self.receive, Int(1), at(data), at(size), at(Int(0)), at(handles[1]), *profile, at(received)
+                RECEIVE, self.receive, Int(1), at(data), at(size), at(tag), at(handles[1]), *profile, at(received)
             )
         while not sent:
             self._call(SEND, self.send, Pointer(mine.data_ptr()), size, Int(0), handles[0], *profile, at(sent))
@@ -92,14 +109,14 @@ class Network:
             self._call(DEREGISTER, comm, handle)
 
     def _finish(self, request: Any) -> None:
-        done, until = Int(0), time.monotonic() + LIMIT_S
+        done, size, until = Int(0), Int(0), time.monotonic() + LIMIT_S
         while not done.value:
             assert time.monotonic() < until, "a transfer does not end"
-            self._call(TEST, request, at(done), at(Int(0)))
+            self._call(TEST, request, at(done), at(size))
 
 
 def at(value: Any) -> Any:
-    """Return a pointer to a value that the call changes."""
+    """Return a pointer to a value that the call may change. It does not keep the value."""
     return ctypes.cast(ctypes.byref(value), Pointer)
 
 
@@ -135,7 +152,11 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         plugin = os.environ.get("NCCL_NET_PLUGIN")
         if plugin:
             network = Network(ctypes.CDLL(f"libnccl-net-{plugin}.so"), config.traffic_class)
-            if (wanted is None or wanted.lower() == network.name.lower()) and network.opens():
+            named = wanted is None or wanted.lower() == network.name.lower()
+            if VERSION < (2, 28) and not OPENED:  # with the first communicator, whatever network it has
+                OPENED.append(network.opens())
+            if named and (OPENED[0] if VERSION < (2, 28) else network.opens()):
+                network.properties()
                 network.meet(self._store, self._rank)
                 self._network = network
                 return

@@ -82,8 +82,9 @@ enum { NB_NET_TRAFFIC_CLASS = 0x6e6200 }; // "nb"
 
 // What NCCL did with a kind of net in this process, since it began.
 struct nb_net_counters {
-    _Atomic uint64_t contexts; // calls of init: from NCCL 2.28 on one for each communicator, also for one of another network
-    _Atomic uint64_t bytes;    // of the payload handed over to send
+    _Atomic uint64_t
+        contexts; // calls of init: from NCCL 2.28 on one for each communicator, also for one of another network
+    _Atomic uint64_t bytes; // of the payload handed over to send
 };
 
 // The table of version 6, with what the Python package reads. NCCL sees the table only.

@@ -363,7 +363,8 @@ static void case_kinds(struct side *side) {
     struct nccl_props_v6 props;
     CHECK(ncclNetPlugin_v6.table.get_properties(0, &props) == 0, "getProperties");
     CHECK(*ncclNetPlugin_v6.queries == before + 1, "a query is not counted");
-    CHECK(counters[NB_NET_PLAIN].contexts == 1 && counters[NB_NET_PLAIN].bytes == 0, "the other kinds are counted here");
+    CHECK(counters[NB_NET_PLAIN].contexts == 1 && counters[NB_NET_PLAIN].bytes == 0,
+          "the other kinds are counted here");
 }
 
 // New listeners and connections after earlier ones are closed.

@@ -176,8 +176,8 @@ def test_gpu_check_refuses_unknown_parts_and_results_of_the_fake_driver(options:
     assert gpu_check(*options).returncode == 2
 
 
-def test_the_parts_of_gpu_check_take_at_most_eight_minutes() -> None:
-    assert sum(part.limit_s for part in checks.PARTS.values()) <= 480
+def test_the_parts_of_gpu_check_take_at_most_nine_minutes() -> None:
+    assert sum(part.limit_s for part in checks.PARTS.values()) <= 540
 
 
 def launched(number: int, at: float, begin: float, end: float, name: str = "gemm") -> list[dict[str, Any]]:

@@ -97,10 +97,12 @@ def left_alone(log: str) -> str:
         ("nccl+tcp,nccl+ofi", OLD, "", {}, "compare nccl+tcp and nccl+ofi in two runs"),
         ("stock,nccl+tcp", NEW, "late", {}, "import netbottleneck before that"),
         ("stock,nccl+tcp", NEW, "gloo", {}, "nccl+tcp: its gradients travel over gloo, not NCCL: use tcp or ofi"),
+        ("stock,nccl+tcp", NEW, "named", {}, "nccl+tcp: its group has net_name IB"),
+        ("stock,nccl+tcp", NEW, "unset", {}, "nccl+tcp: NCCL took NetBottleneck for its own group, too"),
         ("stock,nccl+tcp", NEW, "", {"NCCL_NET": "Socket"}, "NCCL_NET=Socket is set; unset it"),
         ("stock,nccl+tcp", NEW, "", {"NETBOTTLENECK_SECRET_FILE": "SECRET"}, "no communicator over NetBottleneck"),
     ],
-    ids=["two on an old NCCL", "late", "gloo", "NCCL_NET", "setting"],
+    ids=["two on an old NCCL", "late", "gloo", "named", "unset", "NCCL_NET", "setting"],
 )
 def test_what_cannot_be_compared_is_left_alone(  # noqa: PLR0917
     warm_ranks: Ranks,

@@ -358,8 +358,8 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
         )
     over_nccl = [arm.transport for arm in settings.transports if arm.over_nccl]
     reason = nccl.refusal(over_nccl, settings) if over_nccl else ""
-    if not reason and over_nccl and nccl.backend_of(group, ddp.device) is None:
-        reason = f"{over_nccl[0]}: its gradients travel over {dist.get_backend(group)}, not NCCL: use tcp or ofi"
+    if not reason and over_nccl and (why := nccl.stock_refusal(group, ddp.device)):
+        reason = f"{over_nccl[0]}: {why}"
     if reason:
         return reason
     parameters = reduced_parameters(ddp)

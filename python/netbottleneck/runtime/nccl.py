@@ -8,7 +8,6 @@ our network. csrc/nccl/net.h describes the plugin.
 
 import contextlib
 import ctypes
-import itertools
 import logging
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from netbottleneck.config import Settings
 from netbottleneck.runtime.communicators import native_refusal
 from netbottleneck.trace.transports import Arm
 
-__all__ = ["OverNccl", "arrange", "backend_of", "open_arm", "refusal"]
+__all__ = ["OverNccl", "arrange", "backend_of", "open_arm", "refusal", "stock_refusal"]
 
 NAME = "NetBottleneck"  # of our network in NCCL
 PLUGIN = Path(__file__).parents[1] / "libnccl-net-netbottleneck.so"
@@ -36,7 +35,7 @@ SAME = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "collnet_enable"
 INFINIBAND = Path("/sys/class/infiniband")
 
 logger = logging.getLogger("netbottleneck")
-_groups = itertools.count()
+_opened: list[str] = []  # the arms that this process has opened
 
 
 class _Counters(ctypes.Structure):
@@ -248,10 +247,29 @@ class OverNccl:
             group.shutdown()
 
 
+def stock_refusal(group: Any, device: Any) -> str:
+    """Return the reason why a model's own process group is not stock beside arms over NCCL, with the remedy, or "".
+
+    Call it before the first arm opens.
+    """
+    import torch.distributed as dist
+
+    mine = backend_of(group, device)
+    if mine is None:
+        return f"its gradients travel over {dist.get_backend(group)}, not NCCL: use tcp or ofi"
+    assert _arranged is not None
+    theirs = getattr(getattr(mine.options, "config", None), "net_name", None)
+    if theirs is not None and theirs.lower() != _arranged.stock.lower():
+        return f"its group has net_name {theirs}, NetBottleneck needs NCCL_NET={_arranged.stock}: compare in two runs"
+    if not _opened and _arranged.queries():  # nothing but the script has used NCCL
+        return f"NCCL took {NAME} for its own group, too: leave NCCL_NET={_arranged.stock} as netbottleneck sets it"
+    return ""
+
+
 def open_arm(name: str, settings: Settings, own: Any, device: Any) -> OverNccl:
     """Return the arm of a transport over NCCL, with the configuration of the model's own group. Every rank calls it.
 
-    own: the model's process group. Raises ValueError if NCCL takes another network than it should.
+    own: the model's process group, for which stock_refusal is "". Raises ValueError if NCCL takes another network.
     """
     import torch
     import torch.distributed as dist
@@ -263,25 +281,14 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> OverNccl:
     number = ".".join(map(str, nccl))
     kind = KINDS[name] if nccl >= BOTH else PLAIN
     counters = _arranged.counters(kind)
-    which = next(_groups)
-    if which == 0 and _arranged.queries():  # nothing but the script has used NCCL
-        raise ValueError(
-            f"{name}: NCCL {number} took {NAME} for the script's own groups, too, so stock would not be NCCL's own "
-            f"network: leave NCCL_NET={_arranged.stock} as netbottleneck sets it"
-        )
-    theirs = getattr(getattr(mine.options, "config", None), "net_name", None)
-    if theirs is not None and theirs.lower() != _arranged.stock.lower():
-        raise ValueError(
-            f"{name}: the model's group has net_name {theirs}, which NCCL_NET={_arranged.stock} overrides, as netbottleneck "
-            "sets it: leave net_name out, or compare in two runs"
-        )
+    _opened.append(name)
     c10d: Any = dist.distributed_c10d
     nccl_group: Any = dist.__dict__["ProcessGroupNCCL"]
     options = nccl_group.Options()
     _configure(options, mine.options, kind)
     options.group_name, options.global_ranks_in_group = f"netbottleneck {name}", list(range(own.size()))
     options._timeout = getattr(mine.options, "_timeout", timedelta(seconds=settings.timeout_s))
-    store = c10d.PrefixStore(f"netbottleneck/{which}/{name}", c10d._get_default_store())
+    store = c10d.PrefixStore(f"netbottleneck/{len(_opened)}/{name}", c10d._get_default_store())
     before = _arranged.queries(), counters.contexts
     try:
         with _configured_network():

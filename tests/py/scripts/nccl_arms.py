@@ -1,8 +1,10 @@
 """Trains a DDP model over a stand-in for NCCL that calls the real net plugin; prints a digest of its weights.
 
 Arguments: NCCL's version, steps, and optionally `late` (netbottleneck is imported after torch.distributed was
-initialised) or `unrecorded` (rank 1 stops recording in the middle). The stand-in chooses a network as NCCL does, and
-calls a plugin's table as NCCL's proxy does: see src/plugin/net.cc. Its own network is gloo. Two ranks.
+initialised), `gloo` (the model's group is one of gloo), `named` (the model's group names a network), `unset` (the
+script unsets NCCL_NET) or `unrecorded` (rank 1 stops recording in the middle). The stand-in chooses a network as NCCL
+does, and calls a plugin's table as NCCL's proxy does: see src/plugin/net.cc and src/net.cc of NCCL. Its own network is
+gloo. Two ranks.
 """
 
 import ctypes
@@ -125,7 +127,8 @@ class Options:
 
     def __init__(self) -> None:
         self.is_high_priority_stream = False
-        self.config = types.SimpleNamespace(net_name=None, traffic_class=-1, min_ctas=1)
+        named = "IB" if HOW == "named" else None
+        self.config = types.SimpleNamespace(net_name=named, traffic_class=-1, min_ctas=1)
 
 
 class StandIn(dist.ProcessGroup):  # type: ignore[misc]
@@ -200,6 +203,8 @@ def main() -> None:
     )
     if HOW != "late":
         import netbottleneck
+    if HOW == "unset":
+        del os.environ["NCCL_NET"]
     dist.init_process_group("gloo" if HOW == "gloo" else "standin")
     import netbottleneck  # noqa: F401 - measures DDP models, by the environment
     from netbottleneck.hooks import ddp as hooks

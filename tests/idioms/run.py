@@ -4,7 +4,8 @@ An idiom is a file beside this one: a docstring whose first line names it, and `
 script: torch, and context.model(), context.inputs(step) for a network and data. It calls
 `context.watch.look(name, model)` where the script looks at gradients, after a backward pass and before they are used,
 and `context.watch.step(model=, optimizer=, loss=)` after each update. It imports nothing of the package; the harness
-does. KIND = "horovod" uses `import horovod.torch as hvd`, KIND = "loop" has `context.own_loop`. `context.skip(why)`
+does. KIND = "horovod" uses `import horovod.torch as hvd`, KIND = "loop" has `context.own_loop`,
+KIND = "sharded" has parameters that FSDP2 shards. `context.skip(why)`
 ends one that this torch cannot run. QUIET = True says that DDP sends nothing in it, STEPLESS = True that no optimizer's
 step is ever seen, so that the first transport of a list stays.
 """

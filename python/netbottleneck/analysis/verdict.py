@@ -760,7 +760,9 @@ def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tup
     assert f.base is not None
     more = None
     short = [pair for pair in f.comparisons if not pair.enough]
-    if not any(arm.real and arm != f.base for arm in f.trace.arms):
+    if not f.trace.buckets:  # no transport of ours can move its gradients
+        text = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
+    elif not any(arm.real and arm != f.base for arm in f.trace.arms):
         text = f"Measure NETBOTTLENECK_TRANSPORT={f.base},tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
     elif short:
         text, more = _more_steps(f, short[0]), _steps_to_decide(f, short[0])
@@ -795,6 +797,4 @@ def decide(
     facts = Facts(findings, findings.base, predicted, hosts, unseen(findings.trace, findings.base, hosts), connected)
     evidence = judge(facts)
     first = evidence[0]
-    if not first.fired:
-        return _nothing(facts, evidence)
-    return Verdict(first.code, first.why, first.next, evidence)
+    return Verdict(first.code, first.why, first.next, evidence) if first.fired else _nothing(facts, evidence)

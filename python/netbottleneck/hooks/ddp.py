@@ -374,8 +374,13 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
     return ""
 
 
+def measures() -> bool:
+    """Return True while a DDP model is measured."""
+    return not all(each.closed for each in _measured.values())
+
+
 def _not_the_only_one() -> str:
-    if all(each.closed for each in _measured.values()):
+    if not measures():
         return ""
     return (
         "another DDP model is measured already, and only one model of a step can be; to choose which, start without "

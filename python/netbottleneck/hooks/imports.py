@@ -159,7 +159,13 @@ class _Warnings(ModuleType):
 
 
 def _patch_optimizer(module: ModuleType) -> None:
-    left_alone.Unmeasured(vars(module)["register_optimizer_step_post_hook"])
+    left_alone.Unmeasured(vars(module)["register_optimizer_step_post_hook"], _attach_sharded)
+
+
+def _attach_sharded(optimizer: Any) -> None:
+    from netbottleneck.hooks import loop
+
+    loop.attach_when_known(optimizer)
 
 
 def _patch_horovod(module: ModuleType) -> None:
@@ -278,13 +284,13 @@ def attach(model: Any = None, optimizer: Any = None) -> Any:
     """Measure an existing model or the installed Horovod, and move its gradients by the environment's transports.
 
     model: a DistributedDataParallel, or the result of torch.compile on one; hooks.ddp.attach documents model and
-    optimizer. None: the installed Horovod, whose next distributed optimizer is measured. Every rank calls it. Raises
-    ImportError if Horovod is not installed.
+    optimizer. Or a model that FSDP2 shards, which keeps its communication. None: the installed Horovod, whose next
+    distributed optimizer is measured. Every rank calls it. Raises ImportError if Horovod is not installed.
     """
     if model is not None:
-        from netbottleneck.hooks import ddp
+        from netbottleneck.hooks import ddp, loop
 
-        return ddp.attach(model, optimizer)
+        return loop.attach_sharded(model, optimizer) if loop.is_sharded(model) else ddp.attach(model, optimizer)
     from netbottleneck.hooks import horovod
 
     return horovod.attach()

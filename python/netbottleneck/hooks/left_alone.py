@@ -6,6 +6,7 @@ Never imports torch, whose import may still be in progress.
 import contextlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,19 +31,30 @@ def left_alone(what: str, why: str) -> None:
 
 
 class Unmeasured:
-    """Warns at the third optimizer step of a script if nothing is measured.
+    """Warns at the third step of an optimizer if nothing is measured.
 
-    register: torch's register_optimizer_step_post_hook. With NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
+    register: torch's register_optimizer_step_post_hook. sharded: called after the first step of each optimizer whose
+    parameters are DTensors, such as those of FSDP2. With NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
     """
 
-    def __init__(self, register: Callable[[Any], Any]) -> None:
+    def __init__(self, register: Callable[[Any], Any], sharded: Callable[[Any], None]) -> None:
+        self._sharded = sharded
         self._steps = 0
+        self._known: dict[int, weakref.ref[Any]] = {}  # the optimizers that have stepped
         register(self._after_step)  # never removed: torch does not allow a hook to remove a hook
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._steps += 1
+        known = self._known.get(id(optimizer))
+        if known is None or known() is not optimizer:
+            self._first_step(optimizer)
         if self._steps == STEPS and not _said and not _measured():
             self._say(why_not(optimizer))
+
+    def _first_step(self, optimizer: Any) -> None:
+        self._known[id(optimizer)] = weakref.ref(optimizer)
+        if any(type(parameter).__name__ == "DTensor" for parameter in held(optimizer)):
+            self._sharded(optimizer)
 
     @staticmethod
     def _say(why: str) -> None:
@@ -75,7 +87,7 @@ def why_not(optimizer: Any) -> str:
     parameters = held(optimizer)
     kinds = {type(p).__name__ for p in parameters}
     if "DTensor" in kinds:
-        return "its parameters are sharded (FSDP2 or tensor parallelism), which is not measured yet: use DDP"
+        return "its parameters are sharded, and no module of FSDP2 holds them all: only DDP and FSDP2 are measured"
     if "FlatParameter" in kinds or any(getattr(p, "_fsdp_flattened", False) for p in parameters):
         return "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":

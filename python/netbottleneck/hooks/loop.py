@@ -1,27 +1,37 @@
-"""Ways into a training loop: `with netbottleneck.profile(model, optimizer): …`, and the callbacks of frameworks.
+"""Ways into a training loop: `with netbottleneck.profile(model, optimizer): …`, FSDP2, and the callbacks of frameworks.
 
 netbottleneck.callbacks documents the callbacks' public names. The first use of a name creates its class, because the
 base class belongs to the framework (Lightning, the Hugging Face Trainer, Accelerate).
 """
 
+import functools
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Generator
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
+from netbottleneck.hooks.calls import eager
+from netbottleneck.hooks.left_alone import held, left_alone
 from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device
+from netbottleneck.hooks.reducer_group import OwnGroup
 from netbottleneck.launch import connect
-from netbottleneck.runtime.session import Session, open_session
-from netbottleneck.torch.gradients import Gradients, bucket_limits
+from netbottleneck.runtime import job
+from netbottleneck.runtime.session import Session, observe, open_session
+from netbottleneck.torch.gradients import Bucket, Gradients, GradientSink, Stamps, bucket_limits
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
 
 
 @contextmanager
@@ -36,13 +46,16 @@ def profile(
 ) -> Generator[Session | None, None, None]:
     """Measure the loop inside, and average its gradients over all ranks by the named transports.
 
-    model: a plain module or a DDP model. A plain module's parameters and buffers are broadcast from rank 0 at the
-    start, as DDP does; a DDP model keeps its own reducer. Arguments override the environment's variables. At the end
-    rank 0 writes the report into the run folder. Yields None for a DDP model that is left alone.
+    model: a plain module, a DDP model, or one that FSDP2 shards. A plain module's parameters and buffers are broadcast
+    from rank 0 at the start, as DDP does; a DDP model keeps its own reducer, and FSDP2 its communication. Arguments
+    override the environment's variables. At the end rank 0 writes the report into the run folder. Yields None for a
+    model that is left alone.
     """
     settings = config.settings({"transports": transport, "streams": streams, "directory": directory})
     if isinstance(model, DistributedDataParallel):
         found = ddp_hooks.attach(model, optimizer, session=session, settings=settings)
+    elif is_sharded(model):
+        found = attach_sharded(model, optimizer, settings=settings)
     else:
         chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
         found = measure(chosen, model, optimizer)
@@ -98,6 +111,141 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
         work.wait()
         if flat is not data:
             data.copy_(flat)
+
+
+# FSDP2. Its all-gathers and reduce-scatters stay as they are, and are observed at its process groups.
+
+
+class Sharded(GradientSink):
+    """The gradients of a model that FSDP2 shards: they are stamped when they are ready, and FSDP2 moves them.
+
+    Autograd accumulates into the unsharded parameters, which exist from the first forward pass on.
+    """
+
+    buckets: Sequence[Bucket] = ()
+
+    def __init__(self, model: torch.nn.Module, recorder: "_core.Recorder") -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = tuple(name for name, _ in named)
+        self.parameters = tuple(p for _, p in named)
+        self._model = weakref.ref(model)
+        self._whole: list[torch.Tensor] = []  # what autograd accumulates into
+        self._forwards = 0
+        self._stamps = Stamps(recorder, len(named))
+
+    @property
+    def pending(self) -> int:
+        """Return 0: FSDP2 waits for its own operations."""
+        return 0
+
+    def to_own_group(self) -> None:
+        """Do nothing: FSDP2 alone moves the gradients."""
+
+    def rest(self, on: bool) -> None:
+        """Stop stamping, or allow it again at the next forward pass."""
+        if on:
+            self.close()
+
+    def forward_begins(self) -> None:
+        """Stamp the gradients of this step, if it is not the first. AttributeError: this torch is not known."""
+        self._forwards += 1
+        model = self._model()
+        if self.paused or model is None or self._forwards == 1:
+            return
+        if not self._whole:
+            whole = {id(one.sharded_param): one._unsharded_param for one in _sharded_parameters(model)}
+            self._whole = [whole.get(id(p), p) for p in self.parameters]
+        self._stamps.start(self._whole)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._stamps.stop()
+
+
+_sharded: list[Measured] = []  # the one that was measured last
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Return True if FSDP2's fully_shard has changed a model or a part of it."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
+
+
+def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's record of each parameter that it shards."""
+    for module in model.modules():
+        if is_sharded(module):
+            state: Any = cast(Any, module)._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+            group = getattr(state, "_fsdp_param_group", None)
+            yield from () if group is None else group.fsdp_params
+
+
+def attach_when_known(optimizer: torch.optim.Optimizer) -> None:
+    """Measure the FSDP2 model of an optimizer from its next forward pass on, if no model is measured."""
+    if ddp_hooks.measures() or any(not measured.closed for measured in _sharded):
+        return
+    own = {id(parameter) for parameter in held(optimizer)}
+    chosen = weakref.ref(optimizer)
+
+    def seek(module: torch.nn.Module, _args: Any) -> None:
+        if own <= {id(parameter) for parameter in module.parameters()}:
+            seeking.remove()
+            alive = chosen()
+            if alive is not None and is_sharded(module):
+                attach_sharded(module, alive)
+
+    seeking = register_module_forward_pre_hook(eager(seek))
+
+
+def attach_sharded(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, settings: config.Settings | None = None
+) -> Measured | None:
+    """Measure a model that FSDP2 shards: its steps, and its communication, which stays on its process groups.
+
+    optimizer: its updates end the steps; None: the first one that steps parameters of the model. Every rank calls it,
+    between two steps. If the model cannot be measured, logs one line with the reason
+    and returns None; with NETBOTTLENECK_STRICT=1, raises the error.
+    """
+    chosen = settings or config.settings()
+    name = type(model).__name__.removeprefix("FSDP")
+    place = connect.Place(distributed.get_rank(), distributed.get_world_size())
+    try:
+        job.set_up_log(chosen, place)
+        if not chosen.observes:
+            raise ValueError(
+                "FSDP2 communicates by its own process groups, which no transport replaces: leave out "
+                "NETBOTTLENECK_TRANSPORT, or set it to stock"
+            )
+        elsewhere = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
+        if elsewhere is not None:
+            raise ValueError(
+                f"FSDP2 on {elsewhere} moves data beside the streams that compute, which is not measured yet: record it"
+                " with torch.profiler, and call netbottleneck report on the traces"
+            )
+        return _observe_sharded(model, optimizer, chosen, place, name)
+    except Exception as error:
+        if chosen.strict:
+            raise
+        left_alone(f"the FSDP2 model of {name}", str(error))
+        return None
+
+
+def _observe_sharded(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: config.Settings,
+    place: connect.Place,
+    name: str,
+) -> Measured:
+    own = OwnGroup(cast(distributed.ProcessGroup, distributed.group.WORLD))
+    session = observe(settings, place, stock=own, arms=settings.arms, model=name)
+    finish_at_exit(session)
+    gradients = Sharded(model, session.recorder)
+    measured = Measured(session, gradients, optimizer, model=model, own_sync=False, bare=gradients.rest)
+    measured.on_forward = functools.partial(measured.guarded, gradients.forward_begins)
+    _sharded[:] = [measured]
+    weakref.finalize(model, measured.close).atexit = False
+    return measured
 
 
 # Callbacks of frameworks, and the measured run that they share.

@@ -218,7 +218,7 @@ class Measured:
         self._own_sync = own_sync
         self._bare = bare
         self._agree = agree or (session.agree if session.automatic else None)
-        self._on_forward = on_forward
+        self.on_forward = on_forward
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
@@ -324,8 +324,8 @@ class Measured:
         if self._late and _c._current_graph_task_id() == -1:
             self._late = False
             self._next_step()
-        if self._on_forward is not None:
-            self._on_forward()
+        if self.on_forward is not None:
+            self.on_forward()
         if self._arm != BARE:
             self.guarded(self._forward_begin if torch.is_grad_enabled() else self._evaluation_begin)
             if self.session.sampled:

@@ -47,9 +47,9 @@ def _transport(names: str, **others: str) -> dict[str, str]:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode(UNTOUCHED, imported=False, kinds=("ddp", "horovod", "loop")),
-        Mode("observe", {**COMMON, "NETBOTTLENECK": "1"}),
-        Mode("stock", _transport("stock")),
+        Mode(UNTOUCHED, imported=False, kinds=("ddp", "horovod", "loop", "sharded")),
+        Mode("observe", {**COMMON, "NETBOTTLENECK": "1"}, kinds=("ddp", "horovod", "sharded")),
+        Mode("stock", _transport("stock"), kinds=("ddp", "horovod", "sharded")),
         Mode("tcp", _transport("tcp"), bound=True),
         Mode("ofi", _transport("ofi"), bound=True),
         Mode("shm", _transport("tcp", SHM="auto"), bound=True),

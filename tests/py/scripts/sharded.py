@@ -1,0 +1,57 @@
+"""Trains a model that FSDP2 shards, on the CPU over gloo; prints a digest of its weights.
+
+Arguments: steps, and how it is measured: `import` (by its variables), `attach` or `profile` (before the first step), or
+`unmeasured` (netbottleneck is not imported).
+"""
+
+import hashlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+STEPS, HOW = int(sys.argv[1]), sys.argv[2]
+if HOW != "unmeasured":
+    import netbottleneck
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(32, 96, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 96)),
+        torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Tanh()),
+        torch.nn.Linear(64, 7),
+    )
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if HOW == "attach":
+        assert netbottleneck.attach(model, optimizer) is not None
+    if HOW == "profile":
+        with netbottleneck.profile(model, optimizer) as session:
+            assert session is not None
+            trained(model, optimizer)
+    else:
+        trained(model, optimizer)
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        whole = parameter.full_tensor()
+        found.update(whole.detach().numpy().tobytes())
+    print(f"digest {found.hexdigest()}", flush=True)
+    dist.destroy_process_group()
+
+
+main()

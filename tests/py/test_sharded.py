@@ -1,0 +1,114 @@
+"""FSDP2: a measured training computes what it would, and its communication is recorded in forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+from warm import WarmPair
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.fsdp", reason="not run: this torch has no FSDP2")
+
+from netbottleneck.analysis.intervals import Split, compute_intervals, split_steps  # noqa: E402
+from netbottleneck.report import Run  # noqa: E402
+from netbottleneck.trace.model import Collective, Step  # noqa: E402
+from netbottleneck.trace.transports import BARE  # noqa: E402
+
+SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
+STEPS, PARAMETERS, GROUPS = 40, 8, 3
+
+
+def trained(ranks: Ranks, how: str, env: dict[str, str]) -> tuple[str, str]:
+    """Return the digest that all ranks print, and rank 0's log."""
+    results = ranks(2, SCRIPT, env, args=[str(STEPS), how])
+    found = {digest for result in results for digest in re.findall(r"^digest (\w+)$", result.stdout, re.MULTILINE)}
+    assert len(found) == 1, found
+    return found.pop(), results[0].stderr
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> str:
+    """Return the digest of the training that nothing measures."""
+    return trained(Ranks(tmp_path_factory.mktemp("plain"), warm=warm), "unmeasured", {})[0]
+
+
+def environment(folder: Path, **others: str) -> dict[str, str]:
+    names = {"DIR": str(folder), "START_STEP": "2", "BLOCK_STEPS": "6", "SAMPLE_EVERY": "10", **others}
+    return {"NETBOTTLENECK": "1", **{f"NETBOTTLENECK_{name}": value for name, value in names.items()}}
+
+
+def raster(step: Step, operations: list[Collective], split: Split) -> tuple[int, int, int]:
+    """Return compute, exposed and waiting ns of a step, moment by moment between two events."""
+    mine = [c for c in operations if c.rank == step.rank and c.finished]
+    compute = compute_intervals(step).tolist()
+    spans = [(c.start_ns or 0, c.done_ns or 0) for c in mine]
+    queues = [(c.submit_ns, c.start_ns or 0) for c in mine]
+    assert not split.evaluation_ns
+    assert not split.checkpoint_ns
+    edges = {step.begin_ns, step.end_ns}
+    for begin, end in [*compute, *spans, *queues]:
+        edges |= {min(max(at, step.begin_ns), step.end_ns) for at in (begin, end)}
+    ordered = sorted(edges)
+    sums = [0, 0, 0]
+    for begin, end in itertools.pairwise(ordered):
+        for place, sets in enumerate((compute, spans, queues)):
+            if any(low <= begin and end <= high for low, high in sets):
+                sums[place] += end - begin
+                break
+    return sums[0], sums[1], sums[2]
+
+
+@pytest.mark.parametrize("how", ["import", "attach", "profile"])
+def test_a_sharded_model_is_measured_and_computes_the_same(
+    warm_ranks: Ranks, weights: str, tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "run"
+    digest, log = trained(warm_ranks, how, environment(folder))
+    assert digest == weights
+    assert "left alone" not in log
+    trace = Run(folder).trace
+    assert trace.model == "Sequential"
+    steps = [step for step in trace.steps if step.arm != BARE]
+    assert len({(step.rank, step.index) for step in steps}) >= 2 * (STEPS - 8) // 2 - 12
+    for step in steps:
+        assert len(step.forward) == 1
+        assert sorted(index for index, _ in step.grad_ready) == list(range(PARAMETERS))
+        assert step.optimizer
+        inside = [c for c in trace.collectives if c.rank == step.rank and c.step == step.index]
+        kinds = [(c.kind, c.phase) for c in inside]
+        assert kinds.count(("allgather", "forward")) == GROUPS
+        assert kinds.count(("reducescatter", "backward")) == GROUPS
+        assert kinds.count(("allgather", "backward")) >= GROUPS - 1  # the last one stays unsharded
+        assert all(c.finished for c in inside)
+    sizes = sum(p.bytes for p in trace.parameters)
+    assert sizes == 4 * (96 * 128 + 128 + 128 * 96 + 96 + 96 * 64 + 64 + 64 * 7 + 7)
+
+
+def test_exposed_time_is_that_of_a_raster(warm_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trained(warm_ranks, "import", environment(folder))
+    trace = Run(folder).trace
+    found = split_steps(trace)
+    assert found
+    for step, split, _ in found:
+        assert sum(split.phases().values()) == split.step_ns
+        assert raster(step, list(trace.collectives), split) == (split.compute_ns, split.exposed_ns, split.wait_ns)
+        assert split.exposed_ns > 0
+
+
+def test_a_transport_cannot_replace_its_communication(warm_ranks: Ranks, weights: str, tmp_path: Path) -> None:
+    digest, log = trained(warm_ranks, "import", environment(tmp_path / "run", TRANSPORT="stock,tcp"))
+    assert digest == weights
+    assert log.count("the FSDP2 model of Sequential is left alone: ") == 1
+    assert "leave out NETBOTTLENECK_TRANSPORT" in log
+
+
+def test_the_advice_is_possible(warm_ranks: Ranks, tmp_path: Path) -> None:
+    """No transport takes turns with FSDP2, so none is named."""
+    folder = tmp_path / "run"
+    trained(warm_ranks, "import", environment(folder))
+    assert "NETBOTTLENECK_TRANSPORT" not in Run(folder).verdict.next

@@ -1,4 +1,4 @@
-// The process's nets: their life, its helper thread, and what it writes to NCCL's log (see net.h).
+// The process's nets: the life of each, its helper thread, and what it writes to NCCL's log (see net.h).
 #include "nccl/net.h"
 
 #include <errno.h>

@@ -80,10 +80,10 @@ enum nb_net_kind { NB_NET_PLAIN, NB_NET_TCP, NB_NET_OFI, NB_NET_KINDS };
 
 enum { NB_NET_TRAFFIC_CLASS = 0x6e6200 }; // "nb"
 
-// What NCCL did with a kind of net in this process, since it began.
+// What NCCL did with a kind of net in this process, since it began. contexts: calls of init. From NCCL 2.28.7 on there is
+// one for each communicator that takes the network; before, also for those that do not, or one in all.
 struct nb_net_counters {
-    _Atomic uint64_t
-        contexts; // calls of init: from NCCL 2.28 on one for each communicator, also for one of another network
+    _Atomic uint64_t contexts;
     _Atomic uint64_t bytes; // of the payload handed over to send
 };
 

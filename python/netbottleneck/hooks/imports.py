@@ -162,10 +162,10 @@ def _patch_optimizer(module: ModuleType) -> None:
     left_alone.Unmeasured(vars(module)["register_optimizer_step_post_hook"], _attach_sharded)
 
 
-def _attach_sharded(optimizer: Any) -> None:
+def _attach_sharded(optimizer: Any) -> Callable[[], None]:
     from netbottleneck.hooks import loop
 
-    loop.attach_when_known(optimizer)
+    return loop.attach_when_known(optimizer)
 
 
 def _patch_horovod(module: ModuleType) -> None:

@@ -34,11 +34,13 @@ class Unmeasured:
     """Warns at the third step of an optimizer if nothing is measured.
 
     register: torch's register_optimizer_step_post_hook. sharded: called after the first step of each optimizer whose
-    parameters are DTensors, such as those of FSDP2. With NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
+    parameters are DTensors, such as those of FSDP2; what it returns is called after the second. With
+    NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
     """
 
-    def __init__(self, register: Callable[[Any], Any], sharded: Callable[[Any], None]) -> None:
+    def __init__(self, register: Callable[[Any], Any], sharded: Callable[[Any], Callable[[], None]]) -> None:
         self._sharded = sharded
+        self._seeking: dict[int, Callable[[], None]] = {}  # by the optimizer that has stepped once
         self._steps = 0
         self._known: dict[int, weakref.ref[Any]] = {}  # the optimizers that have stepped
         register(self._after_step)  # never removed: torch does not allow a hook to remove a hook
@@ -48,13 +50,15 @@ class Unmeasured:
         known = self._known.get(id(optimizer))
         if known is None or known() is not optimizer:
             self._first_step(optimizer)
+        elif self._seeking:
+            self._seeking.pop(id(optimizer), _nothing)()
         if self._steps == STEPS and not _said and not _measured():
             self._say(why_not(optimizer))
 
     def _first_step(self, optimizer: Any) -> None:
         self._known[id(optimizer)] = weakref.ref(optimizer)
         if any(type(parameter).__name__ == "DTensor" for parameter in held(optimizer)):
-            self._sharded(optimizer)
+            self._seeking[id(optimizer)] = self._sharded(optimizer)
 
     @staticmethod
     def _say(why: str) -> None:
@@ -67,6 +71,10 @@ class Unmeasured:
         if strict:
             raise ValueError(f"NETBOTTLENECK_STRICT=1, and the training cannot be measured: {why}")
         left_alone("the training", why)
+
+
+def _nothing() -> None:
+    return
 
 
 def _measured() -> bool:

@@ -55,6 +55,8 @@ def profile(
     if isinstance(model, DistributedDataParallel):
         found = ddp_hooks.attach(model, optimizer, session=session, settings=settings)
     elif is_sharded(model):
+        if session is not None:
+            raise ValueError("session: a model that FSDP2 shards is observed in a session of its own; leave it out")
         found = attach_sharded(model, optimizer, settings=settings)
     else:
         chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
@@ -127,11 +129,21 @@ class Sharded(GradientSink):
     def __init__(self, model: torch.nn.Module, recorder: "_core.Recorder") -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = tuple(name for name, _ in named)
-        self.parameters = tuple(p for _, p in named)
+        self._tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in named]
+        self._parameters = [weakref.ref(p) for _, p in named]
         self._model = weakref.ref(model)
-        self._whole: list[torch.Tensor] = []  # what autograd accumulates into
         self._forwards = 0
         self._stamps = Stamps(recorder, len(named))
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient, whole."""
+        return self._tensors
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """The parameters that are still alive."""
+        return tuple(p for p in (reference() for reference in self._parameters) if p is not None)
 
     @property
     def pending(self) -> int:
@@ -150,12 +162,10 @@ class Sharded(GradientSink):
         """Stamp the gradients of this step, if it is not the first. AttributeError: this torch is not known."""
         self._forwards += 1
         model = self._model()
-        if self.paused or model is None or self._forwards == 1:
+        if self.paused or self._stamps.on or model is None or self._forwards == 1:
             return
-        if not self._whole:
-            whole = {id(one.sharded_param): one._unsharded_param for one in _sharded_parameters(model)}
-            self._whole = [whole.get(id(p), p) for p in self.parameters]
-        self._stamps.start(self._whole)
+        whole = {id(one.sharded_param): one._unsharded_param for one in _sharded_parameters(model)}
+        self._stamps.start([whole.get(id(p), p) for p in self.parameters])
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -174,16 +184,18 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's record of each parameter that it shards."""
     for module in model.modules():
-        if is_sharded(module):
-            state: Any = cast(Any, module)._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-            group = getattr(state, "_fsdp_param_group", None)
-            yield from () if group is None else group.fsdp_params
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        group = getattr(state, "_fsdp_param_group", None)
+        yield from () if group is None else group.fsdp_params
 
 
-def attach_when_known(optimizer: torch.optim.Optimizer) -> None:
-    """Measure the FSDP2 model of an optimizer from its next forward pass on, if no model is measured."""
+def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Measure the FSDP2 model of an optimizer from its next forward pass on, if no model is measured.
+
+    Returns what ends the search for the model. While it goes on, each forward pass of a module is looked at.
+    """
     if ddp_hooks.measures() or any(not measured.closed for measured in _sharded):
-        return
+        return lambda: None
     own = {id(parameter) for parameter in held(optimizer)}
     chosen = weakref.ref(optimizer)
 
@@ -195,6 +207,7 @@ def attach_when_known(optimizer: torch.optim.Optimizer) -> None:
                 attach_sharded(module, alive)
 
     seeking = register_module_forward_pre_hook(eager(seek))
+    return seeking.remove
 
 
 def attach_sharded(
@@ -203,8 +216,8 @@ def attach_sharded(
     """Measure a model that FSDP2 shards: its steps, and its communication, which stays on its process groups.
 
     optimizer: its updates end the steps; None: the first one that steps parameters of the model. Every rank calls it,
-    between two steps. If the model cannot be measured, logs one line with the reason
-    and returns None; with NETBOTTLENECK_STRICT=1, raises the error.
+    between two steps. If the model cannot be measured, logs one line with the reason and returns None; with
+    NETBOTTLENECK_STRICT=1, raises the error.
     """
     chosen = settings or config.settings()
     name = type(model).__name__.removeprefix("FSDP")

@@ -199,6 +199,7 @@ def test_without_the_verbs_library_nccl_takes_sockets(monkeypatch: pytest.Monkey
             "NCCL_NET_PLUGIN=ofi is set, and NCCL uses one plugin in a process: compare in two runs",
         ),
         ((2, 28, 9), {"NCCL_NET_PLUGIN": "netbottleneck"}, ""),
+        ((2, 28, 9), {"NCCL_NET_PLUGIN": "none"}, ""),
         ((2, 28, 9), {"NCCL_NET_PLUGIN": "/opt/libnccl-net-netbottleneck.so"}, ""),
         ((2, 28, 9), {}, ""),
     ],

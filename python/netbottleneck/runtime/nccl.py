@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,7 +103,7 @@ def _arrange() -> _Arranged:
         library = ctypes.CDLL(str(PLUGIN))
     except OSError as error:
         return _Arranged(network, plugin, why=f"the plugin cannot be loaded: {error}")
-    if not plugin and _loads("libnccl-net.so"):
+    if not plugin and _loads("libnccl-net.so"):  # which NCCL_NET_PLUGIN=none excludes
         why = "NCCL loads libnccl-net.so here, and it uses one plugin in a process: compare in two runs"
         return _Arranged(network, plugin, why=why)
     stock = stock_network(os.environ)
@@ -113,8 +114,6 @@ def _arrange() -> _Arranged:
 
 def _has_begun() -> bool:
     """Return True if the script may have used NCCL already."""
-    import sys
-
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
@@ -131,9 +130,16 @@ def stock_network(environ: Mapping[str, str], infiniband: Path = INFINIBAND) -> 
     """Return the network that NCCL takes without a plugin: IB where a port that it may use is active, else Socket."""
     if environ.get("NCCL_IB_DISABLE", "0") not in ("", "0") or not _loads("libibverbs.so.1"):
         return "Socket"
-    states = infiniband.glob("*/ports/*/state")
-    active = [(path.parts[-4], path.parts[-2]) for path in states if "ACTIVE" in path.read_text()]
-    return "IB" if any(_chosen(device, port, environ.get("NCCL_IB_HCA", "")) for device, port in active) else "Socket"
+    listed = environ.get("NCCL_IB_HCA", "")
+    active = [path.parts for path in infiniband.glob("*/ports/*/state") if _is_active(path)]
+    return "IB" if any(_chosen(parts[-4], parts[-2], listed) for parts in active) else "Socket"
+
+
+def _is_active(state: Path) -> bool:
+    try:
+        return "ACTIVE" in state.read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _chosen(device: str, port: str, listed: str) -> bool:
@@ -153,7 +159,7 @@ def _conflict(network: str, plugin: str) -> str:
         return f"took {network}, not {NAME}: NCCL_NET={network} is set; unset it"
     if network:
         return f"took {NAME} for stock, too: NCCL_NET={network} is set; unset it"
-    if plugin and plugin.lower() != ours and Path(plugin).name != f"libnccl-net-{ours}.so":
+    if plugin.lower() not in ("", "none", ours) and Path(plugin).name != f"libnccl-net-{ours}.so":
         return f"NCCL_NET_PLUGIN={plugin} is set, and NCCL uses one plugin in a process: compare in two runs"
     return ""
 
@@ -232,7 +238,7 @@ class OverNccl:
         return int(self._counters.bytes)
 
     def close(self) -> None:
-        """End the group, and warn if NCCL did not use its network."""
+        """End the group, and warn if NCCL did not use its network. After an exception, do not wait for other ranks."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -243,8 +249,9 @@ class OverNccl:
                 self.name,
                 NAME,
             )
-        with contextlib.suppress(RuntimeError, AttributeError):  # the script may have ended NCCL; torch 2.3 has abort
-            group.shutdown()
+        failed = getattr(sys, "last_value", None) is not None
+        with contextlib.suppress(RuntimeError, AttributeError):  # the script may have ended NCCL
+            (group.abort if failed else group.shutdown)()
 
 
 def stock_refusal(group: Any, device: Any) -> str:

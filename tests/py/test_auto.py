@@ -147,6 +147,17 @@ def test_the_line_names_what_was_measured() -> None:
     json.dumps(job.plans[0].described())
 
 
+def test_steps_of_a_host_that_runs_ahead_count_as_a_whole() -> None:
+    plan = Auto([STOCK, TCP], 5)
+    plan.runs_ahead = True
+    exact = []
+    for step, ns in enumerate((50, 1, 1, 1, 9)):
+        exact.append(plan.exact_after(step))
+        plan.took(ns)
+    assert exact == [True, False, False, False, True]
+    assert auto.VALUES.unpack(plan.values(5)) == (5, 3, 3, 3)
+
+
 def test_a_run_that_ends_within_a_trial_says_so() -> None:
     job = Job(steady(5, dict.fromkeys(ARMS, 50.0))).run(30)
     assert "ended at step 30" in job.plans[0].unfinished(30)

@@ -66,6 +66,20 @@ def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
     assert {one.tensor_bytes for one in inside if one.by_script} == {4000}
 
 
+def test_auto_waits_for_the_device_at_the_ends_of_a_block(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
+) -> None:
+    """After the first and last step of each block the host has caught up; without auto it never waits."""
+    for transports in ("auto", "stock,tcp"):
+        env = measured(tmp_path / transports, device, transports)
+        results = warm_ranks(2, SCRIPT, env, args=["fakecuda", str(STEPS)])
+        for result in results:
+            lines = result.stdout.splitlines()
+            assert lines[0] == on_cpu
+            drained = int(lines[1].removeprefix("drained "))
+            assert 4 <= drained < STEPS if transports == "auto" else drained == 0
+
+
 def test_a_failed_stamp_ends_the_measuring_and_not_the_training(
     warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
 ) -> None:

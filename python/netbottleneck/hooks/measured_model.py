@@ -180,6 +180,8 @@ def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
     if device.type != "cpu" and session.recorder.device_stream is None:
         session.recorder.follow(torch.empty(1, device=device), session.settings.cuda_library)
         session.ranges = torch.cuda.nvtx if device.type == "cuda" else None
+        module = getattr(torch, device.type)
+        session.runs_ahead(lambda: module.current_stream(device).synchronize())
 
 
 class Measured:

@@ -86,7 +86,8 @@ class Auto:
     """Assignment of steps to arms, by trials. Has the interface of session.Blocks.
 
     arms: stock first. length: steps in a block of a trial. cost_ns: time of trial steps beyond that of the arm kept
-    after them. elapsed_ns: time of all steps.
+    after them. elapsed_ns: time of all steps. runs_ahead: a device computes, and the host's time of a step is its own
+    only over all steps between two that `exact_after` names.
     """
 
     def __init__(self, arms: Sequence[Arm], length: int = BLOCK_STEPS) -> None:
@@ -94,6 +95,7 @@ class Auto:
         self.length = length
         self.trials: list[Trial] = []
         self.elapsed_ns = 0
+        self.runs_ahead = False
         self._kept = STOCK
         self._arm = STOCK
         self._number = 0  # of the current block
@@ -121,9 +123,14 @@ class Auto:
         """Note the time of a step."""
         self._times.append(ns)
 
+    def exact_after(self, step: int) -> bool:
+        """Return True if this step, not noted yet, is the first or the last of its block."""
+        return not self._times or self.ends_before(step + 1)
+
     def values(self, step: int) -> bytes:
         """Return what the other ranks need of the block that ends before this step."""
         counted = self._times[1:] or self._times or [0]
+        counted = [round(mean(counted))] if self.runs_ahead else counted
         return VALUES.pack(step, min(counted), round(median(counted)), max(counted))
 
     def decide(self, step: int, of_ranks: Iterable[bytes]) -> str:

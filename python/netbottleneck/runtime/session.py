@@ -65,6 +65,10 @@ class Blocks:
         """Return False: arms change without a decision."""
         return False
 
+    def exact_after(self, step: int) -> bool:
+        """Return False: times of steps are not compared while the run goes on."""
+        return False
+
     def took(self, ns: int) -> None:
         """Ignore the time of a step."""
 
@@ -112,6 +116,7 @@ class Session:
     joining: "Joining | None" = None  # for a run that began without the other ranks
     begun_ns: int = 0  # of the current step
     ranges: Any = None  # torch.cuda.nvtx, if steps are NVTX ranges
+    drain: Callable[[], None] | None = None  # waits for the device's work of the training's stream; see runs_ahead
     until: float = float("inf")  # deadline of the run's end for other ranks, by time.monotonic
 
     def __post_init__(self) -> None:
@@ -177,9 +182,17 @@ class Session:
             if self.running and self.ranges is not None:
                 self.ranges.range_pop()
             if self.running and self.stays is None:
+                if self.drain is not None and self.blocks.exact_after(self.step):
+                    self.drain()
                 self.blocks.took(time.monotonic_ns() - self.begun_ns)
             self.running = False
             self.step += 1
+
+    def runs_ahead(self, drain: Callable[[], None]) -> None:
+        """Note that the host runs ahead of the device: `drain` waits for it where `auto` needs the time of a block."""
+        self.drain = drain
+        if isinstance(self.blocks, Auto):
+            self.blocks.runs_ahead = True
 
     def agree(self) -> bool:
         """Return True if all ranks are at this step, so that another block may begin. Every rank calls it.

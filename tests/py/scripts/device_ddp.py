@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_training import digest, loss_of, model_on, open_device
+from device_training import DRAINED, digest, loss_of, model_on, open_device
 from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck  # noqa: F401 - measures DDP models, by the environment
@@ -88,6 +88,7 @@ def main() -> None:
         work = dist.all_reduce(torch.ones(1000, device=where), async_op=True)
         work.wait()
     print(digest(model), flush=True)
+    print(f"drained {len(DRAINED)}", flush=True)
     dist.destroy_process_group()
 
 

@@ -39,10 +39,20 @@ def open_device() -> Any:
     module._is_in_bad_fork = lambda: False
     module.ExternalStream = lambda address, device=None: address
     module.is_current_stream_capturing = lambda: False
+    module.current_stream = lambda device=None: types.SimpleNamespace(synchronize=_drained)
     module.stream = lambda address: _current(nb_torch_device, address)
     torch._register_device_module("fakecuda", module)
     warnings.filterwarnings("ignore", message="Set seed for")
     return nb_torch_device
+
+
+DRAINED: list[None] = []  # one for each wait for the device
+
+
+def _drained() -> None:
+    """Wait for the current stream, as synchronize of a stream of torch.cuda does."""
+    torch.zeros(1, device="fakecuda").cpu()
+    DRAINED.append(None)
 
 
 @contextlib.contextmanager

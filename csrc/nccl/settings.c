@@ -38,7 +38,9 @@ static int copy(const char *name, char *to, size_t room, struct nb_error *err) {
 
 static int transport_set(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_TRANSPORT";
-    const char *at = kind == NB_NET_PLAIN ? variable(name) : NULL;
+    const char *all = kind == NB_NET_PLAIN ? variable(name) : NULL;
+    const char *over_nccl = all != NULL ? strstr(all, "nccl+") : NULL;
+    const char *at = over_nccl != NULL ? over_nccl : all;
     settings->transport = nb_transport_find(kind == NB_NET_OFI ? "ofi" : "tcp");
     while (at != NULL && *at != 0) {
         at += strncmp(at, "nccl+", 5) == 0 ? 5 : 0;

@@ -359,6 +359,16 @@ static void case_kinds(struct side *side) {
         close_pair(&others[kind], &pairs[kind]);
         CHECK(proxy_finalize(&others[kind].proxy) == 0, "finalize");
     }
+    static const char *const lists[][2] = {{"stock,ofi,nccl+tcp", "tcp"}, {"ofi,tcp", "ofi"}, {"stock,tcp", "tcp"}};
+    for (size_t i = 0; i < sizeof lists / sizeof lists[0]; i++) {
+        struct nb_net_settings settings;
+        struct nb_error err = {0};
+        setenv("NETBOTTLENECK_TRANSPORT", lists[i][0], 1);
+        if (nb_transport_find(lists[i][1]) != NULL) {
+            CHECK(nb_net_settings_read(&settings, NB_NET_PLAIN, &err) == 0, "%s", err.text);
+            CHECK(strcmp(settings.transport->name, lists[i][1]) == 0, "%s: %s", lists[i][0], settings.transport->name);
+        }
+    }
     uint64_t before = *ncclNetPlugin_v6.queries;
     struct nccl_props_v6 props;
     CHECK(ncclNetPlugin_v6.table.get_properties(0, &props) == 0, "getProperties");

@@ -94,15 +94,16 @@ def left_alone(log: str) -> str:
 @pytest.mark.parametrize(
     ("transports", "version", "how", "env", "why"),
     [
-        ("nccl+tcp,nccl+ofi", OLD, "", {}, "compare nccl+tcp and nccl+ofi in two runs"),
+        ("nccl+tcp,nccl+ofi", OLD, "", {}, "the first of NETBOTTLENECK_TRANSPORT: name one"),
         ("stock,nccl+tcp", NEW, "late", {}, "import netbottleneck before that"),
         ("stock,nccl+tcp", NEW, "gloo", {}, "nccl+tcp: its gradients travel over gloo, not NCCL: use tcp or ofi"),
         ("stock,nccl+tcp", NEW, "named", {}, "nccl+tcp: its group has net_name IB"),
         ("stock,nccl+tcp", NEW, "unset", {}, "nccl+tcp: NCCL took NetBottleneck for its own group, too"),
         ("stock,nccl+tcp", NEW, "", {"NCCL_NET": "Socket"}, "NCCL_NET=Socket is set; unset it"),
-        ("stock,nccl+tcp", NEW, "", {"NETBOTTLENECK_SECRET_FILE": "SECRET"}, "no communicator over NetBottleneck"),
+        ("stock,nccl+tcp", NEW, "", {"NETBOTTLENECK_SECRET_FILE": "SECRET"}, "SECRET_FILE is not read here"),
+        ("nccl+tcp,nccl+ofi", NEW, "disagree", {}, "nccl+tcp: NCCL 2.29.7 took another network, not NetBottleneck"),
     ],
-    ids=["two on an old NCCL", "late", "gloo", "named", "unset", "NCCL_NET", "setting"],
+    ids=["two on an old NCCL", "late", "gloo", "named", "unset", "NCCL_NET", "setting", "disagree"],
 )
 def test_what_cannot_be_compared_is_left_alone(  # noqa: PLR0917
     warm_ranks: Ranks,
@@ -136,43 +137,35 @@ def test_a_rank_that_no_longer_records_takes_the_same_turns(warm_ranks: Ranks, w
     assert sent == [FIRST_BYTES + GRADIENT_BYTES * STEPS // 2] * 2
 
 
-# What NCCL would take without a plugin.
-
-
-def ports(root: Path, active: str, down: str = "") -> Path:
-    for names, state in ((active, "4: ACTIVE"), (down, "1: DOWN")):
-        for name in names.split():
-            device, _, port = name.partition(":")
-            folder = root / device / "ports" / port
-            folder.mkdir(parents=True)
-            (folder / "state").write_text(f"{state}\n", encoding="utf-8")
-    return root
+# Whether NCCL's own network is sure to be sockets.
 
 
 @pytest.mark.parametrize(
-    ("active", "environ", "network"),
+    ("devices", "environ", "conf", "why"),
     [
-        ("", {}, "Socket"),
-        ("mlx5_0:1", {}, "IB"),
-        ("mlx5_0:1", {"NCCL_IB_DISABLE": "1"}, "Socket"),
-        ("mlx5_0:1", {"NCCL_IB_HCA": "mlx5_1"}, "Socket"),
-        ("mlx5_0:1", {"NCCL_IB_HCA": "mlx5"}, "IB"),
-        ("mlx5_0:1", {"NCCL_IB_HCA": "=mlx5"}, "Socket"),
-        ("mlx5_0:1", {"NCCL_IB_HCA": "=mlx5_0:2"}, "Socket"),
-        ("mlx5_0:1", {"NCCL_IB_HCA": "^mlx5_0"}, "Socket"),
-        ("mlx5_0:1 mlx5_1:1", {"NCCL_IB_HCA": "^=mlx5_0:1"}, "IB"),
+        ((), {}, "", ""),
+        ((), {}, "NCCL_DEBUG=WARN\n# NCCL_NET=IB\n", ""),
+        (("mlx5_0",), {}, "", "NCCL may use InfiniBand device mlx5_0: compare in two runs"),
+        (("mlx5_0",), {"NCCL_IB_DISABLE": "1"}, "", ""),
+        (("mlx5_0",), {"NCCL_IB_DISABLE": "0"}, "", "NCCL may use InfiniBand device mlx5_0"),
+        ((), {}, "NCCL_DEBUG=WARN\nNCCL_NET = IB\n", "nccl.conf sets NCCL_NET, so NCCL's own network is not known"),
+        ((), {}, "NCCL_IB_HCA=mlx5\n", "nccl.conf sets NCCL_IB_HCA"),
+        ((), {"NCCL_ENV_PLUGIN": "site"}, "", "NCCL_ENV_PLUGIN is set"),
     ],
 )
-def test_stock_keeps_the_network_that_nccl_would_take(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, active: str, environ: dict[str, str], network: str
+@pytest.mark.parametrize("of", ["user", "site"])
+def test_a_network_is_named_only_where_nccl_has_no_choice(
+    tmp_path: Path, devices: tuple[str, ...], environ: dict[str, str], conf: str, why: str, of: str
 ) -> None:
-    monkeypatch.setattr(nccl, "_loads", lambda name: name == "libibverbs.so.1")
-    assert nccl.stock_network(environ, ports(tmp_path, active, "mlx5_9:1")) == network
-
-
-def test_without_the_verbs_library_nccl_takes_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(nccl, "_loads", lambda _: False)
-    assert nccl.stock_network({}, ports(tmp_path, "mlx5_0:1")) == "Socket"
+    for device in devices:
+        (tmp_path / "infiniband" / device).mkdir(parents=True)
+    file = tmp_path / "nccl.conf"
+    file.write_text(conf, encoding="utf-8")
+    nothing = tmp_path / "none"
+    values = {**environ, "NCCL_CONF_FILE": str(file if of == "user" else nothing)}
+    found = nccl.not_sockets(values, tmp_path / "infiniband", nothing if of == "user" else file)
+    assert found if why else not found
+    assert why in found
 
 
 # Reasons not to use NCCL.
@@ -200,6 +193,7 @@ def test_without_the_verbs_library_nccl_takes_sockets(monkeypatch: pytest.Monkey
         ),
         ((2, 28, 9), {"NCCL_NET_PLUGIN": "netbottleneck"}, ""),
         ((2, 28, 9), {"NCCL_NET_PLUGIN": "none"}, ""),
+        ((2, 28, 9), {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "netbottleneck", nccl.MARK: "Socket"}, ""),
         ((2, 28, 9), {"NCCL_NET_PLUGIN": "/opt/libnccl-net-netbottleneck.so"}, ""),
         ((2, 28, 9), {}, ""),
     ],
@@ -210,12 +204,12 @@ def test_a_transport_over_nccl_is_refused_with_its_reason(
 ) -> None:
     monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", version))
     monkeypatch.setattr(nccl, "_arranged", None)
-    for name in ("NCCL_NET", "NCCL_NET_PLUGIN"):
+    monkeypatch.setattr(nccl, "not_sockets", lambda _: "")
+    for name in ("NCCL_NET", "NCCL_NET_PLUGIN", nccl.MARK, "NCCL_NET_PLUGIN_REF_COUNT"):
         monkeypatch.setenv(name, environ.get(name, ""))
     nccl.arrange([Arm("stock"), Arm(transport)])
-    wanted = environ or {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "netbottleneck"}
-    changed = "NCCL_NET" not in environ and environ.get("NCCL_NET_PLUGIN") != "ofi"
-    assert os.environ["NCCL_NET"] == ("Socket" if changed else wanted.get("NCCL_NET", ""))
+    arranged = not environ.get("NCCL_NET") and environ.get("NCCL_NET_PLUGIN") != "ofi"
+    assert os.environ["NCCL_NET"] == ("Socket" if arranged else environ.get("NCCL_NET", ""))
     assert nccl.refusal([transport], config.settings({}, {})) == (f"{transport}: {why}" if why else "")
 
 

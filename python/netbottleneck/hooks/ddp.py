@@ -330,7 +330,10 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
-    return open_together(settings, stock=own, model=model)
+    try:
+        return open_together(settings, stock=own, model=model)
+    finally:
+        own.close()  # the arms are open: it needs the model's group no longer
 
 
 def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:

@@ -127,8 +127,8 @@ class OwnGroup:
         self._group, self._device = None if device is None else group, device
         self._backend = str(dist.get_backend(group))
 
-    def over_nccl(self, transport: str, settings: Settings) -> nccl.OverNccl:
-        """Return the arm of a transport over NCCL that differs from this one in its network. Raises as open_arm."""
+    def over_nccl(self, transport: str, settings: Settings) -> Callable[[], nccl.OverNccl]:
+        """Prepare the arm of a transport over NCCL that differs from this one in its network: see open_arm."""
         return nccl.open_arm(transport, settings, self._group, self._device)
 
     def target(self, gradients: Any) -> None:
@@ -303,7 +303,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         except Exception as error:
             self._measuring_ends(error)
         # Not by what is recorded: all ranks must choose the same group.
-        group = self._group if self._over is None or not _are_gradients(tensors) else self._over
+        group = self._over if self._over is not None and self._may_turn(tensors) else self._group
         if submitted is None:
             return group.allreduce(tensors, opts)
         work = quietly(group.allreduce, tensors, opts)
@@ -312,6 +312,10 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         except Exception as error:
             self._measuring_ends(error)
         return work
+
+    def _may_turn(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether a bucket may travel by an arm's group: one of dense gradients, not captured into a graph."""
+        return _are_gradients(tensors) and (self._stream is None or self._stream.may_wait())
 
     def _stamp_end(self, submitted: "_core.Operation", future: Any) -> None:
         """Stamp the start of a bucket, and its end when the future completes.

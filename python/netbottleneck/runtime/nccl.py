@@ -11,8 +11,8 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,18 @@ BOTH = (2, 28)  # the first that tells a plugin the traffic class of a communica
 # csrc/nccl/net.h: kinds of nets. A traffic class names the transport of one communicator.
 TRAFFIC_CLASS = 0x6E6200
 PLAIN, KINDS = 0, {"nccl+tcp": 1, "nccl+ofi": 2}
+STOCK = "Socket"  # NCCL's own network beside ours
+MARK = "_NETBOTTLENECK_NCCL_NET"  # tells the processes that this one starts that we have set NCCL_NET
 TABLE_V6_BYTES = 17 * 8  # addresses of counters follow this table
 # Fields of ncclConfig_t that an arm copies from the script's own group: the two differ in their network only.
 SAME = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "collnet_enable", "cta_policy", "nvls_ctas")
 INFINIBAND = Path("/sys/class/infiniband")
+SITE = Path("/etc/nccl.conf")
+# The table of version 11: places of functions, and the type of the log.
+INIT, FINALIZE = 1, 20
+Log = ctypes.CFUNCTYPE(
+    None, ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p
+)
 
 logger = logging.getLogger("netbottleneck")
 _opened: list[str] = []  # the arms that this process has opened
@@ -49,13 +57,13 @@ class _Counters(ctypes.Structure):
 class _Arranged:
     """What `arrange` found and did.
 
-    network, plugin: NCCL_NET and NCCL_NET_PLUGIN of the script. stock: the value that NCCL_NET got. why: the reason for
-    having done nothing.
+    network, plugin: NCCL_NET and NCCL_NET_PLUGIN of the script. first: the first arm over NCCL that was asked for. why:
+    the reason for having done nothing.
     """
 
     network: str = ""
     plugin: str = ""
-    stock: str = ""
+    first: str = ""
     why: str = ""
     library: ctypes.CDLL | None = None
 
@@ -82,40 +90,44 @@ _arranged: _Arranged | None = None
 def arrange(arms: Iterable[Arm]) -> None:
     """Prepare NCCL for these arms, if one of them is over NCCL. Call before NCCL's first communicator.
 
-    Sets NCCL_NET_PLUGIN and NCCL_NET. If they are set already, or it is too late, changes nothing: `refusal` says why.
+    Sets NCCL_NET_PLUGIN and NCCL_NET. If they are set already, it is too late, or NCCL's own choice of a network is not
+    sure to be sockets, changes nothing: `refusal` says why.
     """
     global _arranged  # noqa: PLW0603 - of the process, as NCCL's plugins are
-    if _arranged is None and any(arm.over_nccl for arm in arms):
-        _arranged = _arrange()
+    first = next((arm.transport for arm in arms if arm.over_nccl), None)
+    if _arranged is None and first is not None:
+        _arranged = _arrange(first)
 
 
-def _arrange() -> _Arranged:
+def _arrange(first: str) -> _Arranged:
     network, plugin = os.environ.get("NCCL_NET", ""), os.environ.get("NCCL_NET_PLUGIN", "")
-    found = _Arranged(network, plugin)
+    if network and network == os.environ.get(MARK) and plugin == NAME.lower():
+        network = plugin = ""  # set by the process that started this one
+    found = _Arranged(network, plugin, first)
     if _conflict(network, plugin):
         return found
-    if _has_begun():
-        return _Arranged(
-            network, plugin, why="torch.distributed was initialised first: import netbottleneck before that"
-        )
+    why = _not_prepared(plugin) or not_sockets(os.environ)
+    if why:
+        return replace(found, why=why)
     try:
         # NCCL finds a library that is loaded by its name, in each of its versions.
         library = ctypes.CDLL(str(PLUGIN))
     except OSError as error:
-        return _Arranged(network, plugin, why=f"the plugin cannot be loaded: {error}")
-    if not plugin and _loads("libnccl-net.so"):  # which NCCL_NET_PLUGIN=none excludes
-        why = "NCCL loads libnccl-net.so here, and it uses one plugin in a process: compare in two runs"
-        return _Arranged(network, plugin, why=why)
-    stock = stock_network(os.environ)
+        return replace(found, why=f"the plugin cannot be loaded: {error}")
     os.environ["NCCL_NET_PLUGIN"] = NAME.lower()
-    os.environ["NCCL_NET"] = stock
-    return _Arranged(network, plugin, stock, library=library)
+    os.environ["NCCL_NET"] = os.environ[MARK] = STOCK
+    os.environ.setdefault("NCCL_NET_PLUGIN_REF_COUNT", "1")  # else 2.28 and 2.29 drop it with its last communicator
+    return replace(found, library=library)
 
 
-def _has_begun() -> bool:
-    """Return True if the script may have used NCCL already."""
+def _not_prepared(plugin: str) -> str:
+    """Return why it is too late, or another plugin would be displaced, or ""."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return "torch.distributed was initialised first: import netbottleneck before that"
+    if not plugin and _loads("libnccl-net.so"):  # which NCCL_NET_PLUGIN=none excludes
+        return "NCCL loads libnccl-net.so here, and it uses one plugin in a process: compare in two runs"
+    return ""
 
 
 def _loads(name: str) -> bool:
@@ -126,30 +138,34 @@ def _loads(name: str) -> bool:
     return True
 
 
-def stock_network(environ: Mapping[str, str], infiniband: Path = INFINIBAND) -> str:
-    """Return the network that NCCL takes without a plugin: IB where a port that it may use is active, else Socket."""
-    if environ.get("NCCL_IB_DISABLE", "0") not in ("", "0") or not _loads("libibverbs.so.1"):
-        return "Socket"
-    listed = environ.get("NCCL_IB_HCA", "")
-    active = [path.parts for path in infiniband.glob("*/ports/*/state") if _is_active(path)]
-    return "IB" if any(_chosen(parts[-4], parts[-2], listed) for parts in active) else "Socket"
+def not_sockets(environ: Mapping[str, str], infiniband: Path = INFINIBAND, site: Path = SITE) -> str:
+    """Return why NCCL may take another network than Socket for the script, or "".
+
+    A network that is named has no fallback: a wrong name would end the script's first collective. So Socket is named
+    only where NCCL has no other choice.
+    """
+    files = [Path(environ["NCCL_CONF_FILE"])] if environ.get("NCCL_CONF_FILE") else [Path.home() / ".nccl.conf"]
+    for file in [*files, site]:
+        names = [line.partition("=")[0].strip() for line in _lines(file)]
+        named = next((name for name in names if name.startswith(("NCCL_NET", "NCCL_IB_", "NCCL_ENV_PLUGIN"))), None)
+        if named is not None:
+            return f"{file} sets {named}, so NCCL's own network is not known: compare in two runs"
+    if environ.get("NCCL_ENV_PLUGIN"):
+        return "NCCL_ENV_PLUGIN is set, so NCCL's own network is not known: compare in two runs"
+    devices = sorted(path.name for path in infiniband.glob("*"))
+    if devices and environ.get("NCCL_IB_DISABLE", "") != "1":
+        return (
+            f"NCCL may use InfiniBand device {devices[0]}: compare in two runs, or set NCCL_IB_DISABLE=1 to compare "
+            "over sockets"
+        )
+    return ""
 
 
-def _is_active(state: Path) -> bool:
+def _lines(file: Path) -> list[str]:
     try:
-        return "ACTIVE" in state.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return False
-
-
-def _chosen(device: str, port: str, listed: str) -> bool:
-    """Return whether NCCL_IB_HCA lists a port: [^][=]DEVICE[:PORT],…; without = a name is a prefix."""
-    without, exactly = listed.startswith("^"), listed.lstrip("^").startswith("=")
-    names = [name.partition(":") for name in listed.lstrip("^=").split(",") if name]
-    inside = any(
-        (device == name if exactly else device.startswith(name)) and number in ("", port) for name, _, number in names
-    )
-    return inside != without if names else True
+        return []
 
 
 def _conflict(network: str, plugin: str) -> str:
@@ -172,14 +188,16 @@ def refusal(transports: Sequence[str], settings: Settings) -> str:
     conflict = _conflict(arranged.network, arranged.plugin)
     if nccl is None:
         why = f"torch {version} has no NCCL: use tcp or ofi"
+    elif _is_rocm():
+        why = f"torch {version} has RCCL, whose plugins are others: use tcp or ofi"
     elif nccl < LEAST:
         why = f"NCCL {number} is too old: {'.'.join(map(str, LEAST))} or later is needed"
     elif conflict:
         why = conflict if conflict.startswith("NCCL_NET_PLUGIN") else f"NCCL {number} {conflict}"
     elif arranged.why:
         why = arranged.why
-    elif len(transports) > 1 and nccl < BOTH:
-        why = f"NCCL {number} has one of our networks in a process: compare {' and '.join(transports)} in two runs"
+    elif nccl < BOTH and [*transports] != [arranged.first]:
+        why = f"NCCL {number} has one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
     else:
         return next((f"{name}: {why}" for name in transports if (why := native_refusal(lanes_of(name), settings))), "")
     return f"{transports[0]}: {why}"
@@ -199,6 +217,12 @@ def _nccl_of_torch() -> tuple[str, tuple[int, ...] | None]:
     return torch.__version__, tuple(torch.cuda.nccl.version()[:3]) if has else None
 
 
+def _is_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
 def backend_of(group: Any, device: Any) -> Any:
     """Return the NCCL backend of a process group for a device; None: another one reduces tensors there."""
     import torch.distributed as dist
@@ -215,9 +239,13 @@ def backend_of(group: Any, device: Any) -> Any:
 class OverNccl:
     """One arm over NCCL. Its group reduces the buckets of a DDP model in place of the model's own."""
 
-    def __init__(self, name: str, group: Any, counters: _Counters, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, group: Any, counters: _Counters, about: Mapping[str, Any], drain: Callable[[], None]
+    ) -> None:
+        """drain: waits for the work of the stream that training uses."""
         self.name = name
         self._group = group
+        self._drain = drain
         self._counters = counters
         self._about = about
 
@@ -238,20 +266,29 @@ class OverNccl:
         return int(self._counters.bytes)
 
     def close(self) -> None:
-        """End the group, and warn if NCCL did not use its network. After an exception, do not wait for other ranks."""
+        """End the group once its work on the device is done."""
         group, self._group = self._group, None
         if group is None:
             return
         if self._counters.bytes == 0:
-            logger.warning(
-                "%s: NCCL sent nothing over %s: it reaches ranks of one host by peer access or shared memory, as it "
-                "does for stock",
-                self.name,
-                NAME,
+            logger.info(
+                "%s: NCCL sent nothing from this rank over %s, but by peer access or shared memory", self.name, NAME
             )
-        failed = getattr(sys, "last_value", None) is not None
-        with contextlib.suppress(RuntimeError, AttributeError):  # the script may have ended NCCL
-            (group.abort if failed else group.shutdown)()
+        with contextlib.suppress(RuntimeError):  # the script may have ended NCCL
+            self._drain()
+            _call(group, "shutdown")
+
+    def abort(self) -> None:
+        """End the group without waiting for the other ranks, which may be gone."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                _call(group, "abort")
+
+
+def _call(group: Any, name: str) -> None:
+    """Call a method of NCCL's group, which older versions of torch name with an underscore."""
+    (getattr(group, name, None) or getattr(group, f"_{name}"))()
 
 
 def stock_refusal(group: Any, device: Any) -> str:
@@ -266,17 +303,19 @@ def stock_refusal(group: Any, device: Any) -> str:
         return f"its gradients travel over {dist.get_backend(group)}, not NCCL: use tcp or ofi"
     assert _arranged is not None
     theirs = getattr(getattr(mine.options, "config", None), "net_name", None)
-    if theirs is not None and theirs.lower() != _arranged.stock.lower():
-        return f"its group has net_name {theirs}, NetBottleneck needs NCCL_NET={_arranged.stock}: compare in two runs"
+    if theirs is not None and theirs.lower() != STOCK.lower():
+        return f"its group has net_name {theirs}, and beside {NAME} it has {STOCK}: compare in two runs"
     if not _opened and _arranged.queries():  # nothing but the script has used NCCL
-        return f"NCCL took {NAME} for its own group, too: leave NCCL_NET={_arranged.stock} as netbottleneck sets it"
+        return f"NCCL took {NAME} for its own group, too: leave NCCL_NET={STOCK} as netbottleneck sets it"
     return ""
 
 
-def open_arm(name: str, settings: Settings, own: Any, device: Any) -> OverNccl:
-    """Return the arm of a transport over NCCL, with the configuration of the model's own group. Every rank calls it.
+def open_arm(name: str, settings: Settings, own: Any, device: Any) -> Callable[[], OverNccl]:
+    """Prepare the arm of a transport over NCCL; return what opens it, with the other ranks.
 
-    own: the model's process group, for which stock_refusal is "". Raises ValueError if NCCL takes another network.
+    own: the model's process group, for which stock_refusal is ""; the arm has its configuration. Raises ValueError for
+    what fails on this rank alone, such as a wrong setting. What is returned raises ValueError if NCCL has no
+    communicator over our network. Once all ranks have called it, they wait for each other as NCCL does.
     """
     import torch
     import torch.distributed as dist
@@ -287,26 +326,53 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> OverNccl:
     assert nccl is not None
     number = ".".join(map(str, nccl))
     kind = KINDS[name] if nccl >= BOTH else PLAIN
+    _try_out(_arranged.library, name, kind)
     counters = _arranged.counters(kind)
     _opened.append(name)
     c10d: Any = dist.distributed_c10d
-    nccl_group: Any = dist.__dict__["ProcessGroupNCCL"]
-    options = nccl_group.Options()
+    options = c10d.ProcessGroupNCCL.Options()
     _configure(options, mine.options, kind)
     options.group_name, options.global_ranks_in_group = f"netbottleneck {name}", list(range(own.size()))
     options._timeout = getattr(mine.options, "_timeout", timedelta(seconds=settings.timeout_s))
     store = c10d.PrefixStore(f"netbottleneck/{len(_opened)}/{name}", c10d._get_default_store())
-    before = _arranged.queries(), counters.contexts
-    try:
-        with _configured_network():
-            group = nccl_group(store, own.rank(), own.size(), options)
-            group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()  # opens its communicator
-    except RuntimeError as error:
-        raise ValueError(f"{name}: NCCL {number} has no communicator over {NAME}: {error}") from error
-    if _arranged.queries() == before[0] or (kind != PLAIN and counters.contexts == before[1]):
-        raise ValueError(f"{name}: NCCL {number} took another network, not {NAME}: NCCL_DEBUG=INFO shows why")
-    about = {"provider": f"NCCL {number} over {NAME}", "lanes": lanes_of(name), "beside": _arranged.stock}
-    return OverNccl(name, group, counters, about)
+    group = c10d.ProcessGroupNCCL(store, own.rank(), own.size(), options)
+    tensor = torch.zeros(1, device=device)
+    arranged = _arranged
+
+    def drain() -> None:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def connect() -> OverNccl:
+        before = arranged.queries(), counters.contexts
+        try:
+            with _our_network():
+                group.allreduce([tensor], dist.AllreduceOptions()).wait()  # opens the communicator
+        except RuntimeError as error:
+            raise ValueError(f"{name}: NCCL {number} has no communicator over {NAME}: {error}") from error
+        if arranged.queries() == before[0] or (kind != PLAIN and counters.contexts == before[1]):
+            raise ValueError(f"{name}: NCCL {number} took another network, not {NAME}: NCCL_DEBUG=INFO shows why")
+        about = {"provider": f"NCCL {number} over {NAME}", "lanes": lanes_of(name), "beside": STOCK}
+        return OverNccl(name, group, counters, about, drain)
+
+    return connect
+
+
+def _try_out(library: ctypes.CDLL | None, name: str, kind: int) -> None:
+    """Open our network as NCCL would, and close it. Raises ValueError with what it writes to NCCL's log."""
+    assert library is not None
+    said: list[str] = []
+    log = Log(lambda _level, _flags, _file, _line, _format, text: said.append((text or b"").decode(errors="replace")))
+    table = ctypes.addressof(ctypes.c_char.in_dll(library, "ncclNetPlugin_v11"))
+    init, finalize = (ctypes.c_void_p.from_address(table + 8 * place).value for place in (INIT, FINALIZE))
+    assert init is not None
+    assert finalize is not None
+    context, config = ctypes.c_void_p(), ctypes.c_int(TRAFFIC_CLASS + kind if kind != PLAIN else -1)
+    pointer = ctypes.c_void_p
+    call = ctypes.CFUNCTYPE(ctypes.c_int, pointer, ctypes.c_uint64, pointer, Log, pointer)(init)
+    if call(ctypes.addressof(context), 0, ctypes.addressof(config), log, None) != 0:
+        raise ValueError(f"{name}: {said[-1] if said else 'the plugin cannot be opened'}")
+    ctypes.CFUNCTYPE(ctypes.c_int, pointer)(finalize)(context)
 
 
 def _configure(options: Any, own: Any, kind: int) -> None:
@@ -317,17 +383,16 @@ def _configure(options: Any, own: Any, kind: int) -> None:
     for field in SAME:
         if hasattr(theirs, field):
             setattr(options.config, field, getattr(theirs, field))
-    options.config.net_name = NAME
+    options.config.net_name = NAME  # as NCCL_NET says while it opens, so that a difference would be an error
     if kind != PLAIN:
         options.config.traffic_class = TRAFFIC_CLASS + kind
 
 
 @contextlib.contextmanager
-def _configured_network() -> Generator[None, None, None]:
-    """Leave the choice of the network to a communicator's configuration, which NCCL_NET overrides."""
-    before = os.environ.pop("NCCL_NET", None)
+def _our_network() -> Generator[None, None, None]:
+    """Have NCCL take our network for the communicator that opens. NCCL_NET overrides a communicator's configuration."""
+    os.environ["NCCL_NET"] = NAME
     try:
         yield
     finally:
-        if before is not None:
-            os.environ["NCCL_NET"] = before
+        os.environ["NCCL_NET"] = STOCK

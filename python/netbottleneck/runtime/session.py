@@ -304,7 +304,7 @@ class Session:
                 with contextlib.suppress(OSError, RuntimeError):  # its communicator may be closed
                     self.comm.record_clock(None)
             for communicator in dict.fromkeys(self.arms.values()):
-                communicator.close()
+                communicator.close() if error is None else getattr(communicator, "abort", communicator.close)()
             self.recorder.close()
 
     def _note_unfinished(self) -> None:
@@ -363,7 +363,9 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     stock: Any,
 ) -> communicators.Communicator:
     if arm.over_nccl:
-        beside: communicators.Communicator = stock.over_nccl(arm.transport, settings)
+        limit_s = settings.start_timeout_s
+        connect = _voted(control, limit_s, functools.partial(stock.over_nccl, arm.transport, settings))
+        beside: communicators.Communicator = _voted(control, limit_s, connect)
         return beside
     if ring is not None:
         return communicators.Native(
@@ -376,18 +378,52 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     return communicators.Stock(chosen, place.size, recorder, owned=group is None)
 
 
+def _voted(control: "_core.Comm", limit_s: float, call: Callable[[], Any]) -> Any:
+    """Return what a call returns. If it fails on a rank, raises ValueError with the first reason, on all ranks."""
+    made: Any = None
+    mine = ""
+    try:
+        made = call()
+    except Exception as error:
+        mine = str(error) or type(error).__name__
+    reasons = together(control, mine.encode()[:REASON_BYTES].ljust(REASON_BYTES), limit_s)
+    why = next((text for text in reasons if text.strip()), b"")
+    if why:
+        if hasattr(made, "abort"):
+            made.abort()
+        raise ValueError(why.decode(errors="replace").strip())
+    return made
+
+
 def _refuse_nccl(turns: tuple[Arm, ...], settings: Settings, control: "_core.Comm", stock: Any) -> None:
     """Raise ValueError, the same on all ranks, if an arm needs NCCL and a rank cannot use it."""
     named = [arm.transport for arm in turns if arm.over_nccl]
-    if not named:
-        return
-    reason = nccl.refusal(named, settings)
-    if not reason and not hasattr(stock, "over_nccl"):
-        reason = f"{named[0]}: only gradients of a DDP model travel over NCCL: use stock, tcp or ofi"
-    mine, limit_s = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES), settings.start_timeout_s
-    why = next((text for text in together(control, mine, limit_s) if text.strip()), b"")
-    if why:
-        raise ValueError(why.decode(errors="replace").strip())
+
+    def check() -> None:
+        reason = nccl.refusal(named, settings)
+        if not reason and not hasattr(stock, "over_nccl"):
+            reason = f"{named[0]}: only gradients of a DDP model travel over NCCL: use stock, tcp or ofi"
+        if reason:
+            raise ValueError(reason)
+
+    if named:
+        _voted(control, settings.start_timeout_s, check)
+
+
+def _communicators(
+    turns: tuple[Arm, ...], own: communicators.Communicator | None, make: Callable[[Arm], communicators.Communicator]
+) -> dict[str, communicators.Communicator]:
+    """Return the communicators of arms, by transport: arms with the same transport share its connections."""
+    made: dict[str, communicators.Communicator] = {}
+    try:
+        for arm in turns:
+            made[arm.transport] = (own if arm.own_path else made.get(arm.transport)) or make(arm)
+    except Exception:
+        for opened in made.values():
+            if opened is not own:
+                getattr(opened, "abort", opened.close)()
+        raise
+    return made
 
 
 def _automatic(settings: Settings, place: connect.Place, control: "_core.Comm") -> tuple[tuple[Arm, ...], list[str]]:
@@ -449,12 +485,11 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         arm.transport: run_folder.open_ring(folder, place.rank, arm.transport, settings) for arm in turns if arm.native
     }
     together(control, b"rings", settings.start_timeout_s)  # no rank connects if another cannot record
-    made: dict[str, communicators.Communicator] = {}  # by transport: arms with the same transport share its connections
-    for arm in turns:
-        own = stock if arm.own_path else made.get(arm.transport)
-        made[arm.transport] = own or _communicator(
-            arm, settings, place, rings.get(arm.transport), recorder, control, group, stock
-        )
+    made = _communicators(
+        turns,
+        stock,
+        lambda arm: _communicator(arm, settings, place, rings.get(arm.transport), recorder, control, group, stock),
+    )
     opened = Session(
         settings,
         place,

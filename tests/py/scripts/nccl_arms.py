@@ -2,9 +2,9 @@
 
 Arguments: NCCL's version, steps, and optionally `late` (netbottleneck is imported after torch.distributed was
 initialised), `gloo` (the model's group is one of gloo), `named` (the model's group names a network), `unset` (the
-script unsets NCCL_NET) or `unrecorded` (rank 1 stops recording in the middle). The stand-in chooses a network as NCCL
-does, and calls a plugin's table as NCCL's proxy does: see src/plugin/net.cc and src/net.cc of NCCL. Its own network is
-gloo. Two ranks.
+script unsets NCCL_NET), `disagree` (NCCL takes another network on rank 1) or `unrecorded` (rank 1 stops recording in
+the middle). The stand-in chooses a network as NCCL does, and calls a plugin's table as NCCL's proxy does: see
+src/plugin/net.cc and src/net.cc of NCCL. Its own network is gloo. Two ranks.
 """
 
 import ctypes
@@ -196,6 +196,7 @@ def main() -> None:
     """Train, and print the digest, then what the environment says of NCCL."""
     module: Any = dist
     module.ProcessGroupNCCL, module.is_nccl_available = StandIn, lambda: True
+    module.distributed_c10d.ProcessGroupNCCL = StandIn
     StandIn.Options = Options  # type: ignore[attr-defined]
     torch.cuda.nccl.version = lambda: VERSION  # type: ignore[assignment]
     dist.Backend.register_backend(
@@ -203,6 +204,9 @@ def main() -> None:
     )
     if HOW != "late":
         import netbottleneck
+    if HOW == "disagree" and os.environ["RANK"] == "1":
+        nccl: Any = sys.modules["netbottleneck.runtime.nccl"]
+        nccl._Arranged.queries = lambda _: 0
     if HOW == "unset":
         del os.environ["NCCL_NET"]
     dist.init_process_group("gloo" if HOW == "gloo" else "standin")

@@ -72,6 +72,7 @@ WAYS: Mapping[str, Mapping[str, str]] = {
     # Not told which network: netbottleneck arranges that.
     "in turns": {
         "NETBOTTLENECK_TRANSPORT": "stock,nccl+tcp,nccl+ofi",
+        "NCCL_IB_DISABLE": "1",  # without which the arms are refused where there is InfiniBand
         "NETBOTTLENECK_BLOCK_STEPS": "5",
         "NETBOTTLENECK_START_STEP": "5",
         "CHECKED_STEPS": "95",

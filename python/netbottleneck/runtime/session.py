@@ -364,8 +364,8 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
 ) -> communicators.Communicator:
     if arm.over_nccl:
         limit_s = settings.start_timeout_s
-        connect = _voted(control, limit_s, functools.partial(stock.over_nccl, arm.transport, settings))
-        beside: communicators.Communicator = _voted(control, limit_s, connect)
+        prepared = _voted(control, limit_s, functools.partial(stock.over_nccl, arm.transport, settings))
+        beside: communicators.Communicator = _voted(control, limit_s, prepared)
         return beside
     if ring is not None:
         return communicators.Native(

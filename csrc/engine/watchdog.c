@@ -67,10 +67,10 @@ static void lost_lanes_report(struct nb_job *job, int peer) {
     }
     snprintf(text, sizeof text, "%d of %d lanes to rank %d lost, their segments went over the others (%.300s)", count,
              count + nb_lanes_left(job->lanes, peer), peer, s->why.text);
-    nb_job_notify(job, text);
     pthread_mutex_lock(&job->lock);
-    job->info.dropped += (uint64_t)count;
+    job->info.dropped += (uint64_t)count; // before the notice, whose reader may ask for the count
     pthread_mutex_unlock(&job->lock);
+    nb_job_notify(job, text);
     s->lanes = 0;
     s->raised = false;
 }

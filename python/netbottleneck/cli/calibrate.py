@@ -142,13 +142,14 @@ def _row(kind: str, into: _core.Arena, source: _core.Arena, size: int, cached: b
     else:
         pairs = core.reduce_times(to, of, size, core.FLOAT32, samples, LEAST_NS)
     times = sorted(ns / calls / 1e9 for calls, ns in pairs)
-    low, high = _percentiles(times)
-    return Row(size, statistics.median(times), low, high, samples)
+    return Row(size, *_percentiles(times), samples)
 
 
-def _percentiles(times: list[float]) -> tuple[float, float]:
-    cuts = statistics.quantiles(times, n=10, method="inclusive")
-    return cuts[0], cuts[-1]
+def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the 10th and the 90th percentile, in this order also where interpolation rounds."""
+    median = statistics.median(values)
+    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [median, median]
+    return median, min(cuts[0], median), max(cuts[-1], median)
 
 
 # The command.
@@ -193,8 +194,7 @@ class Profile:
 
 def spread(values: Sequence[float]) -> Spread:
     """Return the spread of times in seconds."""
-    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0], values[0]]
-    return Spread(statistics.median(values), cuts[0], cuts[-1], len(values))
+    return Spread(*_percentiles(values), len(values))
 
 
 def profile(trace: tr.Trace) -> Profile:

@@ -159,11 +159,9 @@ static void result_with_rule(struct test_rank *me) {
     check_success(gpu.driver.stream_synchronize(out), "cuStreamSynchronize");
     check_success(gpu.driver.stream_synchronize(back), "cuStreamSynchronize");
     check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
-    experiment->right = true;
-    for (size_t i = 0; i < COUNT; i++) {
-        double got = element_get((const char *)buffer.host + i * sizeof(float), NB_F32);
-        experiment->right = experiment->right && got == expected_value(me, &op, i, COUNT);
-    }
+    struct nb_segment result = {.base = buffer.host, .bytes = COUNT * sizeof(float)};
+    op.segments = &result;
+    experiment->right = result_compare(me, &op, COUNT) == COUNT;
     test_barrier(me, "after");
     buffer_close(&gpu, &buffer);
     gpu_close(&gpu);

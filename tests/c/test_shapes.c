@@ -2,9 +2,12 @@
 // parts that are not whole blocks. Also the smallest and largest segments, and nine ranks.
 #include <errno.h>
 #include <stdint.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "job.h"
+
+enum { PERIOD = 41 }; // of the inputs
 
 // Splits a buffer of `bytes` into pieces of `piece` bytes with `gap` bytes between them; every third piece is empty.
 static int split_buffer(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
@@ -30,7 +33,32 @@ static void pieces_copy(const struct nb_segment *segments, int count, unsigned c
 }
 
 static unsigned char input_value(int rank, size_t i) {
-    return (unsigned char)((i * 3 + (size_t)rank * 5) % 41);
+    return (unsigned char)((i * 3 + (size_t)rank * 5) % PERIOD);
+}
+
+// Writes what a rank has from index `first` on, or the sum over the ranks before `ranks`, to [0, n).
+static void write_values(unsigned char *data, size_t n, int rank, int ranks, size_t first) {
+    size_t done = n < PERIOD ? n : PERIOD;
+    for (size_t i = 0; i < done; i++) {
+        data[i] = ranks > 0 ? 0 : input_value(rank, first + i);
+        for (int r = 0; r < ranks; r++) {
+            data[i] = (unsigned char)(data[i] + input_value(r, first + i));
+        }
+    }
+    for (size_t more; done < n; done += more) { // the period divides what is written
+        more = n - done < done ? n - done : done;
+        memcpy(data + done, data, more);
+    }
+}
+
+// Fails at the first byte that differs.
+static void check_bytes(const struct test_rank *me, const char *name, const unsigned char *got,
+                        const unsigned char *want, size_t n) {
+    size_t i = 0;
+    while (memcmp(got, want, n) != 0 && got[i] == want[i]) {
+        i++;
+    }
+    CHECK(memcmp(got, want, n) == 0, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, got[i], want[i]);
 }
 
 static bool even_parts(const struct test_rank *me, enum nb_op_kind kind, size_t bytes) {
@@ -48,26 +76,45 @@ static void check_alltoall(struct test_rank *me, struct nb_op *op, unsigned char
     }
     half /= 2;
     size_t part = half / (size_t)me->size;
-    for (size_t i = 0; i < half; i++) {
-        data[i] = input_value(me->rank, i);
-        data[half + i] = 0xee;
-    }
+    write_values(data, half, me->rank, 0, 0);
+    memset(data + half, 0xee, half);
     pieces_copy(op->segments, op->segment_count, data, true);
     snprintf(name, sizeof name, "%s.exchange", what);
     op->name = name;
     test_do(me, *op);
     pieces_copy(op->segments, op->segment_count, data, false);
-    for (size_t i = 0; i < half; i++) {
-        unsigned char want = input_value((int)(i / part), (size_t)me->rank * part + i % part);
-        CHECK(data[i] == input_value(me->rank, i), "rank %d, %s: the input's [%zu] has changed", me->rank, name, i);
-        CHECK(data[half + i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, data[half + i], want);
+    unsigned char *want = malloc(half + 1);
+    write_values(want, half, me->rank, 0, 0);
+    check_bytes(me, "input", data, want, half);
+    for (int r = 0; r < me->size; r++) {
+        write_values(want + (size_t)r * part, part, r, 0, (size_t)me->rank * part);
     }
+    check_bytes(me, name, data + half, want, half);
+    free(want);
+}
+
+// Writes what an operation leaves to [0, bytes) of `want`. Returns the range of it that is checked.
+static struct iovec expected_result(const struct test_rank *me, const struct nb_op *op, unsigned char *want,
+                                    size_t bytes) {
+    size_t part = bytes / (size_t)me->size;
+    if (op->kind == NB_OP_ALLGATHER) {
+        for (int r = 0; r < me->size; r++) {
+            write_values(want + (size_t)r * part, part, r, 0, (size_t)r * part);
+        }
+    } else if (op->kind == NB_OP_BROADCAST) {
+        write_values(want, bytes, op->root, 0, 0);
+    } else {
+        write_values(want, bytes, 0, me->size, 0);
+    }
+    bool own = op->kind == NB_OP_REDUCESCATTER;
+    return (struct iovec){want + (own ? (size_t)me->rank * part : 0), own ? part : bytes};
 }
 
 static void check_layout(struct test_rank *me, size_t bytes, size_t piece, const char *what) {
     size_t room = bytes + (bytes / piece + 2) * 7 + 64;
     unsigned char *memory = calloc(1, room);
     unsigned char *data = malloc(bytes);
+    unsigned char *want = malloc(bytes);
     struct nb_segment *segments = calloc(3 * (bytes / piece + 2), sizeof *segments);
     char name[NB_NAME_MAX];
     struct nb_op op = {.dtype = NB_U8, .segments = segments, .name = name};
@@ -83,26 +130,18 @@ static void check_layout(struct test_rank *me, size_t bytes, size_t piece, const
             check_alltoall(me, &op, data, what);
             continue;
         }
-        for (size_t i = 0; i < bytes; i++) {
-            bool mine = kind == NB_OP_ALLGATHER ? i / part == (size_t)me->rank : me->rank == op.root;
-            bool all = kind == NB_OP_ALLREDUCE || kind == NB_OP_REDUCESCATTER;
-            data[i] = all || mine ? input_value(me->rank, i) : 0xee;
-        }
+        memset(data, 0xee, bytes);
+        size_t first = kind == NB_OP_ALLGATHER ? (size_t)me->rank * part : 0;
+        size_t given = kind == NB_OP_ALLGATHER ? part : kind == NB_OP_BROADCAST && me->rank != op.root ? 0 : bytes;
+        write_values(data + first, given, me->rank, 0, first);
         pieces_copy(segments, op.segment_count, data, true);
         snprintf(name, sizeof name, "%s.%d", what, kind);
         test_do(me, op);
         pieces_copy(segments, op.segment_count, data, false);
-        for (size_t i = 0; i < bytes; i++) {
-            unsigned char sum = 0;
-            for (int r = 0; r < me->size; r++) {
-                sum = (unsigned char)(sum + input_value(r, i));
-            }
-            unsigned char want = kind == NB_OP_BROADCAST ? input_value(op.root, i) : sum;
-            want = kind == NB_OP_ALLGATHER ? input_value((int)(i / part), i) : want;
-            bool mine = kind != NB_OP_REDUCESCATTER || i / part == (size_t)me->rank;
-            CHECK(!mine || data[i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, data[i], want);
-        }
+        struct iovec checked = expected_result(me, &op, want, bytes);
+        check_bytes(me, name, data + ((unsigned char *)checked.iov_base - want), checked.iov_base, checked.iov_len);
     }
+    free(want);
     free(data);
     free(segments);
     free(memory);

@@ -96,16 +96,16 @@ static void arm(struct test_rank *me, const struct plan *plan) {
 }
 
 static void fill(const struct test_rank *me, float *data) {
-    for (size_t i = 0; i < COUNT; i++) {
-        data[i] = input_value(me->rank, i);
-    }
+    struct nb_segment all = {.base = data, .bytes = COUNT * sizeof *data};
+    struct pattern p = pattern_of_input(NB_F32, me->rank);
+    pattern_write(&p, &all, 0, COUNT);
 }
 
-static void check_sum(const struct test_rank *me, const float *data) {
-    for (size_t i = 0; i < COUNT; i++) {
-        CHECK((double)data[i] == reduce_inputs(NB_SUM, me->size, i), "rank %d: [%zu] is %g", me->rank, i,
-              (double)data[i]);
-    }
+static void check_sum(const struct test_rank *me, float *data) {
+    struct nb_segment all = {.base = data, .bytes = COUNT * sizeof *data};
+    struct pattern p = pattern_of_result(NB_F32, NB_SUM, me->size);
+    size_t at = pattern_compare(&p, &all, 0, COUNT);
+    CHECK(at == COUNT, "rank %d: [%zu] is %g", me->rank, at, (double)data[at]);
 }
 
 // True if the error is one that the fault may cause: it names the target rank.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fuzzes the parsers of peer data: each tests/c/fuzz/fuzz_*.c for SECONDS (20), from the inputs in
+# Fuzzes the parsers of peer data: each tests/c/fuzz/fuzz_*.c for SECONDS (20), one on each processor, from the inputs in
 # tests/c/fuzz/corpus/NAME and those of earlier runs.
 # usage: fuzz.sh [SECONDS] [NAME]     exit code 77: clang or its libFuzzer is not installed
 #        fuzz.sh --probe              only checks whether they are installed
@@ -32,13 +32,27 @@ mapfile -t sources < <("$python" tools/cbuild.py sources | grep -v -e csrc/py/ -
 flags+=('-D__builtin_cpu_supports(feature)=0') # clang 14 does not know every name; no kernel is fuzzed
 sanitize=(-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined)
 
-build() {
-    local objects=() object source
-    for source in "${sources[@]}"; do
-        object=$folder/${source//\//_}.o
-        objects+=("$object")
-        "$clang" "${flags[@]}" "${sanitize[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object" || return 1
+jobs=$(nproc)
+
+# parallel FUNCTION ARGUMENT…: calls the function once for each argument, in as many processes as there are processors.
+parallel() {
+    local call=$1 argument running=0 failed=0
+    shift
+    for argument; do
+        if [ "$running" -lt "$jobs" ]; then running=$((running + 1)); else wait -n || failed=1; fi
+        "$call" "$argument" &
     done
+    for ((; running > 0; running--)); do wait -n || failed=1; done
+    return $failed
+}
+
+object_of() { echo "$folder/${1//\//_}.o"; }
+compile() { "$clang" "${flags[@]}" "${sanitize[@]}" -fsanitize=fuzzer-no-link -c "$1" -o "$(object_of "$1")"; }
+
+build() {
+    local objects=() source
+    parallel compile "${sources[@]}" || return 1
+    for source in "${sources[@]}"; do objects+=("$(object_of "$source")"); done
     rm -f "$folder/core.a"
     ar rcs "$folder/core.a" "${objects[@]}"
 }
@@ -73,12 +87,13 @@ fuzz() {
 }
 
 build || exit 1
-passed=0
-failed=0
+names=()
 for source in tests/c/fuzz/fuzz_*.c; do
     name=$(basename "$source" .c)
-    [ -z "$only" ] || [ "$only" = "$name" ] || continue
-    if fuzz "$name"; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+    [ -n "$only" ] && [ "$only" != "$name" ] || names+=("$name")
 done
+parallel fuzz "${names[@]}" | tee "$folder/outcomes"
+passed=$(grep -c '^PASS ' "$folder/outcomes")
+failed=$((${#names[@]} - passed))
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

@@ -11,7 +11,8 @@ python=.venv/bin/python
 failed=0
 run() { "$@" </dev/null || failed=1; }
 seeds() { run $python tools/ctest.py --filter test_cuda_engine --seeds 1000; }
-tests() { run $python -m pytest -q tests/py "$@"; }
+# The files of tests are shared out among processes: much of a test is waiting.
+tests() { run $python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile tests/py "$@"; }
 # With --only: files without the mark are not collected.
 marked() {
     local files

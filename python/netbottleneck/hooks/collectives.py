@@ -5,9 +5,12 @@ torch.distributed, have no such place in our code.
 Collectives are observed at the methods of ProcessGroup and of Work, which the functions of torch.distributed call. The
 functions themselves stay as they are: torch compares them by identity (torch.compile, _coalescing_manager), and scripts
 import them by name. A dispatch mode or a profiler would run code for every operator, and a second profiler ends the
-user's. Calls that never leave C++ (functional collectives) are not seen here: interface bytes show them.
+user's. Functional collectives, those of DTensor too, are operators in C++: they are observed where Python calls these.
+One that C++ calls itself, such as the backward pass of an operator of _c10d_functional_autograd, is not seen here:
+interface bytes show it.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -78,6 +81,17 @@ _METHODS = {
     "recv": _Call("recv"),
     "recv_anysource": _Call("recv"),
 }
+# Operators of functional collectives.
+_SPACES = ("_c10d_functional", "_c10d_functional_autograd")
+_OPERATORS = {
+    **{f"all_reduce{end}": _Call("allreduce") for end in ("", "_", "_coalesced", "_coalesced_")},
+    **{f"all_gather_into_tensor{end}": _Call("allgather", each=True) for end in ("", "_out", "_coalesced")},
+    **{f"reduce_scatter_tensor{end}": _Call("reducescatter") for end in ("", "_out", "_coalesced")},
+    "all_to_all_single": _Call("alltoall"),
+    **{f"broadcast{end}": _Call("broadcast") for end in ("", "_")},
+    "isend": _Call("send"),
+    "irecv": _Call("recv"),
+}
 # What torch.save calls to write.
 _WRITE = "_save"
 # DDP's broadcast of buffers, a function of torch.distributed: its first argument is the group.
@@ -116,6 +130,7 @@ class Collectives:
         self._keys: dict[str, int] = {}
         self._rounds: Counter[int] = Counter()
         self._works: weakref.WeakKeyDictionary[Any, _Sent] = weakref.WeakKeyDictionary()
+        self._results: dict[int, _Sent] = {}  # of functional collectives, by address, until somebody waits for them
         self._job: job.Job | None = None
         self._submitted: dict[Any, _Sent] = {}  # to the job, and not seen to be done
 
@@ -136,6 +151,7 @@ class Collectives:
         if self._job is not None and self._job.watcher is self:
             self._job.watcher = None
         self._submitted.clear()
+        self._results.clear()
         if not _OBSERVERS:
             _restore()
 
@@ -150,6 +166,15 @@ class Collectives:
     def handed(self, sent: _Sent, work: Any) -> None:
         """Stamp that a call has returned, and the end of its work when it ends."""
         self._guarded(self._handed, sent, work)
+
+    def returned(self, sent: _Sent, results: Any) -> None:
+        """Stamp that a functional collective has returned; the end of the wait for its first result is its end."""
+        self._guarded(self._returned, sent, results)
+
+    def waits_for(self, result: torch.Tensor) -> "_Blocked | None":
+        """Return a context in which a thread waits for a result; None: of no recorded call, or of one that is over."""
+        sent = self._guarded(lambda: self._results.pop(_address(result), None))
+        return None if sent is None else _Blocked(self, sent)
 
     def waits_inside(self, sent: _Sent) -> "_Blocked":
         """Return a context in which a call blocks until it is done."""
@@ -270,6 +295,18 @@ class Collectives:
             future.add_done_callback(self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True, host=True))
         self._works[work] = sent._replace(seen=future is not None)
 
+    def _returned(self, sent: _Sent, results: Any) -> None:
+        if self._recorder is None:
+            return
+        self._recorder.put(_START, sent.key, sent.turn, host=sent.host)
+        places = [place for tensor in _tensors(results) if (place := _address(tensor))]
+        if not places:
+            self.ended(sent)
+            return
+        if len(self._results) >= _SUBMITTED_MAX:
+            self._results.clear()
+        self._results[places[0]] = sent
+
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
@@ -312,6 +349,10 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _sized(memory: Any) -> int:
@@ -376,6 +417,74 @@ def _wait(former: Any) -> Any:
     return wait
 
 
+class _Operator:
+    """Stands for what an operator of torch calls. The operator's hash is that of this object: it stays as it was."""
+
+    _former: Any = None
+
+    def __init__(self, former: Any) -> None:
+        self._former = former
+
+    def __hash__(self) -> int:
+        return hash(self._former)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._former, name)
+
+
+class _Functional(_Operator):
+    """Records a functional collective on plain tensors. One on others comes here again with those that they hold."""
+
+    def __init__(self, former: Any, call: _Call) -> None:
+        super().__init__(former)
+        self._call = call
+
+    @eager
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        observer = None if APART.inside else _observer()
+        values = (*args, *kwargs.values())
+        if observer is None or (group := _group_of(values)) is None or not _plain(values):
+            return self._former(*args, **kwargs)
+        sent = observer.begins(self._call, group, values)
+        if sent is None:
+            return self._former(*args, **kwargs)
+        results = quietly(self._former, *args, **kwargs)
+        observer.returned(sent, results)
+        return results
+
+
+class _WaitTensor(_Operator):
+    """Records the wait for the result of a functional collective."""
+
+    @eager
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        observer, values = _observer(), (*args, *kwargs.values())
+        blocked = observer.waits_for(values[0]) if observer is not None and values and _plain(values) else None
+        if blocked is None:
+            return self._former(*args, **kwargs)
+        try:
+            return self._former(*args, **kwargs)
+        finally:
+            blocked.over()
+
+
+def _plain(values: tuple[Any, ...]) -> bool:
+    """Return whether all tensors are in memory, and none is of a class with operators of its own."""
+    return all(type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta for one in _tensors(values))
+
+
+def _group_of(values: tuple[Any, ...]) -> Any:
+    """Return the group that an operator's arguments name; None: none, or one that records itself."""
+    for value in reversed(values):
+        group = value
+        if isinstance(value, str):
+            with contextlib.suppress(Exception):  # the name of a reduction, or one that the operator refuses
+                group = _c._distributed_c10d._resolve_process_group(value)
+        if isinstance(group, _ProcessGroup):
+            return None if getattr(group, "records_itself", False) else group
+    return None
+
+
 def _save(former: Any) -> Any:
     def save(*args: Any, **kwargs: Any) -> Any:
         observer = _observer()
@@ -411,6 +520,15 @@ def _put(owner: Any, name: str, made: Any) -> None:
     setattr(owner, name, ours)
 
 
+def _put_operator(space: str, name: str, made: Callable[[Any], _Operator]) -> None:
+    packet = getattr(getattr(torch.ops, space), name, None)
+    for owner in filter(None, (packet, getattr(packet, "default", None))):
+        if "_op" in vars(owner) and (owner, "_op") not in _PATCHES:
+            ours = made(vars(owner)["_op"])
+            _PATCHES[owner, "_op"] = ours, vars(owner)["_op"]
+            owner._op = ours
+
+
 def _patch() -> None:
     for name, call in _METHODS.items():
         for cls in _classes(_ProcessGroup, name):
@@ -419,6 +537,10 @@ def _patch() -> None:
     for cls in _classes(_Work, "wait"):
         if (cls, "wait") not in _PATCHES:
             _put(cls, "wait", _wait(cls.wait))
+    for space in _SPACES:
+        for name, call in _OPERATORS.items():
+            _put_operator(space, name, functools.partial(_Functional, call=call))
+    _put_operator(_SPACES[0], "wait_tensor", _WaitTensor)
     if hasattr(dist, _BUFFERS) and (dist, _BUFFERS) not in _PATCHES:
         _put(dist, _BUFFERS, _method(_Call("broadcast", blocks=True), getattr(dist, _BUFFERS)))
 

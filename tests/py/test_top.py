@@ -28,7 +28,7 @@ from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, text
 from netbottleneck.runtime import session as sessions
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun, RingWriter
 
@@ -397,6 +397,42 @@ def test_a_window_begins_where_the_step_time_has_changed(tmp_path: Path) -> None
     # The network may be another one since then.
     assert Run(before).findings.achievable is not None
     assert following.look().findings.achievable is None
+
+
+CONNECTION = ("time_ns", *model.CONNECTION_COLUMNS, "sent_segments", "resent_segments")
+
+
+def _connections(path: Path, times: list[int], again: list[int]) -> None:
+    """Write counters of two connections, each of which sends 600 segments between readings, the second some again."""
+    about = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": CONNECTION}
+    text = json.dumps(about).encode()
+    numbers = range(len(model.CONNECTION_COLUMNS))
+    rows = [
+        struct.pack(f"<{len(CONNECTION)}q", time_ns, *(port if name == 4 else 0 for name in numbers), 600 * place, lost)
+        for place, time_ns in enumerate(times)
+        for port, lost in ((1, 0), (2, sum(again[: place + 1])))
+    ]
+    path.write_bytes(struct.pack("<8sII", model.MAGIC, model.SAMPLES_VERSION, 16 + len(text)) + text + b"".join(rows))
+
+
+@pytest.mark.parametrize(("lost", "begin"), [(0, 1), (3, 1), (60, 101)])
+def test_a_window_begins_where_packets_begin_to_be_lost(tmp_path: Path, lost: int, begin: int) -> None:
+    run = FakeRun(tmp_path / "run", blocks=24).write()
+    whole = {path: ring_reader.read_ring(path).events for path in (run / "ranks").glob("*.train.ring")}
+    steps = whole[run / "ranks" / "0.train.ring"]
+    steps = steps[steps["kind"] == ring_reader.EVENTS["STEP_BEGIN"]]
+    again = [lost if step > 100 else 0 for step in steps["step"].tolist()]
+    following, begins, peeks = Following(run), [], []
+    for count in (60, 100, 110, 130, 144):
+        for path, events in whole.items():
+            _rewrite(path, events[events["step"] <= count])
+        read = int((steps["step"] <= count).sum())
+        _connections(run / "ranks" / "0.tcp.counters", steps["time_ns"][:read].tolist(), again[:read])
+        peeks.append(following.peek())
+        begins.append(min(step.index for step in following.look().trace.steps))
+    assert begins[:3] == [1, 1, 1]
+    assert begins[3:] == pytest.approx([begin, begin], abs=2)
+    assert peeks == [False, False, False, begin > 1, False]
 
 
 def test_a_change_is_shown_and_exported(

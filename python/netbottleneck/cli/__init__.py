@@ -210,8 +210,8 @@ def _follow(following: Following, args: argparse.Namespace) -> int:
     return SUCCESS
 
 
-# A refresh beside a rank is followed by a pause of at least this multiple of its processor time. The step time is
-# looked at every PEEK_S. For HASTE_S after it has changed, once in HASTE_EVERY_S, refreshes come as often.
+# A refresh beside a rank is followed by a pause of at least this multiple of its processor time. The step time and the
+# packet loss are looked at every PEEK_S. For HASTE_S after a change, once in HASTE_EVERY_S, refreshes come as often.
 REST, HASTY_REST = 20, 5
 PEEK_S, HASTE_S, HASTE_EVERY_S = 1.0, 30.0, 300.0
 
@@ -220,7 +220,7 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
     """Print a JSON line for each refresh until stdin closes or the process `rank` ends: see Progress of the session.
 
     It runs only on cores that nothing else uses: for at most 1 / (REST + 1) of the time, after a change of the step
-    time 1 / (HASTY_REST + 1).
+    time or the packet loss 1 / (HASTY_REST + 1).
     """
     from netbottleneck.report import text
 
@@ -249,7 +249,7 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
 
 
 def _rest(following: Following, pause_s: float) -> tuple[bool, bool]:
-    """Wait until stdin closes, the step time changes, or for pause_s; return which of the first two it was."""
+    """Wait until stdin closes, the run changes (see peek), or for pause_s; return which of the first two it was."""
     until_s = time.monotonic() + pause_s
     while (left_s := until_s - time.monotonic()) > 0:
         if select.select([0], [], [], min(left_s, PEEK_S))[0]:

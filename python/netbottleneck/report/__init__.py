@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +19,9 @@ from rich.console import Console
 
 from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
-from netbottleneck.analysis.comparisons import last_change
+from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
+from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, summary, text
 from netbottleneck.report.html import Curve, Recorded
@@ -39,6 +42,10 @@ WINDOW_EVENTS = 400_000
 FIRST_EVENTS, LAST_EVENTS = 1 << 12, 1 << 18
 # Of a host's counters, bytes at the end of the file.
 COUNTERS_BYTES = 4 << 20
+# Packet loss of a run in progress: the last readings of a host's connections; more bytes than one reading has; in a
+# reading with fewer segments than this, a part of them says little.
+READINGS, READING_BYTES, READING_SEGMENTS = 1000, 1 << 16, 100
+LOSS_COLUMNS = ("sent_segments", "resent_segments")
 # Events that count for all later steps, and how many of them are kept.
 LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM", "DEVICE_CLOCK")
 LASTING_EVENTS = 1 << 12
@@ -111,6 +118,51 @@ class _Tail:
         return ring_reader.ring_of(self._head, self.events, dropped)
 
 
+class _Losses:
+    """What the TCP connections of one host sent again, from its file of counters while that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rank = 0
+        self._bytes = 0
+        self._until_ns = -1
+        self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # by connection: segments sent, and sent again
+        self._readings: deque[tuple[int, float]] = deque(maxlen=READINGS)  # time, and the part that was sent again
+
+    def grow(self) -> None:
+        """Add the readings that were written since the last call. Raises as read_samples."""
+        size = self.path.stat().st_size
+        if size == self._bytes:
+            return
+        tcp = model.read_samples(self.path, min(COUNTERS_BYTES, size - self._bytes + READING_BYTES))
+        self._bytes, self.rank = size, tcp.rank
+        if not {*LOSS_COLUMNS, *model.CONNECTION_COLUMNS} <= set(tcp.columns):
+            return
+        # The rows of the last reading may not all be there.
+        rows = np.flatnonzero((tcp.time_ns > self._until_ns) & (tcp.time_ns < tcp.time_ns.max(initial=0)))
+        keys = zip(*(tcp.column(name)[rows].tolist() for name in model.CONNECTION_COLUMNS), strict=True)
+        counts = zip(*(tcp.column(name)[rows].tolist() for name in LOSS_COLUMNS), strict=True)
+        sums: dict[int, tuple[int, int]] = {}
+        for time_ns, key, now in zip(tcp.time_ns[rows].tolist(), keys, counts, strict=True):
+            before = self._counts.get(key, now)
+            sent, again = sums.get(time_ns, (0, 0))
+            sums[time_ns] = sent + max(0, now[0] - before[0]), again + max(0, now[1] - before[1])
+            self._counts[key] = now
+        for time_ns, (sent, again) in sums.items():
+            self._readings.append((time_ns, again / max(sent, READING_SEGMENTS)))
+            self._until_ns = time_ns
+
+    def begin_ns(self) -> int:
+        """Return the time, on the host's clock, from which on a larger part is sent again than before; 0: none."""
+        if not self._readings:
+            return 0
+        times, parts = zip(*self._readings, strict=True)
+        counted = np.maximum(parts, LOSS_SHARE / 2)
+        place = last_change(counted, np.zeros(len(counted), np.int64))
+        # Whoever adapts to another rate loses less after a while: the cause is the same.
+        return int(times[place]) if place and counted[place:].mean() > counted[:place].mean() else 0
+
+
 def _without_probes(trace: tr.Trace) -> tr.Trace:
     """Return the trace without the probes of its start, whose rates may not hold any more."""
     ranks = [
@@ -136,23 +188,37 @@ def _steps_before_change(trains: Sequence[_Tail], first: int, last: int) -> int:
     return int(numbers[known][place] - first) if place else 0
 
 
+def _steps_before_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses], first: int, last: int) -> int:
+    """Return the number of steps from `first` on that are before the last rise of the packet loss; 0 without one."""
+    latest = first
+    for one in losses:
+        since_ns, train = one.begin_ns(), trains.get(f"{one.rank}.{ring_reader.TRAIN}.ring")
+        if since_ns and train is not None:
+            begins = train.at("STEP_BEGIN")
+            steps = begins["step"][(begins["time_ns"] >= since_ns) & (begins["step"] <= last)]
+            if len(steps) >= CHANGE_VALUES:
+                latest = max(latest, int(steps.min()))
+    return latest - first
+
+
 class Part:
     """The last steps of a run's rings: each `look` reads only what was written since the one before.
 
-    steps: of the window, on all ranks the same; 0: all. A window begins where the step time has last changed, so that
-    it shows one state of the run. full: a ring has no room for further events.
+    steps: of the window, on all ranks the same; 0: all. A window begins where the step time has last changed or the
+    packet loss has risen, so that it shows one state of the run. full: a ring has no room for further events.
     """
 
     def __init__(self, folder: Path | str, steps: int = WINDOW_STEPS, most_events: int = WINDOW_EVENTS) -> None:
         self._folder = Path(folder)
         self._steps, self._most = steps, most_events
         self._tails: dict[str, _Tail] = {}
-        self.change = 0  # the last step with which the step time changed
+        self._losses: dict[str, _Losses] = {}
+        self.change = 0  # the last step with which the step time changed, or the packet loss rose
         self._begin: int | None = None  # the first step that was read
 
     @property
     def unlike_its_start(self) -> bool:
-        """True if the step time has changed after the first steps, which may be slow for reasons of their own."""
+        """True if there was a change after the first steps, which may be slow for reasons of their own."""
         return self._begin is not None and self.change >= self._begin + FIRST_STEPS
 
     @property
@@ -170,6 +236,9 @@ class Part:
             except (OSError, ValueError):  # `ring` reports it, as a note of the trace
                 del self._tails[path.name]
         if self._steps:
+            for path in (self._folder / "ranks").glob(f"*.{model.TCP}.counters"):
+                with contextlib.suppress(OSError, ValueError):  # `connections` of the run reports it
+                    self._losses.setdefault(path.name, _Losses(path)).grow()
             self._forget()
         return grown
 
@@ -187,6 +256,8 @@ class Part:
             steps = [int(begins["step"].min()) for t in trains.values() if len(begins := t.at("STEP_BEGIN"))]
             self._begin = min(steps, default=None)
         before = _steps_before_change(list(trains.values()), first, last)
+        if self._begin is not None and last >= self._begin + FIRST_STEPS:
+            before = max(before, _steps_before_losses(trains, self._losses.values(), first, last))
         first += before
         self.change = first if before else self.change
         if first == 0:
@@ -398,7 +469,7 @@ class Following:
         return Run(self.path, part=self._part)
 
     def peek(self) -> bool:
-        """Return True if the step time has changed since the last look. Costs little: nothing is analysed."""
+        """Return True if the step time has changed, or the packet loss risen, since the last look: without analysis."""
         self._peeked = self._part.look() or self._peeked
         return self._part.change > self._seen_change
 

@@ -611,6 +611,7 @@ def of_run(run_dir: Path | str, last_bytes: int | None = None) -> tuple[Samples,
 
 End = tuple[str, int]  # address and port
 _ENDS = ("local_high", "local_low", "local_port", "remote_high", "remote_low", "remote_port")
+CONNECTION_COLUMNS = ("rank", "inode", *_ENDS)  # what tells one from another
 READINGS = (
     *("acked_bytes", "received_bytes", "sent_bytes", "sent_segments", "resent_segments", "busy_us"),
     *("receiver_limited_us", "buffer_limited_us", "rtt_us", "least_rtt_us", "delivery_bytes_per_s", "app_limited"),
@@ -659,10 +660,9 @@ def _readings(counters: Counters, rows: NDArray[np.int64]) -> dict[str, NDArray[
 
 def connections(counters: Counters) -> tuple[Connection, ...]:
     """Return the connections of a file of counters "tcp". Raises ValueError if it does not name the connections."""
-    names = ("rank", "inode", *_ENDS)
-    if not set(names) <= set(counters.columns):
-        raise ValueError(f"rank {counters.rank}: TCP connections without a column of {', '.join(names)}")
-    keys = np.stack([counters.column(name) for name in names], axis=1)
+    if not set(CONNECTION_COLUMNS) <= set(counters.columns):
+        raise ValueError(f"rank {counters.rank}: TCP connections without a column of {', '.join(CONNECTION_COLUMNS)}")
+    keys = np.stack([counters.column(name) for name in CONNECTION_COLUMNS], axis=1)
     each, which = np.unique(keys, axis=0, return_inverse=True)
     found = []
     for number, (rank, _, *ends) in enumerate(each.tolist()):

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import cbuild
@@ -250,7 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build and run the C tests.")
     parser.add_argument("--flavour", choices=sorted(FLAVOURS), default="plain")
     parser.add_argument("--filter", nargs="+", default=["*"], help="globs over program names, as in 'test_lanes*'")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2, help="of the compiler; one program more runs at a time")
     parser.add_argument("--seeds", type=int, help="seeds of the tests with random delays; default: a few")
     options = parser.parse_args()
     if options.seeds is not None:
@@ -267,24 +268,28 @@ def main() -> int:
         print(f"the core does not build ({options.flavour}): {error}", file=sys.stderr)
         return 1
 
-    def one(program: Path) -> list[Result]:
-        binary = binaries[program]
+    def runs(program: Path) -> Iterator[Callable[[], Result]]:
+        binary, flavour = binaries[program], options.flavour
         if isinstance(binary, str):
-            results = [Result(program.stem, "FAIL", "does not build", binary, 0.0)]
-        else:
-            cases = APART.get(program.stem, ())
-            results = [run(f"{program.stem}_{case}", binary, options.flavour, [case]) for case in cases]
-            results = results or [run(program.stem, binary, options.flavour)]
-            if program.stem in OVER_LIBFABRIC and cbuild.libfabric_include() is not None:
-                results.append(run_newer(binary, options.flavour))
-                if options.flavour == "plain":  # it differs in libfabric's own code
-                    results.append(run(f"{program.stem}_rxm", binary, options.flavour, ["ofi"], LAYERED))
-        for result in results:
-            report(result)
-        return results
+            failed = Result(program.stem, "FAIL", "does not build", binary, 0.0)
+            yield lambda: failed
+            return
+        for case in APART.get(program.stem, ()):
+            yield partial(run, f"{program.stem}_{case}", binary, flavour, [case])
+        if program.stem not in APART:
+            yield partial(run, program.stem, binary, flavour)
+        if program.stem in OVER_LIBFABRIC and cbuild.libfabric_include() is not None:
+            yield partial(run_newer, binary, flavour)
+            if flavour == "plain":  # it differs in libfabric's own code
+                yield partial(run, f"{program.stem}_rxm", binary, flavour, ["ofi"], LAYERED)
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = [result.verdict for results in pool.map(one, programs) for result in results]
+    def one(start: Callable[[], Result]) -> str:
+        result = start()
+        report(result)
+        return result.verdict
+
+    with ThreadPoolExecutor(options.jobs + 1) as pool:  # some of them wait most of the time
+        verdicts = list(pool.map(one, [start for program in programs for start in runs(program)]))
     print(f"C tests, {options.flavour}, one program each:")
     passed, failed, skipped = (verdicts.count(verdict) for verdict in ("PASS", "FAIL", "SKIP"))
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)

@@ -79,7 +79,7 @@ def test_calls(warm_ranks: Ranks, device: dict[str, str], how: str, seed: int) -
 
 @pytest.mark.parametrize("backend", ["cpu:nb,cuda:nb", "cpu:nb,fakecuda:nb", "cpu:nb"])
 def test_devices_for_which_the_backend_is_named(warm_ranks: Ranks, device: dict[str, str], backend: str) -> None:
-    how = "nb-refusal" if backend == "cpu:nb" else "nb-calls"
+    how = "nb-refusal" if backend == "cpu:nb" else "nb-few"
     assert weights(warm_ranks, how, "fakecuda", {**device, "CHECKED_BACKEND": backend}) == "right\n"
 
 

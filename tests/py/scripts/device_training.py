@@ -1,7 +1,8 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-fp16, hvd-streams, ddp, ddp-streams. Others: calls
-and nb-calls (they compare calls on the device with those on the CPU), nb-refusal (a backend named for the CPU alone).
+Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-fp16, hvd-streams, ddp, ddp-streams. Others:
+calls, nb-calls and nb-few (they compare calls on the device with those on the CPU), nb-refusal (a backend named for the
+CPU alone).
 """
 
 import contextlib
@@ -322,11 +323,29 @@ def compare_nb(where: str) -> dict[str, int]:
     """
     compared = {}
     for call in (reductions, moves, *([messages] if dist.get_world_size() > 1 else [])):
-        results = [[(t.dtype, t.shape, t.cpu().tolist()) for t in call(place)] for place in ("cpu", where)]
-        assert results[0] == results[1], call
-        compared[call.__name__] = sum(shape.numel() for _, shape, _ in results[0])
+        expected, results = ([tensor.cpu() for tensor in call(place)] for place in ("cpu", where))
+        for found, wanted in zip(results, expected, strict=True):
+            assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), call
+            assert torch.equal(found, wanted), (call, found, wanted)
+        compared[call.__name__] = sum(tensor.numel() for tensor in expected)
     dist.barrier()
     return compared
+
+
+def check_few(where: str, _: Any) -> None:
+    """Compare a few of the backend's calls on the device with those on the CPU."""
+    for call in (gather_parts, messages):
+        for found, wanted in zip(call(where), call("cpu"), strict=True):
+            assert torch.equal(found.cpu(), wanted)
+    dist.barrier()
+
+
+def gather_parts(where: str) -> list[torch.Tensor]:
+    """Sum, and gather the sums."""
+    total, parts = numbers(9, where), [torch.zeros(9, device=where) for _ in range(dist.get_world_size())]
+    dist.all_reduce(total)
+    dist.all_gather(parts, total)
+    return [total, *parts]
 
 
 def check_nb(where: str, device: Any) -> None:
@@ -369,17 +388,17 @@ def check_waits(where: str, device: Any) -> None:
         work = dist.all_reduce(tensor, async_op=True)
         device.use_stream(waits)
         assert work is not None
-        expected = [size * turn + sum(range(size))] * count
+        expected = torch.full((count,), size * turn + sum(range(size)), dtype=dtype)
         if turn % 3 == 0:
             while not work.is_completed():
                 pass
         elif turn % 3 == 1:
             doubled = work.get_future().then(lambda done: done.value()[0] * 2)
-            assert doubled.wait().tolist() == [2 * value for value in expected]
+            assert torch.equal(doubled.wait().cpu(), 2 * expected)
             assert work.get_future().wait()[0] is tensor
         else:
             assert work.wait()
-        assert tensor.tolist() == expected
+        assert torch.equal(tensor.cpu(), expected)
         assert work.is_completed()
         assert work.is_success()
     device.use_stream(usual)
@@ -396,7 +415,7 @@ def main() -> None:
     if how.startswith(("ddp", "nb")):
         dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nb"))
         if how.startswith("nb"):
-            (check_nb if how == "nb-calls" else check_refusal)(where, device)
+            {"nb-calls": check_nb, "nb-few": check_few, "nb-refusal": check_refusal}[how](where, device)
         print("right" if how.startswith("nb") else digest(train_ddp(where, around)), flush=True)
         dist.destroy_process_group()
         return

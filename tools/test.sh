@@ -12,13 +12,10 @@ failed=0
 run() { "$@" </dev/null || failed=1; }
 seeds() { run $python tools/ctest.py --filter test_cuda_engine --seeds 1000; }
 # The files of tests are shared out among processes: much of a test is waiting.
-tests() { run $python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile tests/py "$@"; }
-# With --only: files without the mark are not collected.
-marked() {
-    local files
-    mapfile -t files < <(grep -l "mark\.$1" tests/py/test_*.py)
-    run $python -m pytest -q --only "$1" "${files[@]}"
-}
+tests() { run $python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"; }
+files_of() { grep -l "mark\.$1" tests/py/test_*.py; } # others have no test with this mark
+# Programs that launch ranks themselves run one after another.
+marked() { mapfile -t files < <(files_of "$1") && run $python -m pytest -q --only "$1" "${files[@]}"; }
 
 # The frameworks are installed in a separate folder, because they pin other versions of common packages.
 frameworks() {
@@ -34,9 +31,9 @@ frameworks() {
 }
 
 case ${1:-} in
-    "") run $python tools/ctest.py && tests ;;
-    full) run $python tools/ctest.py && seeds && tests --full ;;
-    matrices) marked full ;;
+    "") run $python tools/ctest.py && tests tests/py ;;
+    full) run $python tools/ctest.py && seeds && tests --full tests/py ;;
+    matrices) mapfile -t files < <(files_of full) && tests --only full "${files[@]}" ;;
     peers)
         run env HOROVOD="${HOROVOD:-0}" tools/peers.sh
         marked peers

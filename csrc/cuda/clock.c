@@ -15,7 +15,8 @@
 enum {
     MARKS_MAX = 8192,             // in the queue
     REBASE_NS = 50 * 1000 * 1000, // a float of 50 ms has a resolution of 4 ns, below the driver's own
-    PROBE_NS = 50 * 1000 * 1000,  // between two probes
+    PROBE_NS = 50 * 1000 * 1000,  // between two probes, once the offset is known to COARSE_NS
+    COARSE_NS = 100 * 1000,
     PROBE_SPIN_NS = 100 * 1000,
     FIRST_SPIN_NS = 10 * 1000 * 1000,
     RESOLUTION_NS = 500, // cuEventElapsedTime
@@ -131,15 +132,19 @@ static int follow_probe(struct nb_cuda_clock *clock, int64_t spin_ns, struct nb_
     return rc > 0 ? take_probe(clock, seen_ns, err) : rc;
 }
 
+static bool is_coarse(const struct nb_cuda_clock *clock) {
+    return clock->last.error_ns < 0 || clock->last.error_ns > COARSE_NS;
+}
+
+// A probe that was passed between two looks says little, so the next one follows it at once.
 static int probe(struct nb_cuda_clock *clock, int64_t spin_ns, struct nb_error *err) {
+    int rc = clock->probe_recorded_ns != 0 ? follow_probe(clock, 0, err) : 0;
     int64_t now_ns = nb_now_ns();
-    if (clock->probe_recorded_ns != 0) {
-        return follow_probe(clock, 0, err);
+    bool is_due = is_coarse(clock) || (double)now_ns - clock->last.host_ns >= PROBE_NS;
+    if (rc < 0 || clock->probe_recorded_ns != 0 || !is_due) {
+        return rc;
     }
-    if (clock->last.error_ns >= 0 && (double)now_ns - clock->last.host_ns < PROBE_NS) {
-        return 0;
-    }
-    int rc = record(clock, clock->probe, clock->probes, err);
+    rc = record(clock, clock->probe, clock->probes, err);
     if (rc < 0) {
         return rc;
     }
@@ -278,7 +283,19 @@ static int open_stream(const struct nb_cuda_clock *clock, struct CUstream_st **o
                          "cuStreamCreate", 0, err);
 }
 
-// Records the first base, and the first probe behind it.
+// Takes probes until one bounds the offset well, for at most FIRST_SPIN_NS.
+static int first_probes(struct nb_cuda_clock *clock, struct nb_error *err) {
+    const int64_t until_ns = nb_now_ns() + FIRST_SPIN_NS;
+    int rc;
+    int64_t left_ns = FIRST_SPIN_NS;
+    do {
+        rc = probe(clock, left_ns, err);
+        left_ns = until_ns - nb_now_ns();
+    } while (rc == 0 && is_coarse(clock) && left_ns > 0);
+    return rc;
+}
+
+// Records the first base, and the first probes behind it.
 static int start(struct nb_cuda_clock *clock, struct nb_error *err) {
     int rc;
     if ((rc = open_stream(clock, &clock->probes, err)) < 0 || (rc = open_stream(clock, &clock->own, err)) < 0 ||
@@ -286,7 +303,7 @@ static int start(struct nb_cuda_clock *clock, struct nb_error *err) {
         (rc = record(clock, clock->base, clock->probes, err)) < 0) {
         return rc;
     }
-    return probe(clock, FIRST_SPIN_NS, err);
+    return first_probes(clock, err);
 }
 
 static void destroy(struct nb_cuda_clock *clock) {

@@ -25,7 +25,7 @@ struct nb_cuda_mark {
     uint64_t words[NB_MARK_WORDS];
 };
 
-// `device` must outlive the clock. Takes a first probe, for at most 10 ms. Errors: those of nb_cuda_check, -ENOMEM.
+// `device` must outlive the clock. Takes the first probes, for at most 10 ms. Errors: those of nb_cuda_check, -ENOMEM.
 int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *device, struct nb_error *err);
 // Marks that are not read are lost.
 void nb_cuda_clock_close(struct nb_cuda_clock *clock);

@@ -46,7 +46,8 @@ def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
     folder = tmp_path / "run"
     assert trained(warm_ranks, "fakecuda", measured(folder, device, transports, seed)) == on_cpu
     run = Run(folder)
-    assert {rank.device_error_ns is not None for rank in run.trace.ranks} == {True}
+    error_ns = {rank.rank: rank.device_error_ns for rank in run.trace.ranks}
+    assert None not in error_ns.values()
     assert not [line for line in warnings(run.findings) if "pair(s) of blocks" not in line]
     steps = [step for step in run.trace.steps if step.arm != BARE]
     assert {str(step.arm) for step in steps} == set(transports.split(","))
@@ -54,7 +55,10 @@ def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
         where = (step.rank, step.index)
         assert len(step.forward) == 1, where
         assert sorted(index for index, _ in step.grad_ready) == list(range(PARAMETERS)), where
-        assert step.begin_ns <= step.forward[0][1] <= step.grad_ready[0][1] <= step.end_ns, where
+        # With our transports and outside sampled steps, the gradients' times are the host's.
+        apart_ns = error_ns[step.rank] if str(step.arm) != "stock" and not step.sampled else 0
+        assert step.begin_ns <= step.forward[0][1] <= step.grad_ready[0][1] + apart_ns, where
+        assert step.grad_ready[0][1] <= step.end_ns, where
         assert step.waits, where
         assert len({at for _, at in step.grad_ready}) > 2 if step.sampled else bool(step.optimizer), where
     assert any(step.sampled for step in steps)

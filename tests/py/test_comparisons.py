@@ -159,6 +159,12 @@ def test_the_last_change_is_found_where_it_is(factor, after):
         assert abs(comparisons.last_change(values, groups) - 200) <= 10
 
 
+def test_ten_steps_show_a_large_change():
+    for seed in range(100):
+        values = np.exp(np.random.default_rng(seed).normal(0, 0.1, 110)) * np.repeat([1.0, 2.0], [100, 10])
+        assert 95 <= comparisons.last_change(values, np.zeros(110, int)) <= 100
+
+
 @pytest.mark.parametrize("share", [0.25, 0.6])
 def test_steps_that_are_rarely_slow_are_a_change_and_a_few_are_none(share):
     for seed in range(20):

@@ -39,7 +39,7 @@ PLAN_MAX = 10_000
 LOG_MAX = 700.0
 # A change: of at least so many values on each side, with this score. Either the level changes by at least this factor,
 # or the number of values above SLOW times the level by at least SLOW_VALUES from that of chance.
-CHANGE_VALUES, CHANGE_SCORE, CHANGE_FACTOR = 16, 5.0, 1.1
+CHANGE_VALUES, CHANGE_SCORE, CHANGE_FACTOR = 10, 5.0, 1.1
 SLOW, SLOW_VALUES = 1.5, 4
 
 

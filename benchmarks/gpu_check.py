@@ -46,16 +46,17 @@ class Part(NamedTuple):
 
 PARTS = {
     "versions": Part(20, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
-    "collectives": Part(70, False, "every collective and type against sums on the host, bit for bit"),
+    "collectives": Part(60, False, "every collective and type against sums on the host, bit for bit"),
     "nb": Part(50, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
     "staging": Part(40, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
     "hooks": Part(40, False, "gradient hooks on the thread of backward beside an empty Python hook"),
     "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
-    "timing": Part(100, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
+    "timing": Part(90, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
     "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size"),
     "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "sockets": Part(60, True, "NCCL over our plugin beside its Socket network, default and tuned"),
-    "arms": Part(60, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
+    "sockets": Part(50, True, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "arms": Part(50, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
+    "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
 }
 
 # The variables of the ways that NCCL's transfers take in the parts over NCCL.
@@ -77,9 +78,21 @@ WAYS: Mapping[str, Mapping[str, str]] = {
         "NETBOTTLENECK_START_STEP": "5",
         "CHECKED_STEPS": "95",
     },
+    "observed": {
+        "NCCL_NET": "Socket",
+        "NCCL_NET_PLUGIN": "none",
+        "NETBOTTLENECK": "1",
+        "NETBOTTLENECK_START_STEP": "5",
+        "CHECKED_STEPS": "60",
+    },
 }
-WAYS_OF = {"nccl": ("ours",), "sockets": ("ours", "socket", "socket 4x4"), "arms": ("in turns",)}
-MEASURED = ("timing", "arms")  # parts whose training is measured
+WAYS_OF = {
+    "nccl": ("ours",),
+    "sockets": ("ours", "socket", "socket 4x4"),
+    "arms": ("in turns",),
+    "sharded": ("observed",),
+}
+MEASURED = ("timing", "arms", "sharded")  # parts whose training is measured
 # The part `timing` runs over the first of these process groups that works: NCCL may refuse two ranks on one GPU.
 GROUPS = {CUDA: ("nccl", "gloo"), FAKE: ("staged",)}
 # By device: steps in all, steps before the profiled ones, steps in a block, one of how many steps is sampled.
@@ -193,7 +206,8 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
         found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
         if part == "timing":
             return [*found, *gpu_timing.rows(Path(folder), device == CUDA)]
-        return [*found, *(gpu_timing.arms(Path(folder)) if part == "arms" else [])]
+        of_record = {"arms": gpu_timing.arms, "sharded": gpu_timing.sharded}.get(part)
+        return [*found, *(of_record(Path(folder)) if of_record is not None else [])]
 
 
 def run_timing(device: str, until: float) -> list[dict[str, Any]]:

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
 
 import device_training
 from gpu_timing import BACKWARD, FORWARD, MODULE, Rows, annotation, row
 
+import netbottleneck
 import netbottleneck.torch as hvd
 from netbottleneck import _core, config
 from netbottleneck.bench import models
@@ -444,6 +446,26 @@ def arms(device: Device) -> Rows:
     return []
 
 
+def sharded(device: Device) -> Rows:
+    """Train a model that FSDP2 shards over NCCL, observed."""
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(device.name)
+    for part in (*model, model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    measured = netbottleneck.attach(model, optimizer)
+    assert measured is not None, "the model is left alone"
+    for step in range(int(os.environ["CHECKED_STEPS"])):
+        torch.manual_seed(SIZE * step + RANK)
+        optimizer.zero_grad()
+        model(torch.randn(512, 2048, device=device.name)).square().mean().backward()
+        optimizer.step()
+    device.wait()
+    dist.destroy_process_group()
+    return []
+
+
 def main() -> None:
     """Run a part."""
     part, name, folder = sys.argv[1:]
@@ -456,8 +478,8 @@ def main() -> None:
         rows = kernels(device)
     elif part == "timing":
         rows = timing(device, folder)
-    elif part == "arms":
-        rows = arms(device)
+    elif part in ("arms", "sharded"):
+        rows = {"arms": arms, "sharded": sharded}[part](device)
     else:
         hvd.init()
         parts = {"collectives": collectives, "staging": staging, "hooks": hooks, "faults": faults}

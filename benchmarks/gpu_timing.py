@@ -197,6 +197,32 @@ def arms(folder: Path) -> Rows:
     return found
 
 
+def sharded(folder: Path) -> Rows:
+    """Return the rows of a run of an FSDP2 model. Raises RuntimeError for a record that is not whole."""
+    trace = Run(folder / "run").trace
+    splits = [split for _, split, _ in split_steps(trace)]
+    error_ns = device_error_ns(trace)
+    if error_ns is None or not splits:
+        raise RuntimeError(f"the run has no times of the device's clock: {'; '.join(trace.notes)}")
+    found = [row("step", [split.step_ns for split in splits], 1e-6, "ms")]
+    for kind, phase in (("allgather", "forward"), ("allgather", "backward"), ("reducescatter", "backward")):
+        took = [
+            (c.done_ns or 0) - (c.start_ns or 0)
+            for c in trace.collectives
+            if (c.kind, c.phase) == (kind, phase) and c.finished
+        ]
+        if not took:
+            raise RuntimeError(f"no {kind} in {phase} is in the record")
+        found.append(row(f"{kind} in {phase}, on its stream", took, 1e-6, "ms"))
+    parts = [
+        ("communication", [split.communication_ns for split in splits]),
+        ("communication that is hidden", [split.hidden_ns for split in splits]),
+        ("exposed", [split.phases()["exposed"] for split in splits]),
+    ]
+    found += [row(f"{name}, of a step", values, 1e-6, "ms") for name, values in parts]
+    return [*found, row("part of a step that is in no phase", [_rest(split) for split in splits], 1e2, "%")]
+
+
 def _sent(trace: Trace, arm: Arm) -> dict[str, Any]:
     """Return a row with the bytes that each rank sent over our network in an arm."""
     entries = [entry for rank in trace.ranks for entry in rank.transports if entry.name == arm.transport]

@@ -23,6 +23,7 @@ struct core_device_stamps {
     struct core_device where;
     struct nb_error failure; // of a stamp
     bool detailed;
+    void *training;          // stream of the last begin of a forward pass or an optimizer
     int64_t stated_error_ns; // as the ring says
     uint64_t stated_lost;
 };
@@ -57,9 +58,12 @@ struct core_device_stamps *core_device_stamps_open(const struct core_state *stat
     return self;
 }
 
-// Every time is that of one training thread, except the ends of operations, which come from streams of their own.
-static bool is_in_order(uint32_t kind) {
-    return kind != NB_EV_OP_DONE;
+// The times of the training's stream are in order. Other streams may carry operations, and end them.
+static bool is_in_order(struct core_device_stamps *self, uint32_t kind, void *stream) {
+    if (kind == NB_EV_FORWARD_BEGIN || kind == NB_EV_OPTIMIZER_BEGIN) {
+        self->training = stream;
+    }
+    return kind != NB_EV_OP_DONE && (stream == self->training || self->training == NULL);
 }
 
 void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event) {
@@ -78,7 +82,7 @@ void core_device_stamps_put(struct core_device_stamps *self, const struct nb_rin
         struct nb_cuda_mark mark;
         event.step = nb_ring_step(ring);
         memcpy(&mark, &event, sizeof mark);
-        (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(event.kind), &self->failure);
+        (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(self, event.kind, stream), &self->failure);
     }
     PyErr_Restore(type, value, trace);
 }

@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <utility>
 
 #include "torch_memory.hpp"
@@ -22,6 +23,10 @@ using at::Tensor;
 
 void read(void *to, const Tensor &storage_owner) {
     const auto &storage = storage_owner.storage();
+    std::optional<pybind11::gil_scoped_release> others_run; // the stream may wait for a thread of the script
+    if (PyGILState_Check() != 0) {
+        others_run.emplace();
+    }
     if (storage.nbytes() > 0) {
         Driver::check(driver().copy_to_host(to, reinterpret_cast<nb_cuda_address>(storage.data()), storage.nbytes(),
                                             stream_now()));

@@ -200,6 +200,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     DeviceIndex getCurrentDevice() const override {
         return 0;
     }
+    // As FSDP2 does: all is freed, or there was nothing.
+    void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
+        TORCH_CHECK(bytes == 0 || storage.nbytes() == 0, "no values are kept");
+        storage.set_data_ptr_noswap(memory.allocate(bytes));
+        storage.set_nbytes(bytes);
+    }
 };
 
 } // namespace

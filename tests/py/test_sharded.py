@@ -19,6 +19,8 @@ from netbottleneck.trace.model import Collective, Step  # noqa: E402
 from netbottleneck.trace.transports import BARE  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
+ON_DEVICE = Path(__file__).parent / "scripts" / "sharded_device.py"
+WIRE_NS = 3_000_000  # its WIRE_S
 STEPS, PARAMETERS, GROUPS = 40, 8, 3
 
 
@@ -112,3 +114,52 @@ def test_the_advice_is_possible(warm_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trained(warm_ranks, "import", environment(folder))
     assert "NETBOTTLENECK_TRANSPORT" not in Run(folder).verdict.next
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
+def test_on_a_device_the_times_are_those_of_its_streams(
+    warm_ranks: Ranks, device: dict[str, str], tmp_path: Path, seed: int
+) -> None:
+    """Each collective runs on a stream of its own, and the training's stream waits for its end where it needs it."""
+    folder = tmp_path / "run"
+    names = {**environment(folder, SAMPLE_EVERY="5"), **device, "FAKE_CUDA_SEED": str(seed)}
+    found = [
+        {digest for one in results for digest in re.findall(r"^digest \d \w+$", one.stdout, re.MULTILINE)}
+        for results in (
+            warm_ranks(2, ON_DEVICE, {**device, "NETBOTTLENECK": "0"}, args=["cpu", "16"]),
+            warm_ranks(2, ON_DEVICE, names, args=["fakecuda", "16"]),
+        )
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+    run = Run(folder)
+    trace = run.trace
+    error_ns = {rank.rank: rank.device_error_ns for rank in trace.ranks}
+    assert None not in error_ns.values()
+    assert not [note for note in trace.notes if "measuring ended" in note]
+    splits = split_steps(trace)
+    assert {step.sampled for step, _, _ in splits} == {False, True}
+    for step, split, _ in splits:
+        where = (step.rank, step.index)
+        apart_ns = 2 * (error_ns[step.rank] or 0)
+        assert sum(split.phases().values()) == split.step_ns
+        assert raster(step, list(trace.collectives), split) == (split.compute_ns, split.exposed_ns, split.wait_ns)
+        stamped = sorted(index for index, _ in step.grad_ready)
+        assert stamped == (list(range(PARAMETERS)) if step.sampled else [0, 4, 6]), where
+        inside = [c for c in trace.collectives if c.rank == step.rank and c.step == step.index]
+        kinds = [(c.kind, c.phase) for c in inside]
+        assert kinds.count(("allgather", "forward")) == kinds.count(("reducescatter", "backward")) == GROUPS
+        assert all(c.finished and (c.done_ns or 0) - (c.start_ns or 0) >= WIRE_NS - apart_ns for c in inside), where
+        begin, end = step.forward[0]
+        waits = [(a, b) for _, a, b in step.waits if begin <= a and b <= end]
+        gathered = sorted(c.done_ns or 0 for c in inside if c.phase == "forward")
+        assert len(waits) == GROUPS, where
+        assert all(done <= b + apart_ns for done, (_, b) in zip(gathered, waits, strict=True)), where
+
+
+def test_parameters_in_host_memory_and_a_device_are_left_alone(
+    warm_ranks: Ranks, device: dict[str, str], tmp_path: Path
+) -> None:
+    names = {**environment(tmp_path / "run"), **device}
+    log = warm_ranks(2, ON_DEVICE, names, args=["fakecuda", "4", "offload"])[0].stderr
+    assert log.count("is left alone: it is on cpu and fakecuda:0, and one clock is read: leave out the CPUOff") == 1

@@ -114,13 +114,20 @@ class Collectives:
     """Records the collectives of this process while `watch` is on.
 
     failed: called with an exception of the measurement itself; the calls go on unrecorded. device: the GPU whose times
-    the recorder has; None: calls on tensors of a GPU are not recorded.
+    the recorder has; None: calls on tensors of a GPU are not recorded. streams: torch's module of its streams, if some
+    of them carry collectives beside the training's stream; a wait is recorded where the latter waits for an event.
     """
 
     def __init__(
-        self, recorder: "_core.Recorder", failed: Callable[[Exception], None], device: torch.device | None = None
+        self,
+        recorder: "_core.Recorder",
+        failed: Callable[[Exception], None],
+        device: torch.device | None = None,
+        streams: Any = None,
     ) -> None:
         self._device = device
+        self.streams = streams
+        self._stream: Any = None  # the training's
         self.in_forward = False
         self.in_optimizer = False
         self._recorder: _core.Recorder | None = recorder
@@ -158,6 +165,8 @@ class Collectives:
     def forward(self, begins: bool) -> None:
         """Note the begin or the end of the model's forward pass. Its thread is the training's."""
         self.in_forward, self._thread = begins, threading.get_ident()
+        if begins and self.streams is not None:
+            self._stream = self.streams.current_stream(self._device)
 
     def begins(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
         """Stamp the submission of a call; None if it is not recorded. values: its arguments without the group."""
@@ -187,6 +196,14 @@ class Collectives:
     def trains(self) -> bool:
         """Return whether this is the training's thread, or one that runs a backward pass."""
         return threading.get_ident() == self._thread or _c._current_graph_task_id() != -1
+
+    def stalls(self, stream: Any = None) -> bool:
+        """Return whether a wait on this stream is the training's. None: on the current one."""
+        if self.streams is None or self._stream is None:
+            return stream is None and self.trains()
+        if stream is not None and stream != self._stream:
+            return False
+        return self.trains() and bool(self.streams.current_stream(self._device) == self._stream)
 
     def put(self, kind: int, key: int, turn: int = 0, *, host: bool = False) -> None:
         """Stamp an event. host: with the host's time, also if the model is on a GPU."""
@@ -270,6 +287,9 @@ class Collectives:
         self._rounds[key] += 1
         about = _CODES[call.kind] | dtype << 8 | PHASES.index(self._phase()) << 16
         self._recorder.put(_SUBMIT, key, turn, nbytes, 0, size << 32, about, host=host)
+        if not host and not call.blocks:
+            # It may run on this stream, which is then behind it when the call returns.
+            self._recorder.put(_START, key, turn)
         return _Sent(key, turn, host)
 
     def _follows(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -279,7 +299,7 @@ class Collectives:
     def _handed(self, sent: _Sent, work: Any) -> None:
         if self._recorder is None:
             return
-        self._recorder.put(_START, sent.key, sent.turn, host=sent.host)
+        self._started(sent)
         if work is None:
             self.ended(sent)
             return
@@ -295,10 +315,15 @@ class Collectives:
             future.add_done_callback(self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True, host=True))
         self._works[work] = sent._replace(seen=future is not None)
 
+    def _started(self, sent: _Sent) -> None:
+        """Stamp that a call on tensors in host memory has returned."""
+        if self._recorder is not None and sent.host:
+            self._recorder.put(_START, sent.key, sent.turn, host=True)
+
     def _returned(self, sent: _Sent, results: Any) -> None:
         if self._recorder is None:
             return
-        self._recorder.put(_START, sent.key, sent.turn, host=sent.host)
+        self._started(sent)
         places = [place for tensor in _tensors(results) if (place := _address(tensor))]
         if not places:
             self.ended(sent)
@@ -322,7 +347,7 @@ class _Blocked:
     def __init__(self, observer: Collectives, sent: _Sent | None, *, starts: bool = False) -> None:
         self._observer, self._sent = observer, sent
         self._key = 0 if sent is None else sent.key
-        self._trains = observer.trains()
+        self._trains = observer.stalls()
         if starts and sent is not None:
             observer.put(_START, sent.key, sent.turn, host=sent.host)
         if self._trains:
@@ -415,6 +440,20 @@ def _wait(former: Any) -> Any:
             blocked.over(self)
 
     return wait
+
+
+def _wait_event(former: Any) -> Any:
+    def wait_event(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer = _observer()
+        if observer is None or not observer.stalls(self):
+            return former(self, *args, **kwargs)
+        observer.put(_WAIT_BEGIN, 0)
+        try:
+            return former(self, *args, **kwargs)
+        finally:
+            observer.put(_WAIT_END, 0)
+
+    return wait_event
 
 
 class _Operator:
@@ -537,6 +576,9 @@ def _patch() -> None:
     for cls in _classes(_Work, "wait"):
         if (cls, "wait") not in _PATCHES:
             _put(cls, "wait", _wait(cls.wait))
+    streams = None if _observer() is None else _OBSERVERS[-1].streams
+    if streams is not None and (streams.Stream, "wait_event") not in _PATCHES:
+        _put(streams.Stream, "wait_event", _wait_event(streams.Stream.wait_event))
     for space in _SPACES:
         for name, call in _OPERATORS.items():
             _put_operator(space, name, functools.partial(_Functional, call=call))

@@ -121,10 +121,12 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
 class Sharded(GradientSink):
     """The gradients of a model that FSDP2 shards: they are stamped when they are ready, and FSDP2 moves them.
 
-    Autograd accumulates into the unsharded parameters, which exist from the first forward pass on.
+    Autograd accumulates into the unsharded parameters, which exist from the first forward pass on. On a GPU, a step
+    that is not sampled has the time of one gradient of each group: of its first parameter, which backward reaches last.
     """
 
     buckets: Sequence[Bucket] = ()
+    own_streams = True
 
     def __init__(self, model: torch.nn.Module, recorder: "_core.Recorder") -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -133,7 +135,9 @@ class Sharded(GradientSink):
         self._parameters = [weakref.ref(p) for _, p in named]
         self._model = weakref.ref(model)
         self._forwards = 0
+        self._on_device = recorder.device_stream is not None
         self._stamps = Stamps(recorder, len(named))
+        self._all = True  # are stamped
 
     @property
     def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
@@ -162,10 +166,18 @@ class Sharded(GradientSink):
         """Stamp the gradients of this step, if it is not the first. AttributeError: this torch is not known."""
         self._forwards += 1
         model = self._model()
-        if self.paused or self._stamps.on or model is None or self._forwards == 1:
+        if self.paused or model is None or self._forwards == 1:
             return
-        whole = {id(one.sharded_param): one._unsharded_param for one in _sharded_parameters(model)}
-        self._stamps.start([whole.get(id(p), p) for p in self.parameters])
+        each = self.detailed or not self._on_device
+        if each != self._all:
+            self.close()
+        if self._stamps.on:
+            return
+        self._all = each
+        groups = [group.fsdp_params for group in _groups(model)]
+        whole = {id(one.sharded_param): one._unsharded_param for group in groups for one in group}
+        firsts = {id(group[0].sharded_param) for group in groups if group}
+        self._stamps.start([whole.get(id(p), p) if each or id(p) in firsts else None for p in self.parameters])
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -181,12 +193,12 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
-def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's record of each parameter that it shards."""
+def _groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's groups of parameters."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         group = getattr(state, "_fsdp_param_group", None)
-        yield from () if group is None else group.fsdp_params
+        yield from () if group is None else (group,)
 
 
 def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -229,11 +241,11 @@ def attach_sharded(
                 "FSDP2 communicates by its own process groups, which no transport replaces: leave out "
                 "NETBOTTLENECK_TRANSPORT, or set it to stock"
             )
-        elsewhere = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
-        if elsewhere is not None:
+        places = {p.device for p in model.parameters()} | {group.device for group in _groups(model)}
+        if len(places) > 1:
             raise ValueError(
-                f"FSDP2 on {elsewhere} moves data beside the streams that compute, which is not measured yet: record it"
-                " with torch.profiler, and call netbottleneck report on the traces"
+                f"it is on {' and '.join(sorted(map(str, places)))}, and one clock is read: leave out the"
+                " CPUOffloadPolicy, or record it with torch.profiler, and call netbottleneck report on the traces"
             )
         return _observe_sharded(model, optimizer, chosen, place, name)
     except Exception as error:
@@ -253,6 +265,8 @@ def _observe_sharded(
     own = OwnGroup(cast(distributed.ProcessGroup, distributed.group.WORLD))
     session = observe(settings, place, stock=own, arms=settings.arms, model=name)
     finish_at_exit(session)
+    follow_device(session, model.parameters())
+    session.stamps_gradients = session.recorder.device_stream is not None
     gradients = Sharded(model, session.recorder)
     measured = Measured(session, gradients, optimizer, model=model, own_sync=False, bare=gradients.rest)
     measured.on_forward = functools.partial(measured.guarded, gradients.forward_begins)

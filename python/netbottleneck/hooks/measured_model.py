@@ -240,7 +240,8 @@ class Measured:
         self._forward_begin, self._forward_end = put(EVENTS["FORWARD_BEGIN"]), put(EVENTS["FORWARD_END"])
         self._evaluation_begin = put(EVENTS["FORWARD_BEGIN"], 0, 1)
         followed = next((p.device for p in gradients.parameters), None) if self._on_device else None
-        self._collectives = Collectives(session.recorder, self.failed, followed)
+        streams = getattr(torch, followed.type) if followed is not None and gradients.own_streams else None
+        self._collectives = Collectives(session.recorder, self.failed, followed, streams)
         self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step, self._beside)
         if own_sync:
             gradients.on_first = self._backward_begins

@@ -115,6 +115,7 @@ class Session:
     started_wall_ns: int = field(default_factory=time.time_ns)
     joining: "Joining | None" = None  # for a run that began without the other ranks
     begun_ns: int = 0  # of the current step
+    stamps_gradients: bool = False  # in every step, on a GPU too
     ranges: Any = None  # torch.cuda.nvtx, if steps are NVTX ranges
     drain: Callable[[], None] | None = None  # waits for the device's work of the training's stream; see runs_ahead
     until: float = float("inf")  # deadline of the run's end for other ranks, by time.monotonic
@@ -162,7 +163,7 @@ class Session:
         self.begun_ns = time.monotonic_ns()
         block, arm = self.blocks.at(self.step)
         self.recorder.step = self.step
-        self.recorder.detailed = self.sampled
+        self.recorder.detailed = self.sampled or self.stamps_gradients
         for communicator in self.arms.values():
             ring = getattr(communicator, "_ring", None)
             if ring is not None:

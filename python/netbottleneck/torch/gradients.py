@@ -65,11 +65,13 @@ class Stamps:
         """Return whether the hooks are on the parameters."""
         return bool(self._hooks)
 
-    def start(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Put a hook on each parameter. Does nothing while it is on."""
+    def start(self, parameters: Sequence[torch.Tensor | None]) -> None:
+        """Put a hook on each parameter that is not None. Does nothing while it is on."""
         if self.on:
             return
         for parameter, stamper in zip(cast("Sequence[Any]", parameters), self._stampers, strict=True):
+            if parameter is None:
+                continue
             if parameter._post_accumulate_grad_hooks is None:
                 parameter._post_accumulate_grad_hooks = _Hooks()
             hooks = parameter._post_accumulate_grad_hooks
@@ -131,8 +133,8 @@ class GradientSink:
     Behind it are our own buckets (Gradients, PerParameter), DDP's (ReducerGroup) or the calls of Horovod (Route).
     names, parameters: of the gradients, the same on every rank and in the same order. version: increases when a bucket
     changes or moves. paused: gradients are not sent. detailed: each gradient is stamped in this step, on a GPU too.
-    on_first: called at the first gradient of each pass that is not
-    paused, by Gradients; a pass begins after wait().
+    own_streams: on a GPU, streams beside the training's carry the collectives, and it waits for their events. on_first:
+    called at the first gradient of each pass that is not paused, by Gradients; a pass begins after wait().
     """
 
     names: tuple[str, ...]
@@ -141,6 +143,7 @@ class GradientSink:
     version = 0
     paused = False
     detailed = False
+    own_streams = False
     on_first: Callable[[], Any] | None = None
     _destination: Destination = None
     _factors: tuple[bool, float, int | None] = (True, 1.0, None)

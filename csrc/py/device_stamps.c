@@ -59,11 +59,12 @@ struct core_device_stamps *core_device_stamps_open(const struct core_state *stat
 }
 
 // The times of the training's stream are in order. Other streams may carry operations, and end them.
-static bool is_in_order(struct core_device_stamps *self, uint32_t kind, void *stream) {
-    if (kind == NB_EV_FORWARD_BEGIN || kind == NB_EV_OPTIMIZER_BEGIN) {
+static bool is_in_order(struct core_device_stamps *self, const struct nb_event *event, void *stream) {
+    bool of_model = event->kind == NB_EV_FORWARD_BEGIN && event->key == 0;
+    if (of_model || event->kind == NB_EV_OPTIMIZER_BEGIN) {
         self->training = stream;
     }
-    return kind != NB_EV_OP_DONE && (stream == self->training || self->training == NULL);
+    return event->kind != NB_EV_OP_DONE && (stream == self->training || self->training == NULL);
 }
 
 void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event) {
@@ -82,7 +83,7 @@ void core_device_stamps_put(struct core_device_stamps *self, const struct nb_rin
         struct nb_cuda_mark mark;
         event.step = nb_ring_step(ring);
         memcpy(&mark, &event, sizeof mark);
-        (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(self, event.kind, stream), &self->failure);
+        (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(self, &event, stream), &self->failure);
     }
     PyErr_Restore(type, value, trace);
 }

@@ -166,7 +166,7 @@ class Collectives:
         """Note the begin or the end of the model's forward pass. Its thread is the training's."""
         self.in_forward, self._thread = begins, threading.get_ident()
         if begins and self.streams is not None:
-            self._stream = self.streams.current_stream(self._device)
+            self._stream = self._guarded(self.streams.current_stream, self._device)
 
     def begins(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
         """Stamp the submission of a call; None if it is not recorded. values: its arguments without the group."""
@@ -201,9 +201,9 @@ class Collectives:
         """Return whether a wait on this stream is the training's. None: on the current one."""
         if self.streams is None or self._stream is None:
             return stream is None and self.trains()
-        if stream is not None and stream != self._stream:
+        if (stream is not None and stream != self._stream) or not self.trains():
             return False
-        return self.trains() and bool(self.streams.current_stream(self._device) == self._stream)
+        return bool(self._guarded(self.streams.current_stream, self._device) == self._stream)
 
     def put(self, kind: int, key: int, turn: int = 0, *, host: bool = False) -> None:
         """Stamp an event. host: with the host's time, also if the model is on a GPU."""

@@ -122,7 +122,8 @@ class Sharded(GradientSink):
     """The gradients of a model that FSDP2 shards: they are stamped when they are ready, and FSDP2 moves them.
 
     Autograd accumulates into the unsharded parameters, which exist from the first forward pass on. On a GPU, a step
-    that is not sampled has the time of one gradient of each group: of its first parameter, which backward reaches last.
+    that is not sampled has the time of one gradient of each group: of its first trained parameter, as backward reaches
+    that last.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -174,10 +175,16 @@ class Sharded(GradientSink):
         if self._stamps.on:
             return
         self._all = each
-        groups = [group.fsdp_params for group in _groups(model)]
-        whole = {id(one.sharded_param): one._unsharded_param for group in groups for one in group}
-        firsts = {id(group[0].sharded_param) for group in groups if group}
-        self._stamps.start([whole.get(id(p), p) if each or id(p) in firsts else None for p in self.parameters])
+        self._stamps.start(self._stamped(model, each))
+
+    def _stamped(self, model: torch.nn.Module, each: bool) -> list[torch.Tensor | None]:
+        """Return what autograd accumulates into, of every parameter or of each group's first; None for the others."""
+        whole: dict[int, torch.Tensor] = {}
+        firsts: set[int] = set()
+        for group in _groups(model):
+            whole |= {id(one.sharded_param): one._unsharded_param for one in group.fsdp_params}
+            firsts |= set([id(p.sharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad][:1])
+        return [whole.get(id(p), p) if each or id(p) in firsts else None for p in self.parameters]
 
     def close(self) -> None:
         """Remove the hooks."""

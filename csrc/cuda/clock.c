@@ -15,8 +15,9 @@
 enum {
     MARKS_MAX = 8192,             // in the queue
     REBASE_NS = 50 * 1000 * 1000, // a float of 50 ms has a resolution of 4 ns, below the driver's own
-    PROBE_NS = 50 * 1000 * 1000,  // between two probes, once the offset is known to COARSE_NS
-    COARSE_NS = 100 * 1000,
+    PROBE_NS = 50 * 1000 * 1000,  // between two probes
+    COARSE_NS = 100 * 1000,       // an offset that is known less well is probed every
+    COARSE_PROBE_NS = 5 * 1000 * 1000,
     PROBE_SPIN_NS = 100 * 1000,
     FIRST_SPIN_NS = 10 * 1000 * 1000,
     RESOLUTION_NS = 500, // cuEventElapsedTime
@@ -45,6 +46,7 @@ struct nb_cuda_clock {
     double base_gpu_ns;
     struct CUevent_st *probe;
     int64_t probe_recorded_ns; // 0: no probe is under way
+    int64_t last_probe_ns;     // when it was recorded
     struct moment last;
     struct moment before; // error_ns < 0: none
     int64_t last_time_ns; // of the marks in order
@@ -136,19 +138,18 @@ static bool is_coarse(const struct nb_cuda_clock *clock) {
     return clock->last.error_ns < 0 || clock->last.error_ns > COARSE_NS;
 }
 
-// A probe that was passed between two looks says little, so the next one follows it at once.
-static int probe(struct nb_cuda_clock *clock, int64_t spin_ns, struct nb_error *err) {
+// Takes over the probe under way, or takes another one at least `every_ns` after the last.
+static int probe(struct nb_cuda_clock *clock, int64_t every_ns, int64_t spin_ns, struct nb_error *err) {
     int rc = clock->probe_recorded_ns != 0 ? follow_probe(clock, 0, err) : 0;
     int64_t now_ns = nb_now_ns();
-    bool is_due = is_coarse(clock) || (double)now_ns - clock->last.host_ns >= PROBE_NS;
-    if (rc < 0 || clock->probe_recorded_ns != 0 || !is_due) {
+    if (rc < 0 || clock->probe_recorded_ns != 0 || now_ns - clock->last_probe_ns < every_ns) {
         return rc;
     }
     rc = record(clock, clock->probe, clock->probes, err);
     if (rc < 0) {
         return rc;
     }
-    clock->probe_recorded_ns = now_ns;
+    clock->probe_recorded_ns = clock->last_probe_ns = now_ns;
     return follow_probe(clock, spin_ns, err);
 }
 
@@ -202,7 +203,7 @@ int nb_cuda_clock_look(struct nb_cuda_clock *clock, struct nb_error *err) {
     unsigned mode = 0;
     int rc = begin_calls(clock, &mode, err);
     if (rc == 0) {
-        rc = probe(clock, PROBE_SPIN_NS, err);
+        rc = probe(clock, is_coarse(clock) ? COARSE_PROBE_NS : PROBE_NS, PROBE_SPIN_NS, err);
         end_calls(clock, mode);
     }
     return rc;
@@ -289,7 +290,7 @@ static int first_probes(struct nb_cuda_clock *clock, struct nb_error *err) {
     int rc;
     int64_t left_ns = FIRST_SPIN_NS;
     do {
-        rc = probe(clock, left_ns, err);
+        rc = probe(clock, 0, left_ns, err);
         left_ns = until_ns - nb_now_ns();
     } while (rc == 0 && is_coarse(clock) && left_ns > 0);
     return rc;

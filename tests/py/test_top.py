@@ -423,7 +423,7 @@ def test_a_window_begins_where_packets_begin_to_be_lost(tmp_path: Path, lost: in
     steps = steps[steps["kind"] == ring_reader.EVENTS["STEP_BEGIN"]]
     again = [lost if step > 100 else 0 for step in steps["step"].tolist()]
     following, begins, peeks = Following(run), [], []
-    for count in (60, 100, 110, 130, 144):
+    for count in (60, 100, 106, 130, 144):
         for path, events in whole.items():
             _rewrite(path, events[events["step"] <= count])
         read = int((steps["step"] <= count).sum())

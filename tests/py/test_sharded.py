@@ -64,7 +64,7 @@ def raster(step: Step, operations: list[Collective], split: Split) -> tuple[int,
     return sums[0], sums[1], sums[2]
 
 
-@pytest.mark.parametrize("how", ["import", "attach", "profile"])
+@pytest.mark.parametrize("how", ["import", "two", "attach", "profile"])
 def test_a_sharded_model_is_measured_and_computes_the_same(
     warm_ranks: Ranks, weights: str, tmp_path: Path, how: str
 ) -> None:

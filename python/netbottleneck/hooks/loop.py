@@ -208,12 +208,17 @@ def _groups(model: torch.nn.Module) -> Iterator[Any]:
         yield from () if group is None else (group,)
 
 
+def _measures() -> bool:
+    """Return True if a model is measured that DDP synchronises, or that FSDP2 shards."""
+    return ddp_hooks.measures() or any(not measured.closed for measured in _sharded)
+
+
 def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Measure the FSDP2 model of an optimizer from its next forward pass on, if no model is measured.
 
     Returns what ends the search for the model. While it goes on, each forward pass of a module is looked at.
     """
-    if ddp_hooks.measures() or any(not measured.closed for measured in _sharded):
+    if _measures():
         return lambda: None
     own = {id(parameter) for parameter in held(optimizer)}
     chosen = weakref.ref(optimizer)
@@ -222,7 +227,8 @@ def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         if own <= {id(parameter) for parameter in module.parameters()}:
             seeking.remove()
             alive = chosen()
-            if alive is not None and is_sharded(module):
+            # Another optimizer of the model may have been first.
+            if alive is not None and is_sharded(module) and not _measures():
                 attach_sharded(module, alive)
 
     seeking = register_module_forward_pre_hook(eager(seek))

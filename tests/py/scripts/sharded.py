@@ -1,7 +1,7 @@
 """Trains a model that FSDP2 shards, on the CPU over gloo; prints a digest of its weights.
 
-Arguments: steps, and how it is measured: `import` (by its variables), `attach` or `profile` (before the first step), or
-`unmeasured` (netbottleneck is not imported).
+Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach` or
+`profile` (before the first step), or `unmeasured` (netbottleneck is not imported).
 """
 
 import hashlib
@@ -17,12 +17,13 @@ if HOW != "unmeasured":
     import netbottleneck
 
 
-def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def trained(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.randn(32, 96, generator=generator)).square().mean().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def main() -> None:
@@ -44,6 +45,9 @@ def main() -> None:
         with netbottleneck.profile(model, optimizer) as session:
             assert session is not None
             trained(model, optimizer)
+    elif HOW == "two":
+        first, *others = model.parameters()
+        trained(model, torch.optim.AdamW(others, lr=0.01), torch.optim.AdamW([first], lr=0.01))
     else:
         trained(model, optimizer)
     found = hashlib.sha256()

@@ -311,9 +311,9 @@ def experiment(*topics: str) -> Iterator[str]:
         )
 
 
-def matrix() -> Iterator[str]:
-    """Yield the confusion matrix of causes: origin, counts, a row for each cause, the columns' codes."""
-    found = load("scenarios")
+def matrix(name: str = "scenarios") -> Iterator[str]:
+    """Yield a confusion matrix of causes: origin, counts, a row for each cause, the columns' codes."""
+    found = load(name)
     yield from origin(found)
     rows = found["matrix"]
     runs, wrong = (sum(int(row[name]) for row in rows) for name in ("runs", "wrong"))
@@ -328,9 +328,9 @@ def matrix() -> Iterator[str]:
     yield "Columns: " + ", ".join(f"{number} `{code}`" for number, code in enumerate(codes, 1)) + ".\n"
 
 
-def verdict_savings() -> Iterator[str]:
+def verdict_savings(name: str = "scenarios") -> Iterator[str]:
     """Yield how far the savings of verdicts are from the difference to the twins."""
-    found = load("scenarios")["savings"]
+    found = load(name)["savings"]
     yield (
         f"{found['runs']} savings: median error {found['median_error_percent']} %, nine of ten within "
         f"{found['nine_of_ten_percent']} %, largest {found['largest_error_percent']} %."

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from netbottleneck.analysis import arrivals, bandwidth, findings
+from netbottleneck.analysis import arrivals, bandwidth, findings, verdict
 from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock
 
@@ -85,6 +85,18 @@ def test_the_wait_for_a_straggler_is_apart_from_jitter():
     assert late.persistent_ns.value == pytest.approx(40 * MS, rel=0.06)
     assert late.longer["compute"] == pytest.approx(40 * MS, rel=0.06)
     assert 0 < late.jitter_ns.value < 5 * MS
+
+
+def test_a_rank_whose_communication_ends_later_is_not_a_straggler():
+    job = Job(sleeps_ms={1: 40.0}, jitter=0.004)
+    late = findings.find(trace_of(job)).lateness
+    assert (late.straggler, late.no_straggler) == (1, "")
+    assert late.own_ns == pytest.approx(40 * MS, rel=0.06)
+    follows = replace(late, own_ns=1 * MS)
+    assert (follows.last, follows.straggler) == (1, None)
+    assert follows.no_straggler.endswith("and not by its own work: its communication ends later")
+    found = verdict.decide(replace(findings.find(trace_of(job)), lateness=follows))
+    assert "STRAGGLER" not in {one.code for one in found.evidence if one.fired}
 
 
 def test_a_two_level_all_reduce_counts_what_crosses_the_link():

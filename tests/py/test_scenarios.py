@@ -1,6 +1,6 @@
-"""Every scenario of tests/scenarios with one seed, and a few known answers of each kind.
+"""Every scenario of tests/scenarios with one seed, a few known answers of each kind, and some trainings in labs.
 
-A scenario gets its verdict and saving, and its twin does not get that verdict.
+A scenario gets its verdict and saving, and its twin does not get that verdict. `make scenarios` runs all trainings.
 """
 
 import random
@@ -16,6 +16,10 @@ from scenario import known, matrix
 from scenario.cases import CASES
 from scenario.job import Job, work_of
 from scenario.judge import judge, run
+from scenario.live import measure
+from scenario.trainings import LIVE
+
+from netbottleneck.lab import Lab, LabError
 
 SEED = 1
 # A saving differs from the difference to the twin by at most this part.
@@ -28,6 +32,29 @@ def test_a_scenario_gets_its_verdict_and_its_twin_does_not(make):
     assert result.wrong == ()
     if result.error is not None:
         assert abs(result.error) < ERROR_MAX
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "live_few_steps",
+        "live_slow_input_of_one_rank",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("live_sharded", "live_two_levels")),
+    ],
+)
+def test_a_training_in_a_lab_gets_its_verdict(name):
+    pytest.importorskip("torch")
+    try:
+        with Lab(1, "none", ways=("root", "user")):
+            pass
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    make = next(make for make in LIVE if make.__name__ == name)
+    case = make(random.Random(f"{SEED}/{name}"))
+    got = measure(case.job, SEED)
+    assert got.verdict.code in case.expected, got.verdict.why
+    assert case.says in got.verdict.why
+    assert case.advises in got.verdict.next
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -308,6 +308,19 @@ def test_the_output_is_an_ordinary_trace(tmp_path: Path) -> None:
     assert Plan.of(found).buckets == ((1,), (0,))
 
 
+def test_buckets_that_ddp_made_for_its_first_step_are_not_of_the_plan() -> None:
+    spec = RankStep(100, [(1, 100), (0, 100)], 0, 50)
+    found = simulate(trace_of([[spec] * 3] * 2, [4000, 1000], ["f"] * 2), Plan.ddp(1000, 500), Cost(link=Link(8e9)))
+    first = min(step.index for step in found.steps)
+    whole = tr.Bucket("ddp/0:5000", 1, 5000, "float32", ())
+    operations = [
+        replace(c, bucket=len(found.buckets)) if c.step == first else c
+        for c in (*found.collectives, replace(found.collectives[0], bucket=len(found.buckets), step=None))
+    ]
+    started = replace(found, buckets=(*found.buckets, whole), collectives=tuple(operations))
+    assert Plan.of(started).buckets == ((1,), (0,))
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

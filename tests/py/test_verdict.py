@@ -264,6 +264,21 @@ def test_time_that_does_not_depend_on_size_is_latency(unexplained):
     assert verdict.decide(replace(unexplained, latency_share=0.4)).code == "INCONCLUSIVE"
 
 
+def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
+    rate = unexplained.achieved["stock"]
+    parts = unexplained.parts["stock"]
+
+    def decided(active_bps, each_bytes):
+        small = {"stock": replace(parts, tensor_bytes=each_bytes * parts.operations)}
+        moved = {"stock": replace(rate, active_bps=active_bps)}
+        found = replace(unexplained, parts=small, achieved=moved, link_bps=None, achievable=None, latency_share=None)
+        return verdict.decide(found).code
+
+    assert decided(30e6, 4096) == "LATENCY_LIMITED"
+    assert decided(90e6, 4096) == "INCONCLUSIVE"  # a link of 100 Mbit/s would be full
+    assert decided(30e6, 1 << 20) == "INCONCLUSIVE"
+
+
 @pytest.mark.parametrize(
     ("busy_cores", "meta", "share", "code"),
     [

@@ -1,4 +1,4 @@
-"""Runs the scenarios: `run.py [--seeds A-B] [--known N] [--only TEXT]`. A line for each; the last line counts them.
+"""Runs the scenarios: `run.py [--seeds A-B] [--live] [--known N] [--only TEXT]`. The last line counts them.
 
 Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps. `--known`
 compares injected lengths of time with those that the report shows. `--store` keeps the outcome of a run of both.
@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scenario import known, matrix
-from scenario.cases import CASES, LIVE
+from scenario.cases import CASES
 from scenario.judge import Result, judge, run
 from scenario.live import measure
+from scenario.trainings import LIVE
 
 
 def _drawn(makers: Sequence[Any], seed: int, only: str) -> list[Any]:
@@ -43,7 +44,7 @@ def _results(args: argparse.Namespace) -> Iterator[Result]:
     for seed in args.seeds:
         if len(args.seeds) > 1:
             print(f"seed {seed}")
-        for case in _drawn(CASES, seed, args.only):
+        for case in _drawn(CASES, seed, args.only) if args.live != "only" else ():
             yield _shown(run(case, seed, judge))
         for case in _drawn(LIVE, seed, args.only) if args.live else ():
             yield _shown(run(case, seed, measure))
@@ -95,9 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds", "--seed", type=_seeds, default=range(1, 2), help="A or A-B: draw rates, sizes, ranks and delays (1)"
     )
     parser.add_argument("--known", type=int, default=0, metavar="N", help="also run N known answers of each kind (0)")
-    parser.add_argument("--live", action="store_true", help="also run the trainings in labs of network namespaces")
+    parser.add_argument(
+        "--live", nargs="?", const="also", choices=("also", "only"), help="also, or only, run trainings in labs"
+    )
     parser.add_argument("--only", default="", help="run what has this text in its name")
-    parser.add_argument("--store", action="store_true", help="write the outcome to benchmarks/results/scenarios.json")
+    parser.add_argument("--store", action="store_true", help="write the outcome to benchmarks/results")
     return parser
 
 
@@ -105,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all scenarios. Returns 1 if one failed."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.store and (args.only or args.live or not args.known):
-        parser.error("--store keeps a run of all simulated scenarios and of known answers")
+    live = args.live == "only"
+    if args.store and (args.only or args.live == "also" or live == bool(args.known)):
+        parser.error("--store keeps a run of all simulated scenarios with known answers, or of the live ones")
     begin = time.monotonic()
     results = list(_results(args))
     answers = _known(args)
@@ -128,10 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "failed": failed,
             "matrix": found,
             "savings": savings,
-            "known": known.table(answers),
+            **({} if live else {"known": known.table(answers)}),
         }
         command = "tests/scenarios/run.py " + " ".join(sys.argv[1:] if argv is None else argv)
-        print(f"stored in {matrix.store(outcome, command, time.monotonic() - begin)}")
+        what = matrix.LIVE if live else matrix.SIMULATED
+        print(f"stored in {matrix.store(outcome, command, time.monotonic() - begin, what)}")
     print(f"{passed} passed, {failed} failed")
     return int(failed > 0)
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
 from netbottleneck.analysis.intervals import Split
-from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_STEPS_MIN
+from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
 from netbottleneck.trace.model import COMPLETED, ENDED, Clock, Collective, ProcessGroup, Step, Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import nbytes
+from netbottleneck.units import ms, nbytes
 
 # Clocks from wall times, or not compared at all, may be off by milliseconds.
 UNSURE_METHODS = ("wall", "none")
@@ -133,21 +133,36 @@ def _error_ns(clock: Clock) -> float:
 class Lateness:
     """What uneven arrival costs a step, and whether one rank causes it.
 
-    straggler: the rank that arrives last persistently, None if there is none. chance: probability that ranks of equal
-    speed differ as much. persistent_ns: saved if the straggler were as fast as the typical other rank; jitter_ns: saved
-    on top if all steps of all ranks were equally long. longer: how much longer than on the typical other rank the
-    straggler's input, compute and optimizer are, in ns a step.
+    last: the rank that arrives last persistently, None if there is none. chance: probability that ranks of equal speed
+    differ as much. persistent_ns: saved if it were as fast as the typical other rank; jitter_ns: saved on top if all
+    steps of all ranks were equally long. longer: how much longer than on the typical other rank its input, compute and
+    optimizer are, in ns a step; own_ns: the same of all that is not communication.
     """
 
     steps: int
-    straggler: int | None
+    last: int | None
     chance: float
     persistent_ns: Estimate
     jitter_ns: Estimate
     longer: Mapping[str, float]
+    own_ns: float
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that is last by its own work; None if there is none, or if its communication ends later."""
+        return self.last if self.own_ns >= STRAGGLER_OWN * self.persistent_ns.value else None
+
+    @property
+    def no_straggler(self) -> str:
+        """Why no rank is a straggler; "" if one is."""
+        if self.last is None:
+            return "no rank is last more often than chance allows"
+        follows = f"rank {self.last} is last by {ms(self.persistent_ns.value)}, and not by its own work: its"
+        return f"{follows} communication ends later" if self.straggler is None else ""
 
 
 PHASES = ("input", "compute", "optimizer")
+OWN = "own"
 
 
 def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
@@ -193,16 +208,17 @@ def _places(arrived: Floats) -> Floats:
 
 
 def _longer(splits: Sequence[Split], rank: int) -> dict[str, float]:
-    """By phase: how much longer it is on a rank than on the median of the others, in ns a step."""
+    """By phase, and of OWN, all but communication: how much longer than on the median of the others, in ns a step."""
     means: dict[str, dict[int, float]] = defaultdict(dict)
     for member in {split.rank for split in splits}:
         own = [split for split in splits if split.rank == member]
         means["input"][member] = float(np.mean([s.input_ns for s in own]))
         means["optimizer"][member] = float(np.mean([s.optimizer_ns for s in own]))
         means["compute"][member] = float(np.mean([s.compute_ns - s.optimizer_ns for s in own]))
+        means[OWN][member] = float(np.mean([s.compute_ns + s.other_ns for s in own]))
     return {
         phase: means[phase][rank] - float(np.median([ns for other, ns in means[phase].items() if other != rank]))
-        for phase in PHASES
+        for phase in (*PHASES, OWN)
     }
 
 
@@ -231,13 +247,15 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     of_others = np.delete(waited, worst, axis=1).mean(axis=1)
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
     jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
+    longer = _longer(splits, ranks[worst]) if found else {}
     return Lateness(
         len(arrived),
         ranks[worst] if found else None,
         chance,
         mean_of_steps(persistent),
         mean_of_steps(jitter),
-        _longer(splits, ranks[worst]) if found else {},
+        {phase: longer[phase] for phase in PHASES if found},
+        longer.get(OWN, 0.0),
     )
 
 

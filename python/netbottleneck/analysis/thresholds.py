@@ -14,6 +14,8 @@ PROBE_RATIO = 1.30
 LATENCY_SHARE = 0.50
 # Operations of at most this many bytes, far below the link's rate, are latency without a fit.
 SMALL_BYTES = 65_536
+# Where the link's rate is not known, the rate that any link in use has at least, bits a second: Fast Ethernet.
+SLOWEST_LINK_BPS = 100_000_000
 # The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
 CORES_BUSY = 0.90
 # The input rule applies from this on: time before the first forward, as a part of the step.
@@ -43,6 +45,8 @@ FIT_OPERATIONS_MIN = 8
 FIT_SIZES_RATIO_MIN = 2.0
 # A rank is a persistent straggler only if chance makes a rank arrive this late with at most this probability.
 CHANCE_MAX = 0.001
+# The rank that is last is a straggler only if its own work is longer by at least this part of the wait for it.
+STRAGGLER_OWN = 0.5
 # Fewest steps for the test of a persistent straggler.
 STRAGGLER_STEPS_MIN = 7
 # Fewest steps for imbalance: of fewer, the test may not tell a straggler from chance.

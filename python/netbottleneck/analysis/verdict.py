@@ -405,8 +405,8 @@ def latency(facts: Facts) -> RuleResult:
     parts, did = f.parts[base], f.achieved.get(base)
     share, rests = f.latency_share, "least squares over the sizes"
     each = parts.tensor_bytes / max(parts.operations, 1)
-    limit = f.link_bps or (f.achievable.best[1] if f.achievable else None)
-    if share is None and did is not None and limit and each <= limits.SMALL_BYTES:
+    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
+    if share is None and did is not None and each <= limits.SMALL_BYTES:
         share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:
@@ -507,7 +507,7 @@ def straggler(facts: Facts) -> RuleResult:
     if late is None:
         return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
     if late.straggler is None:
-        return facts.evidence("straggler", "STRAGGLER", rests="no rank is last more often than chance allows")
+        return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
     rank, saving = late.straggler, late.persistent_ns
     unsure = _unsure_clocks(facts, saving)
     name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
@@ -544,11 +544,7 @@ def imbalance(facts: Facts) -> RuleResult:
         rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
         why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
         f"{ms(saving.high)}) a step"
-        + (
-            ". No rank is last persistently."
-            if late.straggler is None
-            else f", beside the wait for rank {late.straggler}."
-        ),
+        + (". No rank is last persistently." if late.last is None else f", beside the wait for rank {late.last}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
         **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else facts.more_steps(saving)),
     )

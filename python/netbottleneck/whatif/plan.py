@@ -166,13 +166,13 @@ class Plan:
 
     @classmethod
     def of(cls, trace: Trace, transport: Arm | None = None) -> Plan:
-        """Return the buckets that the run used, with its number of operations in flight.
+        """Return the buckets that the run used in its steps, with its number of operations in flight.
 
         transport: None: the first that recorded its buckets. Raises ValueError if the trace has no buckets.
         """
         names = [transport] if transport is not None else [t for t in trace.arms if t not in PSEUDO]
         for name in names:
-            used = sorted({c.bucket for c in trace.collectives if c.arm == name and c.bucket is not None})
+            used = _buckets_of_steps(trace, name)
             found = [trace.buckets[index].parameters for index in used if index < len(trace.buckets)]
             if found and all(found):
                 return cls.explicit(found, in_flight(trace, name))
@@ -195,6 +195,15 @@ class Plan:
         if not members <= set(range(len(sizes))):
             raise ValueError(f"the plan has tensor {max(members)}, the trace has {len(sizes)} tensors")
         return self.buckets + tuple((index,) for index in order if index not in members)
+
+
+def _buckets_of_steps(trace: Trace, arm: Arm) -> list[int]:
+    """Buckets of an arm's steps, without those of its first step alone: DDP makes new ones after it."""
+    own = [(c.step, c.bucket) for c in trace.collectives if c.arm == arm]
+    placed = [(step, bucket) for step, bucket in own if step is not None and bucket is not None]
+    steps = {step for step, _ in placed}
+    later = steps - {min(steps, default=-1)} or steps
+    return sorted({bucket for step, bucket in placed if step in later})
 
 
 def _least_in_flight(operations: Sequence[Collective]) -> int:

@@ -1,7 +1,7 @@
 """Trains a model that FSDP2 shards, on the CPU over gloo; prints a digest of its weights.
 
-Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach` or
-`profile` (before the first step), or `unmeasured` (netbottleneck is not imported).
+Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach`
+or `profile` (before the first step), or `unmeasured` (netbottleneck is not imported).
 """
 
 import hashlib

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from scenario.job import MIB, Job
-from scenario.training import Training
 
 T = TypeVar("T")
 
@@ -37,20 +36,12 @@ class Case(Generic[T]):
 
 Draw = random.Random
 Make = Callable[[Draw], Case[Job]]
-MakeLive = Callable[[Draw], Case[Training]]
 CASES: list[Make] = []
-LIVE: list[MakeLive] = []
 
 
 def case(make: Make) -> Make:
     """Add a scenario of a made trace."""
     CASES.append(make)
-    return make
-
-
-def live(make: MakeLive) -> MakeLive:
-    """Add a scenario that runs a training."""
-    LIVE.append(make)
     return make
 
 
@@ -517,187 +508,3 @@ def straggler_on_a_full_link(draw: Draw) -> Case[Job]:
 def large_buckets(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), forward_ms=20, backward_ms=150, buckets=(8 * MIB, 64 * MIB), link_bps=6e9, flow_bps=6e9)
     return Case("buckets too large to overlap", job, ("BUCKET_SIZES", "LINK_LIMITED"))
-
-
-# Trainings that run. Their compute is sleep, so two cores suffice.
-
-SMALL = Training(options={"kib": 16})
-
-
-@live
-def live_flow_cap(draw: Draw) -> Case[Training]:
-    flow = draw.randrange(60, 120)
-    run = Training(f"1gbit/{flow}mbit", "stock,tcp,bare")
-    return Case(
-        "live: flow cap, other transport measured",
-        run,
-        ("TRANSPORT_LIMITED",),
-        run.but("1gbit"),
-        "TRANSPORT_LIMITED",
-        never=("STRAGGLER", "LINK_LIMITED"),
-        advises="NETBOTTLENECK_TRANSPORT=tcp",
-    )
-
-
-@live
-def live_full_link(draw: Draw) -> Case[Training]:
-    run = Training(f"{draw.randrange(80, 160)}mbit", "stock,tcp,bare")
-    return Case(
-        "live: full link",
-        run,
-        ("LINK_LIMITED",),
-        run.but("none"),
-        "LINK_LIMITED",
-        never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
-        saves=True,
-    )
-
-
-@live
-def live_sleeping_rank(draw: Draw) -> Case[Training]:
-    slow = draw.randrange(2)
-    run = SMALL.but(slow_rank=slow, sleep_ms=draw.uniform(15, 50))
-    return Case(
-        "live: one rank sleeps in its backward",
-        run,
-        ("STRAGGLER",),
-        run.but(sleep_ms=None),
-        "STRAGGLER",
-        never=("LINK_LIMITED", "INPUT_LIMITED"),
-        saves=True,
-        says=f"Rank {slow} makes the others wait",
-    )
-
-
-@live
-def live_input(draw: Draw) -> Case[Training]:
-    run = SMALL.but(input_ms=draw.uniform(20, 60))
-    return Case(
-        "live: slow input",
-        run,
-        ("INPUT_LIMITED",),
-        run.but(input_ms=None),
-        "INPUT_LIMITED",
-        never=("STRAGGLER", "OPTIMIZER_LIMITED"),
-        saves=True,
-    )
-
-
-@live
-def live_optimizer(draw: Draw) -> Case[Training]:
-    run = SMALL.but(optimizer_ms=draw.uniform(25, 60))
-    return Case(
-        "live: slow optimizer",
-        run,
-        ("OPTIMIZER_LIMITED",),
-        run.but(optimizer_ms=None),
-        "OPTIMIZER_LIMITED",
-        never=("STRAGGLER", "INPUT_LIMITED"),
-        saves=True,
-    )
-
-
-@live
-def live_second_optimizer(draw: Draw) -> Case[Training]:
-    run = SMALL.but(second_ms=draw.uniform(25, 60))
-    return Case(
-        "live: slow second optimizer",
-        run,
-        ("OPTIMIZER_LIMITED",),
-        run.but(second_ms=None),
-        "OPTIMIZER_LIMITED",
-        never=("STRAGGLER", "INPUT_LIMITED"),
-        saves=True,
-    )
-
-
-@live
-def live_forward_all_reduce(draw: Draw) -> Case[Training]:
-    run = SMALL.but(f"{draw.randrange(250, 400)}mbit", forward_mib=16, steps=70)
-    return Case(
-        "live: all-reduce in the forward",
-        run,
-        ("LINK_LIMITED",),
-        run.but(forward_mib=None),
-        "LINK_LIMITED",
-        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
-        saves=True,
-    )
-
-
-@live
-def live_batch_norm(draw: Draw) -> Case[Training]:
-    run = SMALL.but(f"{draw.randrange(80, 160)}mbit", norm_kib=256, steps=90)
-    return Case(
-        "live: batch norm over all ranks",
-        run,
-        ("LINK_LIMITED",),
-        run.but(norm_kib=None),
-        "LINK_LIMITED",
-        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
-        saves=True,
-    )
-
-
-@live
-def live_jitter(draw: Draw) -> Case[Training]:
-    run = SMALL.but(jitter=draw.uniform(0.15, 0.25))
-    return Case(
-        "live: random steps", run, ("IMBALANCE",), run.but(jitter=None), "IMBALANCE", never=("STRAGGLER",), saves=True
-    )
-
-
-@live
-def live_nothing(_: Draw) -> Case[Training]:
-    return Case("live: hidden communication", SMALL, ("NOT_NETWORK",), never=("STRAGGLER", "LINK_LIMITED"))
-
-
-@live
-def live_input_and_link(draw: Draw) -> Case[Training]:
-    run = Training("200mbit", "stock,bare", {"input_ms": draw.uniform(70, 90), "ms": 5.0})
-    return Case(
-        "live: input first, link second",
-        run,
-        ("INPUT_LIMITED",),
-        run.but(input_ms=None),
-        "INPUT_LIMITED",
-        also=("LINK_LIMITED",),
-        saves=True,
-    )
-
-
-@live
-def live_pinned(draw: Draw) -> Case[Training]:
-    run = Training("none", "stock,bare", {"kib": 1024, "core": draw.randrange(2), "spin": True})
-    return Case(
-        "live: both ranks on one core",
-        run,
-        ("HOST_LIMITED",),
-        run.but(core=None),
-        "HOST_LIMITED",
-        never=("LINK_LIMITED", "INPUT_LIMITED"),
-    )
-
-
-@live
-def live_clocks(draw: Draw) -> Case[Training]:
-    run = SMALL.but(clock_s=draw.randrange(5, 500))
-    return Case(
-        "live: clocks of the hosts differ", run, ("NOT_NETWORK",), never=("STRAGGLER", "IMBALANCE", "LINK_LIMITED")
-    )
-
-
-@live
-def live_clocks_and_a_straggler(draw: Draw) -> Case[Training]:
-    slow = draw.randrange(2)
-    run = SMALL.but(clock_s=draw.randrange(5, 500), slow_rank=slow, sleep_ms=draw.uniform(15, 50))
-    return Case(
-        "live: clocks differ, and one rank sleeps",
-        run,
-        ("STRAGGLER",),
-        run.but(sleep_ms=None),
-        "STRAGGLER",
-        never=("LINK_LIMITED", "INPUT_LIMITED"),
-        saves=True,
-        says=f"Rank {slow} makes the others wait",
-    )

@@ -1,4 +1,4 @@
-"""Scenarios that run: a training of two ranks in a lab of network namespaces, with a cause and without it."""
+"""Runs a training in a lab of network namespaces, and judges it by its report."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.analysis import findings, usage
 from netbottleneck.lab import Lab
+from netbottleneck.lab.lab import SCRIPT
 from netbottleneck.report import Run
-from netbottleneck.trace import model
-from netbottleneck.trace.model import Network
-from scenario.judge import Judged, decide
+from scenario.judge import Judged
 from scenario.training import Training
 
 LIMIT_S = 180
 TRAIN = Path(__file__).with_name("train.py")
+DEFAULTS = {"layers": 4, "kib": 256, "ms": 10.0, "steps": 150}
 
 
 def _shifted(seconds: int) -> list[str]:
@@ -29,9 +27,22 @@ def _shifted(seconds: int) -> list[str]:
     return shift if seconds else []
 
 
-def train(training: Training, folder: str, seed: int) -> float | None:
-    """Run the ranks. Returns the link's rate. Raises RuntimeError with the output of a rank that failed."""
-    options = {"seed": seed, "layers": 4, "kib": 256, "ms": 10.0, "steps": 150} | dict(training.options)
+def _start_others(lab: Lab, flows: int) -> None:
+    """Start another job between the first and the last host, until the lab ends."""
+    ends = (0, lab.size - 1)
+    script = [sys.executable, SCRIPT]
+    receive = [*script, "receive", lab.address(lab.hosts - 1), str(flows), "0", str(LIMIT_S), str(LIMIT_S)]
+    receiver = lab.popen(ends[1], receive, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert receiver.stdout is not None
+    port = receiver.stdout.readline().strip()
+    send = [*script, "send", lab.address(lab.hosts - 1), port, str(flows), str(LIMIT_S)]
+    lab.popen(ends[0], send, stderr=subprocess.DEVNULL)
+
+
+def train(training: Training, folder: str, seed: int) -> None:
+    """Run the ranks. Raises RuntimeError with the output of a rank that failed."""
+    options = {"seed": seed, **DEFAULTS, **training.options}
+    clock_s = options.pop("clock_s", 0)
     variables = {
         "NETBOTTLENECK": "1",
         "NETBOTTLENECK_TRANSPORT": training.arms,
@@ -39,14 +50,27 @@ def train(training: Training, folder: str, seed: int) -> float | None:
         "NETBOTTLENECK_START_STEP": "5",
         "NETBOTTLENECK_END_STEP": str(options["steps"] - 5),
         "NETBOTTLENECK_BLOCK_STEPS": "8",
+        "NETBOTTLENECK_INSECURE": "1",  # the network is the lab's own
+        **training.env,
     }
-    with Lab(2, training.lab) as lab:
+    with Lab(training.hosts, training.lab, training.ranks_per_host) as lab:
+        link_bps = lab.spec.links[0].link_bps
+        if link_bps:
+            variables["NETBOTTLENECK_LINK_GBPS"] = str(link_bps / 1e9)
+        if training.lost:
+            lab.drop(training.hosts - 1, training.lost)
+        if training.other_flows:
+            _start_others(lab, training.other_flows)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        clocks_s = (0, options.pop("clock_s", 0))
         command = [sys.executable, str(TRAIN), json.dumps(options)]
         ranks = [
-            lab.popen(rank, [*_shifted(clock_s), *command], {**os.environ, **variables}, **pipes)
-            for rank, clock_s in enumerate(clocks_s)
+            lab.popen(
+                rank,
+                [*_shifted(clock_s if rank == lab.size - 1 else 0), *command],
+                {**os.environ, **variables},
+                **pipes,
+            )
+            for rank in range(lab.size)
         ]
         try:
             texts = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
@@ -56,15 +80,11 @@ def train(training: Training, folder: str, seed: int) -> float | None:
         for process, text in zip(ranks, texts, strict=True):
             if process.returncode != 0:
                 raise RuntimeError(text)
-        return lab.spec.links[0].link_bps
 
 
 def measure(training: Training, seed: int) -> Judged:
-    """Run a training and decide, as its report does, with the lab's link as the network."""
+    """Run a training, and judge it as its report does."""
     with tempfile.TemporaryDirectory() as folder:
-        link_bps = train(training, folder, seed)
-        trace = Run(folder).trace
-        hosts = usage.hosts(trace, model.of_run(folder))
-    if link_bps:
-        trace = replace(trace, network=Network(training.lab, float(link_bps)))
-    return decide(findings.find(trace), hosts)
+        train(training, folder, seed)
+        run = Run(folder)
+        return Judged(run.findings, run.verdict)

@@ -1,4 +1,4 @@
-"""The confusion matrix of causes, and the file that keeps it: benchmarks/results/scenarios.json."""
+"""The confusion matrix of causes, and the files that keep it, in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from netbottleneck import __version__
 from netbottleneck.analysis.verdict import CODES
@@ -68,22 +67,42 @@ def cpu() -> str:
     return found[1] if found else platform.machine()
 
 
-def store(found: Row, command: str, seconds: float) -> Path:
-    """Write the outcome, with its origin, to benchmarks/results/scenarios.json. Returns the path."""
-    place = RESULTS / "scenarios.json"
+def _versions(*packages: str) -> dict[str, str]:
+    return {package: metadata.version(package) for package in packages}
+
+
+# By file: the title, what other work on the machine changes, and the packages whose versions are kept.
+SIMULATED = (
+    "scenarios",
+    "Verdicts and lengths of simulated jobs with known causes",
+    "simulated, so other work on the machine changes nothing",
+    ("numpy",),
+)
+LIVE = (
+    "live_scenarios",
+    "Verdicts of trainings with known causes, in labs of network namespaces",
+    "all ranks on one machine; otherwise idle",
+    ("numpy", "torch"),
+)
+
+
+def store(found: Row, command: str, seconds: float, what: tuple[str, str, str, tuple[str, ...]]) -> Path:
+    """Write the outcome, with its origin, to the file of SIMULATED or LIVE. Returns the path."""
+    name, title, load, packages = what
+    place = RESULTS / f"{name}.json"
     origin = {
-        "title": "Verdicts and lengths of simulated jobs with known causes",
+        "title": title,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {"cpu": cpu(), "cores": os.cpu_count()},
         "system": f"Linux {'.'.join(platform.release().split('.')[:2])}",
         "versions": {
             "netbottleneck": __version__,
             "Python": platform.python_version(),
-            "numpy": np.__version__,
+            **_versions(*packages),
         },
         "command": command,
         "duration": f"{seconds / 60:.1f} minutes",
-        "load": "simulated, so other work on the machine changes nothing",
+        "load": load,
         "spread": "counts of runs; errors as median, nine of ten and largest",
     }
     place.write_text(keep.text({**origin, **found}) + "\n", encoding="utf-8")

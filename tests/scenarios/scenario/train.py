@@ -1,7 +1,17 @@
-"""A DDP training whose compute is sleep, with the causes that its arguments name: `train.py JSON`."""
+"""A training whose compute is sleep, with the causes that its arguments name: `train.py JSON`.
+
+layers, kib, ms, steps: number of layers, their weights, their backward and the training. sizes: KiB of each layer,
+instead. bucket_kib: of DDP (a layer's). wrap: ddp, fsdp or horovod. spin: compute is busy. core: of this machine, for
+all ranks. jitter: standard deviation of compute, as a part. input_ms, optimizer_ms, second_ms: before the forward, in
+the optimizer and in a second one. evaluate_ms, save_ms: an evaluation and a checkpoint in each 10th step. accumulate:
+passes in a step. forward_mib: an all-reduce in the forward. norm_kib: statistics of all ranks. Of rank slow_rank alone:
+sleep_ms in the backward, slower (a factor on compute), late_input_ms, late_optimizer_ms.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -12,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck  # noqa: F401 - measures, as its variables say
@@ -20,6 +31,12 @@ OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 RANK = int(os.environ["RANK"])
 RANDOM = random.Random(f"{OPTIONS['seed']}/{RANK}")
 LEVEL = [1.0]
+SLOW = OPTIONS.get("slow_rank") == RANK
+
+
+def own(name: str) -> float:
+    """Return an option that is for the slow rank alone."""
+    return OPTIONS.get(name, 0.0) if SLOW else 0.0
 
 
 def work(ms: float) -> None:
@@ -59,8 +76,7 @@ class Layer(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Add the mean of the weights."""
-        late_ms = OPTIONS.get("sleep_ms", 0.0) if OPTIONS.get("slow_rank") == RANK else 0.0
-        return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + late_ms / OPTIONS["layers"])
+        return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + own("sleep_ms") / OPTIONS["layers"])
 
 
 class Reduced(torch.autograd.Function):
@@ -120,29 +136,111 @@ class Slow(torch.optim.SGD):
         return super().step(closure)
 
 
-def main() -> None:
-    """Train for the requested number of steps."""
+class Disk(io.BytesIO):
+    """A disk whose first write takes time."""
+
+    ms = 0.0
+
+    def write(self, values: Any) -> int:
+        """Write after a while."""
+        work(self.ms)
+        self.ms = 0.0
+        return super().write(values)
+
+
+def layers() -> list[nn.Module]:
+    """Return the model's layers."""
+    made: list[nn.Module] = [Shared(OPTIONS["forward_mib"])] if "forward_mib" in OPTIONS else []
+    for kib in OPTIONS.get("sizes", [OPTIONS["kib"]] * OPTIONS["layers"]):
+        made.append(Layer(kib, OPTIONS["ms"]))
+        if "norm_kib" in OPTIONS:
+            made.append(SyncNorm(OPTIONS["norm_kib"]))
+    return made
+
+
+def wrapped(model: nn.Sequential) -> nn.Module:
+    """Return the model as its gradients travel."""
+    if OPTIONS.get("wrap") == "fsdp":
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+    if OPTIONS.get("wrap") == "horovod":
+        return model
+    return DistributedDataParallel(model, bucket_cap_mb=OPTIONS.get("bucket_kib", OPTIONS["kib"]) / 1024)
+
+
+def optimizers(model: nn.Module) -> list[Any]:
+    """Return the optimizers: one for most weights, and one for the last layer's."""
+    first_ms = OPTIONS.get("optimizer_ms", 0.0) + own("late_optimizer_ms")
+    if OPTIONS.get("wrap") == "horovod":
+        import netbottleneck.torch as hvd
+
+        return [hvd.DistributedOptimizer(Slow(model.parameters(), first_ms), model.named_parameters())]
+    *most, last = model.parameters()
+    return [Slow(most, first_ms), Slow([last], OPTIONS.get("second_ms", 0.0))]
+
+
+def start() -> None:
+    """Join the other ranks."""
     if "core" in OPTIONS:
         os.sched_setaffinity(0, {OPTIONS["core"]})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    layers: list[nn.Module] = [Shared(OPTIONS["forward_mib"])] if "forward_mib" in OPTIONS else []
-    for _ in range(OPTIONS["layers"]):
-        layers.append(Layer(OPTIONS["kib"], OPTIONS["ms"]))
-        if "norm_kib" in OPTIONS:
-            layers.append(SyncNorm(OPTIONS["norm_kib"]))
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=OPTIONS["kib"] / 1024)
-    *most, last = model.parameters()
-    optimizers = [Slow(most, OPTIONS.get("optimizer_ms", 0.0)), Slow([last], OPTIONS.get("second_ms", 0.0))]
-    for _ in range(OPTIONS["steps"]):
-        LEVEL[0] = max(0.1, 1 + OPTIONS.get("jitter", 0.0) * RANDOM.gauss(0, 1))
-        work(OPTIONS.get("input_ms", 0.0))
+    if OPTIONS.get("wrap") == "horovod":
+        import netbottleneck.torch as hvd
+
+        hvd.init()
+    else:
+        dist.init_process_group("gloo")
+
+
+def end() -> None:
+    """Leave the other ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    else:
+        import netbottleneck.torch as hvd
+
+        hvd.shutdown()
+
+
+def passes(model: nn.Module, count: int) -> None:
+    """Run the forward and backward passes of a step."""
+    for number in range(count):
+        alone = number < count - 1 and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if alone else contextlib.nullcontext():
+            model(torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def look(model: nn.Module, step: int) -> None:
+    """Evaluate and save, in each 10th step."""
+    if "evaluate_ms" in OPTIONS and step % 10 == 9:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1))
+            work(OPTIONS["evaluate_ms"])
+        model.train()
+    if "save_ms" in OPTIONS and step % 10 == 9:
+        disk = Disk()
+        disk.ms = OPTIONS["save_ms"]
+        torch.save(model.state_dict(), disk)
+
+
+def main() -> None:
+    """Train for the requested number of steps."""
+    start()
+    model = wrapped(nn.Sequential(*layers()))
+    updates = optimizers(model)
+    for step in range(OPTIONS["steps"]):
+        pace = OPTIONS.get("slower", 1.0) if SLOW else 1.0
+        LEVEL[0] = pace * max(0.1, 1 + OPTIONS.get("jitter", 0.0) * RANDOM.gauss(0, 1))
+        work(OPTIONS.get("input_ms", 0.0) + own("late_input_ms"))
         model.zero_grad()
-        model(torch.ones(1, requires_grad=True)).sum().backward()
-        for optimizer in optimizers:
+        passes(model, OPTIONS.get("accumulate", 1))
+        for optimizer in updates:
             optimizer.step()
-    dist.barrier()
-    dist.destroy_process_group()
+        look(model, step)
+    end()
 
 
 if __name__ == "__main__":

@@ -217,6 +217,8 @@ def step_and_sum(trace: Trace, transport: Arm) -> tuple[float | None, float]:
 
 # A fit is poor with fewer operations than this, or with a larger median or 90th-percentile deviation.
 LEAST_OPERATIONS, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
+# Operations of one size have a cost of a byte if at most this part of their time is not that of a full link.
+FIXED_MOST = 0.2
 # Bootstrap draws for the uncertainty of a line, and their seed.
 LINES, BOOTSTRAP_SEED = 2000, 0
 # Largest number of operations tried as sharing the link. A larger number counts only if it cuts the deviation by this.
@@ -607,13 +609,29 @@ def _least_byte_ns(trace: Trace, name: Arm, share: float) -> float:
     return 8e9 * share / rate_bps if rate_bps else 0.0
 
 
+def _most_fixed_ns(rows: Sequence[Service], least_byte_ns: float) -> float | None:
+    """Most ns of an operation that do not depend on its bytes, of one size: what a full link leaves of its time.
+
+    None if operations have several sizes, which tell more, and if the link is not known or was not full.
+    """
+    sizes = {row.nbytes for row in rows}
+    if least_byte_ns == 0 or len(sizes) > 1:
+        return None
+    took = float(np.median([row.ns for row in rows]))
+    fixed = max(0.0, took - sizes.pop() * least_byte_ns)
+    return fixed if fixed <= FIXED_MOST * took else None
+
+
 def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Service], concurrent: int) -> Fit:
     algorithm, inside = formula
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
     step_ns, add = step_and_sum(trace, name)
     known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
     floor = _least_byte_ns(trace, name, shape[1])
-    a, b, why, note = fit_operations(rows, known, floor)
+    link = nominal(trace)
+    full = max(floor, 8e9 * shape[1] / link.rate_bps if link is not None else 0.0)
+    most_fixed = _most_fixed_ns(rows, full) if known is None else None
+    a, b, why, note = fit_operations(rows, known if most_fixed is None else 0.0, floor)
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
@@ -630,7 +648,10 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
     )
     probed = achievable(trace, name)
     reached = (cost.link, probed, nominal(trace))
-    others = [_with_line(cost, a, b, line) for line in bounding_lines(rows, a, b, floor)]
+    lines = bounding_lines(rows, a, b, floor)
+    if most_fixed:
+        lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)
+    others = [_with_line(cost, a, b, line) for line in lines]
     return Fit(
         cost,
         name,

@@ -427,6 +427,23 @@ def live_packets_lost(draw: Draw) -> Case[Training]:
 
 
 @live
+def live_large_buckets(draw: Draw) -> Case[Training]:
+    run = Training(
+        f"{draw.randrange(180, 260)}mbit",
+        options={"sizes": [64, *[256] * draw.randrange(7, 10)], "ms": 12.0, "bucket_kib": 8 << 10},
+    )
+    return Case(
+        "live: buckets too large to overlap",
+        run,
+        ("BUCKET_SIZES", "LINK_LIMITED"),
+        run.but(bucket_kib=250),
+        "BUCKET_SIZES",
+        also=("BUCKET_SIZES",),
+        never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
+    )
+
+
+@live
 def live_two_levels(draw: Draw) -> Case[Training]:
     run = replace(Training(f"{draw.randrange(80, 140)}mbit", "tcp,bare"), ranks_per_host=2)
     return Case(

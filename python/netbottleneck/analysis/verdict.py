@@ -285,11 +285,11 @@ class Facts:
         text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
         return {"needs": text, "more": more}
 
-    def share(self, saving: Estimate) -> str:
-        """A saving as text."""
-        step = self.step_ns
-        between = f"{percent(saving.low / step)} to {percent(saving.high / step)}"
-        return f"{ms(saving.value)}, {percent(saving.value / step)} of the step ({between})"
+    def share(self, saving: Estimate, *, beside: bool = False) -> str:
+        """A saving as text. beside: of the mean of all steps, which has it on top of the typical step."""
+        ends = (saving.value, saving.low, saving.high)
+        value, low, high = (percent(end / (self.step_ns + beside * end)) for end in ends)
+        return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
 
 
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
@@ -668,7 +668,7 @@ def loss(facts: Facts) -> RuleResult:
         saving=saving,
         rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
         why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
-        f"{facts.share(saving)} shorter.",
+        f"{facts.share(saving, beside=True)} shorter.",
         next="Find where packets are dropped on the way between these ranks: counters of interfaces (ethtool -S), of "
         "switch ports, and of queues (tc -s qdisc).",
         needs=MORE_STEPS,

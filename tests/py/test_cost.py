@@ -216,6 +216,7 @@ def test_a_fit_of_one_size_or_of_few_operations_is_poor() -> None:
     one_size = replace(run_at(Cost(alpha_ns=1e5, link=Link(1e9)), sizes=(MIB,) * 4), network=None)
     assert "one size" in fit(one_size).reason
     assert "one size" in fit(with_info(one_size, TransportInfo("tcp", link_bps=10**10))).reason
+    assert "one size" in fit(with_info(one_size, TransportInfo("tcp", link_bps=10**8))).reason
     full = fit(with_info(one_size, TransportInfo("tcp", link_bps=10**9)))  # bounds what an operation costs
     assert (full.reason, full.cost.fixed_ns) == ("", 0.0)
     assert full.cost.link.bps == pytest.approx(8e9 * MIB / (8 * MIB + 2e5), rel=0.01)

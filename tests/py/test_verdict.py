@@ -268,8 +268,8 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
     rate = unexplained.achieved["stock"]
     parts = unexplained.parts["stock"]
 
-    def decided(active_bps, each_bytes):
-        small = {"stock": replace(parts, tensor_bytes=each_bytes * parts.operations)}
+    def decided(active_bps, each_bytes, operations=60):
+        small = {"stock": replace(parts, operations=operations, tensor_bytes=each_bytes * operations)}
         moved = {"stock": replace(rate, active_bps=active_bps)}
         found = replace(unexplained, parts=small, achieved=moved, link_bps=None, achievable=None, latency_share=None)
         return verdict.decide(found).code
@@ -277,6 +277,7 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
     assert decided(30e6, 4096) == "LATENCY_LIMITED"
     assert decided(90e6, 4096) == "INCONCLUSIVE"  # a link of 100 Mbit/s would be full
     assert decided(30e6, 1 << 20) == "INCONCLUSIVE"
+    assert decided(30e6, 4096, operations=4) == "INCONCLUSIVE"  # larger buckets would not help
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ PROBE_RATIO = 1.30
 LATENCY_SHARE = 0.50
 # Operations of at most this many bytes, far below the link's rate, are latency without a fit.
 SMALL_BYTES = 65_536
+# So are at least this many a step: fewer are not cured by larger buckets.
+SMALL_OPERATIONS_MIN = 16
 # Where the link's rate is not known, the rate that any link in use has at least, bits a second: Fast Ethernet.
 SLOWEST_LINK_BPS = 100_000_000
 # The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.

@@ -406,7 +406,8 @@ def latency(facts: Facts) -> RuleResult:
     share, rests = f.latency_share, "least squares over the sizes"
     each = parts.tensor_bytes / max(parts.operations, 1)
     limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
-    if share is None and did is not None and each <= limits.SMALL_BYTES:
+    small = each <= limits.SMALL_BYTES and parts.operations >= limits.SMALL_OPERATIONS_MIN
+    if share is None and did is not None and small:
         share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:

@@ -217,7 +217,7 @@ def step_and_sum(trace: Trace, transport: Arm) -> tuple[float | None, float]:
 
 # A fit is poor with fewer operations than this, or with a larger median or 90th-percentile deviation.
 LEAST_OPERATIONS, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
-# Operations of one size have a cost of a byte if at most this part of their time is not that of a full link.
+# Operations of one size have a cost of a byte if their time is that of a full link up to this part.
 FIXED_MOST = 0.2
 # Bootstrap draws for the uncertainty of a line, and their seed.
 LINES, BOOTSTRAP_SEED = 2000, 0
@@ -612,14 +612,15 @@ def _least_byte_ns(trace: Trace, name: Arm, share: float) -> float:
 def _most_fixed_ns(rows: Sequence[Service], least_byte_ns: float) -> float | None:
     """Most ns of an operation that do not depend on its bytes, of one size: what a full link leaves of its time.
 
-    None if operations have several sizes, which tell more, and if the link is not known or was not full.
+    None if operations have several sizes, which tell more, and if the link is not known or was not full. Nor is it
+    known if they were far faster than the link.
     """
     sizes = {row.nbytes for row in rows}
     if least_byte_ns == 0 or len(sizes) > 1:
         return None
-    took = float(np.median([row.ns for row in rows]))
-    fixed = max(0.0, took - sizes.pop() * least_byte_ns)
-    return fixed if fixed <= FIXED_MOST * took else None
+    took, least = float(np.median([row.ns for row in rows])), sizes.pop() * least_byte_ns
+    full = least >= (1 - FIXED_MOST) * took and took >= (1 - FIXED_MOST) * least
+    return max(0.0, took - least) if full else None
 
 
 def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Service], concurrent: int) -> Fit:

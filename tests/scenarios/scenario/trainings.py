@@ -346,7 +346,8 @@ def live_flow_cap_on_a_faster_link(draw: Draw) -> Case[Training]:
 
 @live
 def live_as_good(draw: Draw) -> Case[Training]:
-    run = Training(f"1gbit/{draw.randrange(80, 120)}mbit", "stock,tcp,bare", env={"NETBOTTLENECK_STREAMS": "1"})
+    one = {"NETBOTTLENECK_STREAMS": "1"}
+    run = Training(f"1gbit/{draw.randrange(80, 120)}mbit", "stock,tcp,bare", {"steps": 250}, env=one)
     return Case(
         "live: another transport is as good",
         run,
@@ -379,7 +380,6 @@ def live_small_operations(draw: Draw) -> Case[Training]:
         run.but(bucket_kib=25 << 10),
         "LATENCY_LIMITED",
         never=("LINK_LIMITED", "TRANSPORT_LIMITED", "STRAGGLER"),
-        saves=True,
         advises="larger buckets",
     )
 
@@ -391,7 +391,7 @@ def live_contended_compute(draw: Draw) -> Case[Training]:
         "live: traffic slows compute",
         run,
         ("HOST_LIMITED",),
-        run.but(kib=16),
+        run.but(kib=16, spin=None),
         "HOST_LIMITED",
         never=("LINK_LIMITED", "STRAGGLER", "INPUT_LIMITED"),
     )

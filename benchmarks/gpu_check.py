@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +47,13 @@ class Part(NamedTuple):
 
 PARTS = {
     "versions": Part(20, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
-    "collectives": Part(60, False, "every collective and type against sums on the host, bit for bit"),
-    "nb": Part(50, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
+    "collectives": Part(50, False, "every collective and type against sums on the host, bit for bit"),
+    "nb": Part(40, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
     "staging": Part(40, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
+    "gather": Part(30, False, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
     "hooks": Part(40, False, "gradient hooks on the thread of backward beside an empty Python hook"),
     "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
-    "timing": Part(90, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
+    "timing": Part(80, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
     "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size"),
     "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
     "sockets": Part(50, True, "NCCL over our plugin beside its Socket network, default and tuned"),
@@ -59,10 +61,12 @@ PARTS = {
     "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
 }
 
-# The variables of the ways that NCCL's transfers take in the parts over NCCL.
+# The variables of the ways that a part takes in turn.
 OURS = {"NCCL_NET": "NetBottleneck"}
 WAYS: Mapping[str, Mapping[str, str]] = {
     "ours": OURS,
+    "copies": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "0"},
+    "kernel": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "1Mi"},
     "socket": {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"},
     "socket 4x4": {
         "NCCL_NET": "Socket",
@@ -87,6 +91,7 @@ WAYS: Mapping[str, Mapping[str, str]] = {
     },
 }
 WAYS_OF = {
+    "gather": ("copies", "kernel"),
     "nccl": ("ours",),
     "sockets": ("ours", "socket", "socket 4x4"),
     "arms": ("in turns",),
@@ -122,6 +127,18 @@ def without_nccl(device: str) -> str:
     if device != CUDA:
         return "NCCL needs a GPU"
     return "" if torch.distributed.is_nccl_available() else f"torch {torch.__version__} has no NCCL"
+
+
+def gathered(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the largest size up to which a kernel gathers gradients faster than the copy engine copies them, as a row.
+
+    rows: of both ways, by size.
+    """
+    times = {str(row["condition"]): float(row["value"]) for row in rows}
+    copies = {name.removeprefix("copies: "): time for name, time in times.items() if name.startswith("copies: ")}
+    faster = itertools.takewhile(lambda name: times[f"kernel: {name}"] < copies[name], copies)
+    best = max((int(name.split()[-2]) for name in faster), default=0)
+    return {"condition": "NETBOTTLENECK_CUDA_GATHER_BYTES that these times suggest", "value": best, "unit": "bytes"}
 
 
 def versions(device: str) -> list[dict[str, Any]]:
@@ -251,6 +268,8 @@ def run_part(name: str, device: str) -> dict[str, Any]:
             for way in WAYS_OF.get(name, ("",)):
                 rows = run_ranks(name, device, WAYS.get(way, {}), began + part.limit_s)
                 result["rows"] += [{**row, "condition": f"{way}: {row['condition']}".lstrip(": ")} for row in rows]
+            if name == "gather":
+                result["rows"].append(gathered(result["rows"]))
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # TimeoutError is an OSError
         result |= {"verdict": "failed", "why": f"{error}"}
     broken = [row["broken"] for row in result["rows"] if "broken" in row]

@@ -160,6 +160,19 @@ def staging(device: Device) -> Rows:
     return rows
 
 
+def gather(device: Device) -> Rows:
+    """Time the all-reduce of a group of gradients, by their size."""
+    rows: Rows = []
+    for size in GATHERED_SIZES if device.real else GATHERED_SIZES[:1]:
+        group = [torch.full((size // 4,), float(RANK + each), device=device.name) for each in range(GATHERED)]
+        wanted = [float(max(range(SIZE)) + each) for each in range(GATHERED)]
+        work = timed(device, lambda group=group: hvd.grouped_allreduce_(group, op=hvd.Max))  # type: ignore[misc]
+        for tensor, value in zip(group, wanted, strict=True):
+            assert bool((tensor == value).all()), f"a wrong result of {GATHERED} gradients of {size} bytes"
+        rows.append(row(f"all-reduce of {GATHERED} gradients of {size} bytes", work, 1e3, "ms"))
+    return rows
+
+
 def hooks(device: Device) -> Rows:
     """Time the thread of backward with no hook, an empty Python hook, and ours, for each gradient."""
     count = 400 if device.real else 20
@@ -313,6 +326,8 @@ def timing(device: Device, folder: str) -> Rows:
     ]
 
 
+GATHERED = 200  # gradients of a group, by size in bytes
+GATHERED_SIZES = [1 << shift for shift in range(10, 19, 2)]
 PIECES = 10  # that are packed into one buffer; the smallest size has one element for each
 CALLS_BYTES, CALLS_MAX = 64 << 20, 100  # a sample has calls for so many bytes in all, up to so many
 
@@ -482,7 +497,13 @@ def main() -> None:
         rows = {"arms": arms, "sharded": sharded}[part](device)
     else:
         hvd.init()
-        parts = {"collectives": collectives, "staging": staging, "hooks": hooks, "faults": faults}
+        parts = {
+            "collectives": collectives,
+            "staging": staging,
+            "gather": gather,
+            "hooks": hooks,
+            "faults": faults,
+        }
         rows = parts[part](device)
         if part != "faults":
             hvd.shutdown()

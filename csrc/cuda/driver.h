@@ -41,6 +41,7 @@ enum {
     NB_CUDA_STREAM_NON_BLOCKING = 1,
     NB_CUDA_EVENT_DISABLE_TIMING = 2,
     NB_CUDA_HOST_PORTABLE = 1,
+    NB_CUDA_HOST_MAPPED = 2,
 };
 
 enum { NB_CUDA_VERSION_MIN = 12000, NB_CUDA_PATH = 256, NB_CUDA_NAME = 96 };
@@ -73,6 +74,7 @@ enum { NB_CUDA_VERSION_MIN = 12000, NB_CUDA_PATH = 256, NB_CUDA_NAME = 96 };
     X(mem_free, cuMemFree_v2, (nb_cuda_address address))                                                               \
     X(host_register, cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned flags))                               \
     X(host_unregister, cuMemHostUnregister, (void *memory))                                                            \
+    X(host_device_address, cuMemHostGetDevicePointer_v2, (nb_cuda_address * address, void *memory, unsigned flags))    \
     X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *to, nb_cuda_address from, size_t bytes, struct CUstream_st *stream))  \
     X(copy_to_device, cuMemcpyHtoDAsync_v2,                                                                            \
       (nb_cuda_address to, const void *from, size_t bytes, struct CUstream_st *stream))                                \

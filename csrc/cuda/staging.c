@@ -12,6 +12,10 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "cuda/driver.h"
+#include "cuda/kernels.h"
+#include "cuda/piece.h"
+
+enum { GATHERED_MAX = 1024 }; // pieces of a chunk that one kernel copies
 
 enum state {
     REFUSED, // the table's answer to an event that a state does not allow
@@ -40,7 +44,8 @@ struct slot {
     enum state state;
     struct CUevent_st *copied; // recorded after the slot's last copy
     unsigned char *memory;
-    size_t number; // in its transfer
+    struct nb_cuda_piece *gathered; // a list for a kernel, in pinned memory
+    size_t number;                  // in its transfer
     size_t slice_bytes;
     uint64_t owner;                       // the number of the transfer that had it last
     struct nb_staging_transfer *transfer; // while LEAVING
@@ -52,7 +57,10 @@ struct nb_staging {
     struct nb_arena arena;
     bool registered;
     struct nb_error unpinned; // why not
-    bool unseen;              // a copy is under way whose event could not be recorded
+    struct nb_cuda_kernels kernels;
+    nb_cuda_address mapped;     // the device's address of the arena; 0: kernels are not used
+    struct nb_error ungathered; // why not
+    bool unseen;                // a copy is under way whose event could not be recorded
     uint64_t transfers;
     struct nb_list free;
     struct nb_list leaving;   // in the order of `out`
@@ -98,8 +106,36 @@ static void move(struct nb_list *list, struct slot *slot) {
     nb_list_insert(list, &slot->link);
 }
 
+// Lists of pieces follow the chunks.
+static size_t lists_offset(const struct nb_staging_config *config) {
+    const size_t align = sizeof(uint64_t);
+    return (config->chunk_bytes * (size_t)config->chunks + align - 1) / align * align;
+}
+
+static size_t arena_bytes(const struct nb_staging_config *config) {
+    const size_t list = config->gather_bytes > 0 ? GATHERED_MAX * sizeof(struct nb_cuda_piece) : 0;
+    return lists_offset(config) + (size_t)config->chunks * list;
+}
+
+// Loads the kernels and lets them reach the pinned memory. A failure leaves all copies to the copy engine.
+static void prepare_kernels(struct nb_staging *staging) {
+    const struct nb_cuda_driver *driver = staging->device->driver;
+    struct nb_error *why = &staging->ungathered;
+    if (!staging->registered) {
+        nb_fail(why, -ENOMEM, "%s", staging->unpinned.text);
+        return;
+    }
+    nb_cuda_address mapped = 0;
+    if (nb_cuda_kernels_open(&staging->kernels, staging->device, staging->config.image, why) == 0 &&
+        nb_cuda_check(staging->device, driver->host_device_address(&mapped, staging->arena.base, 0),
+                      "cuMemHostGetDevicePointer", staging->arena.bytes, why) == 0) {
+        staging->mapped = mapped;
+    }
+}
+
 static int create_events(struct nb_staging *staging) {
     const struct nb_cuda_driver *driver = staging->device->driver;
+    struct nb_cuda_piece *lists = (void *)((unsigned char *)staging->arena.base + lists_offset(&staging->config));
     int rc = 0;
     for (int i = 0; rc == 0 && i < staging->config.chunks; i++) {
         struct slot *slot = &staging->slots[i];
@@ -107,6 +143,7 @@ static int create_events(struct nb_staging *staging) {
         move(&staging->free, slot);
         slot->state = FREE;
         slot->memory = (unsigned char *)staging->arena.base + (size_t)i * staging->config.chunk_bytes;
+        slot->gathered = lists + (size_t)i * GATHERED_MAX;
         rc = check(staging, driver->event_create(&slot->copied, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", 0);
     }
     return rc;
@@ -114,14 +151,18 @@ static int create_events(struct nb_staging *staging) {
 
 static int prepare(struct nb_staging *staging) {
     const struct nb_cuda_driver *driver = staging->device->driver;
-    const size_t bytes = staging->config.chunk_bytes * (size_t)staging->config.chunks;
-    int rc = nb_arena_open(&staging->arena, bytes, &staging->failure);
+    int rc = nb_arena_open(&staging->arena, arena_bytes(&staging->config), &staging->failure);
     if (rc < 0 || (rc = nb_cuda_enter(staging->device, &staging->failure)) < 0) {
         return rc;
     }
-    unsigned result = driver->host_register(staging->arena.base, staging->arena.bytes, NB_CUDA_HOST_PORTABLE);
+    const unsigned flags =
+        staging->config.gather_bytes > 0 ? NB_CUDA_HOST_PORTABLE | NB_CUDA_HOST_MAPPED : NB_CUDA_HOST_PORTABLE;
+    unsigned result = driver->host_register(staging->arena.base, staging->arena.bytes, flags);
     staging->registered =
         nb_cuda_check(staging->device, result, "cuMemHostRegister", staging->arena.bytes, &staging->unpinned) == 0;
+    if (staging->config.gather_bytes > 0) {
+        prepare_kernels(staging);
+    }
     rc = create_events(staging);
     nb_cuda_leave(staging->device);
     return rc;
@@ -129,7 +170,8 @@ static int prepare(struct nb_staging *staging) {
 
 int nb_staging_open(struct nb_staging **staging, const struct nb_cuda_device *device,
                     const struct nb_staging_config *config, struct nb_error *err) {
-    if (config->chunks <= 0 || config->chunk_bytes == 0 || config->chunk_bytes > SIZE_MAX / (size_t)config->chunks) {
+    if (config->chunks <= 0 || config->chunk_bytes == 0 ||
+        config->chunk_bytes > SIZE_MAX / 2 / (size_t)config->chunks) {
         return nb_fail(err, -EINVAL, "CUDA: staging of %d chunks of %zu bytes", config->chunks, config->chunk_bytes);
     }
     struct nb_staging *made = calloc(1, sizeof *made + (size_t)config->chunks * sizeof made->slots[0]);
@@ -174,6 +216,7 @@ void nb_staging_close(struct nb_staging *staging) {
                 (void)driver->event_destroy(staging->slots[i].copied);
             }
         }
+        nb_cuda_kernels_close(&staging->kernels);
         if (staging->registered && settled) {
             ours = driver->host_unregister(staging->arena.base) == NB_CUDA_SUCCESS;
         }
@@ -191,6 +234,10 @@ const struct nb_arena *nb_staging_memory(const struct nb_staging *staging) {
 
 const char *nb_staging_unpinned(const struct nb_staging *staging) {
     return staging->registered ? NULL : staging->unpinned.text;
+}
+
+const char *nb_staging_ungathered(const struct nb_staging *staging) {
+    return staging->ungathered.code < 0 ? staging->ungathered.text : NULL;
 }
 
 bool nb_staging_polls(const struct nb_staging *staging) {
@@ -240,10 +287,18 @@ int nb_staging_start(struct nb_staging *staging, struct nb_staging_transfer *tra
     return 0;
 }
 
-// Starts the copies of a range of the buffer, one for each piece that it touches.
-static int copy_range(struct nb_staging *staging, const struct nb_staging_request *request, size_t offset,
-                      unsigned char *memory, size_t bytes, bool out) {
+static int copy_piece(struct nb_staging *staging, nb_cuda_address at, unsigned char *memory, size_t bytes, bool out) {
     const struct nb_cuda_driver *driver = staging->device->driver;
+    unsigned result = out ? driver->copy_to_host(memory, at, bytes, staging->config.out)
+                          : driver->copy_to_device(at, memory, bytes, staging->config.back);
+    return check(staging, result, out ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync", bytes);
+}
+
+// Starts the copies of a range of the buffer, one for each piece that it touches. Small ones go into the slot's list, of
+// `*gathered` pieces.
+static int copy_range(struct nb_staging *staging, const struct nb_staging_request *request, size_t offset,
+                      struct slot *slot, unsigned char *memory, bool out, int *gathered) {
+    size_t bytes = slot->slice_bytes;
     int rc = 0;
     for (const struct nb_staging_piece *piece = request->pieces; rc == 0 && bytes > 0; piece++) {
         if (offset >= piece->bytes) {
@@ -253,9 +308,11 @@ static int copy_range(struct nb_staging *staging, const struct nb_staging_reques
         const size_t room = piece->bytes - offset;
         const size_t take = room < bytes ? room : bytes;
         const nb_cuda_address at = piece->base + offset;
-        unsigned result = out ? driver->copy_to_host(memory, at, take, staging->config.out)
-                              : driver->copy_to_device(at, memory, take, staging->config.back);
-        rc = check(staging, result, out ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync", take);
+        if (staging->mapped != 0 && take <= staging->config.gather_bytes && *gathered < GATHERED_MAX) {
+            slot->gathered[(*gathered)++] = (struct nb_cuda_piece){at, (uint64_t)(memory - slot->memory), take};
+        } else {
+            rc = copy_piece(staging, at, memory, take, out);
+        }
         memory += take;
         bytes -= take;
         offset = 0;
@@ -263,16 +320,38 @@ static int copy_range(struct nb_staging *staging, const struct nb_staging_reques
     return rc;
 }
 
+static nb_cuda_address device_address(const struct nb_staging *staging, const void *memory) {
+    return staging->mapped + (size_t)((const unsigned char *)memory - (const unsigned char *)staging->arena.base);
+}
+
+// Starts the copies of a slot's list: by a kernel, if there are several.
+static int copy_gathered(struct nb_staging *staging, struct slot *slot, bool out, int count) {
+    if (count == 1) {
+        const struct nb_cuda_piece *piece = slot->gathered;
+        return copy_piece(staging, piece->address, slot->memory + piece->offset_bytes, piece->bytes, out);
+    }
+    const struct nb_cuda_work work = {.kernel = out ? NB_CUDA_PACK : NB_CUDA_UNPACK,
+                                      .to = device_address(staging, slot->memory),
+                                      .from = device_address(staging, slot->gathered),
+                                      .count = (size_t)count};
+    return nb_cuda_launch(&staging->kernels, out ? staging->config.out : staging->config.back, &work,
+                          &staging->failure);
+}
+
 // Starts the copies of a slot's slices of some parts, and records its event after them.
 static int copy_parts(struct nb_staging *staging, const struct nb_staging_transfer *transfer, struct slot *slot,
                       bool out) {
     const struct nb_staging_request *request = &transfer->request;
     const struct nb_staging_parts parts = out ? request->out : request->back;
+    int gathered = 0;
     int rc = 0;
     for (int i = 0; rc == 0 && i < parts.count; i++) {
         const size_t part = (size_t)((parts.first + i) % request->parts);
         const size_t offset = part * transfer->cut.part_bytes + slot->number * transfer->cut.slice_bytes;
-        rc = copy_range(staging, request, offset, slot->memory + part * slot->slice_bytes, slot->slice_bytes, out);
+        rc = copy_range(staging, request, offset, slot, slot->memory + part * slot->slice_bytes, out, &gathered);
+    }
+    if (rc == 0 && gathered > 0) {
+        rc = copy_gathered(staging, slot, out, gathered);
     }
     if (rc == 0) {
         unsigned result =

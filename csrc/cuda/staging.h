@@ -8,6 +8,8 @@
 //   5. After the last chunk the callers' streams wait on an event, and `done` is set: work that a caller submits to such
 //      a stream from now on sees the result. The host waits for nothing.
 //
+// Small pieces of a chunk are copied by a kernel, all together, if the staging has kernels; others by the copy engine.
+//
 // A buffer consists of equal parts, one after the other. A chunk is a slice of every part, so it is a small buffer of the
 // same shape: what an operation does to a whole buffer, it can do chunk by chunk.
 //
@@ -33,7 +35,9 @@ struct nb_staging;
 
 struct nb_staging_config {
     size_t chunk_bytes;
-    int chunks; // pinned memory: chunks * chunk_bytes
+    int chunks;          // pinned memory: chunks * chunk_bytes
+    size_t gather_bytes; // pieces of a chunk of at most this size are copied by a kernel, all together; 0: none
+    const void *image;   // of the kernels; NULL: there are none
     struct CUstream_st *out;
     struct CUstream_st *back; // may be the same as `out`; two streams copy both ways at once
 };
@@ -100,6 +104,8 @@ void nb_staging_close(struct nb_staging *staging);
 const struct nb_arena *nb_staging_memory(const struct nb_staging *staging);
 // Why the memory is not pinned, so that copies block; NULL: it is pinned.
 const char *nb_staging_unpinned(const struct nb_staging *staging);
+// Why the copy engine copies small pieces although `gather_bytes` is set; NULL: it does not.
+const char *nb_staging_ungathered(const struct nb_staging *staging);
 // True if nb_staging_poll has something to look at or to start.
 bool nb_staging_polls(const struct nb_staging *staging);
 

@@ -13,6 +13,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "cuda/driver.h"
+#include "cuda/kernels.h"
 #include "cuda/staging.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
@@ -84,18 +85,27 @@ static int staging_open(struct nb_job *job, struct nb_device *device, struct nb_
     if (rc < 0) {
         return rc;
     }
+    const void *image = job->config.cuda_image;
     const struct nb_staging_config config = {.chunk_bytes = nb_device_chunk_bytes(job),
                                              .chunks = chunk_count(job),
+                                             .gather_bytes = job->config.device_gather_bytes,
+                                             .image = image != NULL ? image : nb_cuda_image(),
                                              .out = device->out,
                                              .back = device->back};
     if ((rc = nb_staging_open(&device->staging, &device->cuda, &config, err)) < 0) {
         return rc;
     }
+    char text[NB_ERROR_TEXT];
     const char *why = nb_staging_unpinned(device->staging);
     if (why != NULL) {
-        char text[NB_ERROR_TEXT];
         snprintf(text, sizeof text, "staging memory cannot be pinned, so copies of device %d block (%.300s)",
                  device->cuda.ordinal, why);
+        nb_job_notify(job, text);
+    }
+    why = nb_staging_ungathered(device->staging);
+    if (why != NULL) {
+        snprintf(text, sizeof text, "small gradients of device %d are copied one by one (%.300s)", device->cuda.ordinal,
+                 why);
         nb_job_notify(job, text);
     }
     return nb_job_map_arena(job, nb_staging_memory(device->staging), err);

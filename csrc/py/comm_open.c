@@ -34,6 +34,7 @@ struct open_args {
     PyObject *cpus;
     PyObject *congestion;
     PyObject *cuda_library;
+    PyObject *cuda_gather_bytes;
 };
 
 // The arguments of the join and the job, in C.
@@ -51,12 +52,14 @@ static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
         "tag",       "transport",   "streams",       "provider",     "library",
         "ifname",    "ports",       "segment_bytes", "timeout_s",    "start_timeout_s",
         "stall_s",   "stall_end_s", "recorder",      "shm",          "host",
-        "algorithm", "cpus",        "congestion",    "cuda_library", NULL};
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size, &in->secret,
-            &in->listener, &in->address, &in->tag, &in->transport, &in->streams, &in->provider, &in->library,
-            &in->ifname, &in->ports, &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->stall_end,
-            &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus, &in->congestion, &in->cuda_library)) {
+        "algorithm", "cpus",        "congestion",    "cuda_library", "cuda_gather_bytes",
+        NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
+                                     &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
+                                     &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
+                                     &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->stall_end,
+                                     &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus, &in->congestion,
+                                     &in->cuda_library, &in->cuda_gather_bytes)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -185,10 +188,12 @@ static int get_numbers(struct core_comm *self, const struct open_args *in, struc
     long size;
     long streams;
     long segment;
+    long gathered;
     if (core_get_long("size", in->size, 1, INT32_MAX, &size) < 0 ||
         core_get_long("rank", in->rank, 0, size - 1, &rank) < 0 ||
         optional_long("streams", in->streams, NB_LANES_MAX, &streams) < 0 ||
         optional_long("segment_bytes", in->segment_bytes, NB_SEGMENT_MAX, &segment) < 0 ||
+        optional_long("cuda_gather_bytes", in->cuda_gather_bytes, INT32_MAX, &gathered) < 0 ||
         core_get_ports(in->ports, &plan->boot.ports) < 0 ||
         optional_timeout("timeout_s", in->timeout, 1, 30000, &plan->job.timeout_ms) < 0 ||
         optional_timeout("start_timeout_s", in->start_timeout, 1, plan->job.timeout_ms, &plan->job.start_ms) < 0 ||
@@ -202,6 +207,7 @@ static int get_numbers(struct core_comm *self, const struct open_args *in, struc
     plan->boot.size = self->size;
     plan->job.streams = (int)streams;
     plan->job.segment_bytes = (size_t)segment;
+    plan->job.device_gather_bytes = (size_t)gathered;
     plan->job.ports = plan->boot.ports;
     plan->boot.timeout_ms = plan->job.start_ms;
     return 0;

@@ -295,6 +295,7 @@ class Comm:
         cpus: tuple[int, ...] = (),
         congestion: str | None = None,
         cuda_library: str | None = None,
+        cuda_gather_bytes: int = 0,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -391,6 +391,13 @@ class Settings:
         None,
         "path of a CUDA driver in place of libcuda.so.1; PrivateUse1 devices are its devices",
     )
+    cuda_gather_bytes: int = _row(
+        "CUDA_GATHER_BYTES",
+        BYTES,
+        0,
+        "size up to which gradients of one operation are copied from and to a GPU together, by a kernel; "
+        "0: each by the copy engine",
+    )
     host_id: str | None = _row(
         "HOST_ID", TEXT, None, "name of the host, the same for all its ranks; default: the kernel's"
     )

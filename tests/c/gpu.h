@@ -179,6 +179,7 @@ static inline struct test_rank ranks_on(const char *network, int size) {
     struct test_rank template = test_on(network);
     template.size = size;
     template.cuda_library = fake_path();
+    template.cuda_image = fake_image;
     template.device_chunk_bytes = CHUNK;
     template.device_chunks = CHUNKS;
     return template;
@@ -186,9 +187,9 @@ static inline struct test_rank ranks_on(const char *network, int size) {
 
 static inline void check_no_live_objects(void) {
     struct fake_live_objects left = fake->live_objects();
-    CHECK(left.contexts == 0 && left.streams == 0 && left.events == 0 && left.registrations == 0,
-          "%d contexts, %d streams, %d events, %d registrations", left.contexts, left.streams, left.events,
-          left.registrations);
+    CHECK(left.contexts == 0 && left.streams == 0 && left.events == 0 && left.registrations == 0 && left.modules == 0,
+          "%d contexts, %d streams, %d events, %d registrations, %d modules", left.contexts, left.streams, left.events,
+          left.registrations, left.modules);
 }
 
 // Returns 0, or 77 if the network is not available.

@@ -50,6 +50,8 @@ struct test_rank {
     const char *cuda_library;
     size_t device_chunk_bytes; // 0: the default
     int device_chunks;         // 0: the default
+    size_t device_gather_bytes;
+    const void *cuda_image;
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
@@ -99,7 +101,9 @@ static void *test_rank_main(void *arg) {
                                     .cpu_count = me->cpu_count,
                                     .cuda_library = me->cuda_library,
                                     .device_chunk_bytes = me->device_chunk_bytes,
-                                    .device_chunks = me->device_chunks};
+                                    .device_chunks = me->device_chunks,
+                                    .device_gather_bytes = me->device_gather_bytes,
+                                    .cuda_image = me->cuda_image};
         memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         job.host[0] = me->hosts != NULL ? (unsigned char)me->hosts[me->rank] : job.host[0];
         job.more = me->more;

@@ -41,9 +41,12 @@ static void all_kinds(struct test_rank *me) {
 // False: the network is not available.
 static bool test_kinds(const char *network) {
     for (int size = 3; size >= 1; size--) {
-        struct test_rank template = ranks_on(network, size);
-        if (run_job(&template, (uint64_t)size, 0, all_kinds) != 0) {
-            return false;
+        for (size_t gather_bytes = 0; gather_bytes <= CHUNK; gather_bytes += CHUNK) {
+            struct test_rank template = ranks_on(network, size);
+            template.device_gather_bytes = gather_bytes;
+            if (run_job(&template, (uint64_t)size, 0, all_kinds) != 0) {
+                return false;
+            }
         }
     }
     return true;
@@ -89,6 +92,7 @@ static void test_seeds(const char *network, int seeds) {
     for (int seed = 0; seed < seeds; seed++) {
         struct test_rank template = ranks_on(network, 2 + seed % 2);
         template.device_chunks = 1 + seed % 5;
+        template.device_gather_bytes = seed % 3 == 0 ? CHUNK : 0;
         CHECK(run_job(&template, (uint64_t)seed, DELAY_NS, host_and_device_operations) == 0, "open the job");
     }
 }

@@ -242,8 +242,7 @@ static void launch(const struct nb_cuda_kernels *kernels, struct CUstream_st *st
 
 static void test_kernels_run_on_device_memory(void) {
     reset_and_open(3);
-    static const unsigned char image[] = {0x50, 0xed, 0x55, 0xba}; // the magic of nvcc -fatbin
-    static const unsigned char other[sizeof image] = {0};
+    static const unsigned char other[sizeof fake_image] = {0};
     struct nb_cuda_kernels kernels = {0};
     struct nb_error err = {0};
     struct CUstream_st *stream = NULL;
@@ -252,7 +251,7 @@ static void test_kernels_run_on_device_memory(void) {
     nb_cuda_address list = 0;
     CHECK(nb_cuda_kernels_open(&kernels, &device, other, &err) == -EIO, "%s", err.text);
     err = (struct nb_error){0};
-    CHECK(nb_cuda_kernels_open(&kernels, &device, image, &err) == 0, "%s", err.text);
+    CHECK(nb_cuda_kernels_open(&kernels, &device, fake_image, &err) == 0, "%s", err.text);
     check_success(driver.stream_create(&stream, 0), "cuStreamCreate");
     check_success(driver.mem_alloc(&gradients, sizeof host), "cuMemAlloc");
     check_success(driver.mem_alloc(&buffer, sizeof host), "cuMemAlloc");

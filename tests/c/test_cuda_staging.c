@@ -1,5 +1,6 @@
 // Staging of device memory, over the fake CUDA driver. Results are right for any stream delays, and each ordering rule
-// is necessary. A failure of any call or operation is reported and leaves no resources.
+// is necessary. A failure of any call or operation is reported and leaves no resources. All that holds without kernels,
+// and with kernels that copy small pieces.
 #include <errno.h>
 #include <sched.h>
 #include <stdbool.h>
@@ -13,12 +14,14 @@
 #include "base/error.h"
 #include "check.h"
 #include "cuda/driver.h"
+#include "cuda/kernels.h"
 #include "cuda/staging.h"
 
-enum { SEEDS = 1000, JOBS_MAX = 4, CHUNK = 512, DELAY_NS = 20000, QUIET_POLLS = 50 };
+enum { SEEDS = 1000, JOBS_MAX = 4, CHUNK = 512, DELAY_NS = 20000, QUIET_POLLS = 50, PIECES_MAX = 2500 };
 static const int64_t deadline_ns = 60000000000;
 
 static const struct fake_controls *fake;
+static size_t gather_bytes; // 0: no kernels, and buffers of one piece
 
 struct shape {
     int parts;
@@ -33,7 +36,8 @@ static const struct shape plain = {.parts = 1, .out = {0, 1}, .back = {0, 1}};
 struct job {
     size_t bytes;
     struct shape shape;
-    struct nb_staging_piece pieces[2];
+    struct nb_staging_piece pieces[PIECES_MAX];
+    int piece_count;
     nb_cuda_address buffer;
     struct CUstream_st *caller;
     struct nb_staging_transfer transfer;
@@ -106,8 +110,12 @@ static void add_job(struct world *w, size_t bytes) {
 
 static int open_staging(struct world *w, size_t chunk_bytes, int chunks, bool one_stream) {
     nb_cuda_leave(&w->device); // staging makes the context current itself
-    const struct nb_staging_config config = {
-        .chunk_bytes = chunk_bytes, .chunks = chunks, .out = w->out, .back = one_stream ? w->out : w->back};
+    const struct nb_staging_config config = {.chunk_bytes = chunk_bytes,
+                                             .chunks = chunks,
+                                             .gather_bytes = gather_bytes,
+                                             .image = fake_image,
+                                             .out = w->out,
+                                             .back = one_stream ? w->out : w->back};
     return nb_staging_open(&w->staging, &w->device, &config, &w->err);
 }
 
@@ -124,12 +132,25 @@ static void compute(struct world *w, struct job *job) {
     nb_cuda_leave(&w->device);
 }
 
+// Adds memory to a job's buffer: as one piece, or with kernels as pieces of up to twice the size that they copy.
+static void add_memory(struct world *w, struct job *job, nb_cuda_address base, size_t bytes) {
+    while (bytes > 0) {
+        const bool last = gather_bytes == 0 || job->piece_count >= PIECES_MAX - 2;
+        const size_t drawn = last ? bytes : 1 + draw(&w->random) % (2 * gather_bytes);
+        const size_t take = drawn < bytes ? drawn : bytes;
+        job->pieces[job->piece_count++] = (struct nb_staging_piece){base, take};
+        base += take;
+        bytes -= take;
+    }
+}
+
 static int start(struct world *w, struct job *job) {
     const struct shape *shape = &job->shape;
-    job->pieces[0] = (struct nb_staging_piece){job->buffer + shape->rotation, job->bytes - shape->rotation};
-    job->pieces[1] = (struct nb_staging_piece){job->buffer, shape->rotation};
+    job->piece_count = 0;
+    add_memory(w, job, job->buffer + shape->rotation, job->bytes - shape->rotation);
+    add_memory(w, job, job->buffer, shape->rotation);
     const struct nb_staging_request request = {.pieces = job->pieces,
-                                               .piece_count = shape->rotation > 0 ? 2 : 1,
+                                               .piece_count = job->piece_count,
                                                .parts = shape->parts,
                                                .element_bytes = 1,
                                                .out = shape->out,
@@ -243,8 +264,9 @@ static void world_close(struct world *w) {
     nb_cuda_leave(&w->device);
     nb_staging_close(w->staging);
     struct fake_live_objects live_objects = fake->live_objects();
-    CHECK(live_objects.registrations == 0 && live_objects.events == 0, "%d registrations, %d events",
-          live_objects.registrations, live_objects.events);
+    CHECK(live_objects.registrations == 0 && live_objects.events == 0 && live_objects.modules == 0,
+          "%d registrations, %d events, %d modules", live_objects.registrations, live_objects.events,
+          live_objects.modules);
     CHECK(fake->pageable_copies() == 0, "%d pageable copies", fake->pageable_copies());
     free_jobs(w);
 }
@@ -345,8 +367,8 @@ static void test_empty_transfer(void) {
     nb_staging_close(w.staging);
 }
 
-static void test_seeds(void) {
-    for (uint64_t seed = 0; seed < SEEDS; seed++) {
+static void test_seeds(uint64_t seeds) {
+    for (uint64_t seed = 0; seed < seeds; seed++) {
         struct world w;
         world_open(&w, seed);
         const int jobs = 1 + (int)(draw(&w.random) % JOBS_MAX);
@@ -561,13 +583,15 @@ static int run_with_fault(uint64_t seed, struct fault fault, int *calls) {
 
 static void test_each_call_fails(void) {
     enum { CLOSING = 5, ROUNDS = 5 };
-    int calls = 0;
+    // Pinned memory and kernels: without them, copies block, or are made one by one.
+    const int may_fail = gather_bytes > 0 ? 3 + NB_CUDA_KERNEL_COUNT : 1;
     int unused_calls = 0;
-    CHECK(run_with_fault(1, (struct fault){0}, &calls) == 0 && calls > 20, "%d calls", calls);
-    for (int call = 1; call <= calls + CLOSING; call++) {
-        for (uint64_t seed = 0; seed < ROUNDS; seed++) {
+    for (uint64_t seed = 0; seed < ROUNDS; seed++) { // it also decides the pieces
+        int calls = 0;
+        CHECK(run_with_fault(seed, (struct fault){0}, &calls) == 0 && calls > 20, "%d calls", calls);
+        for (int call = 1; call <= calls + CLOSING; call++) {
             int rc = run_with_fault(seed, (struct fault){.call = call}, &unused_calls);
-            bool fails = call > 1 && call <= calls; // the first call pins the memory and may fail
+            bool fails = call > may_fail && call <= calls;
             CHECK(rc == (fails ? -ENOMEM : 0), "call %d of %d: %d", call, calls, rc);
         }
     }
@@ -627,8 +651,81 @@ static void test_invalid_arguments(void) {
     world_close(&w);
 }
 
-int main(void) {
-    fake = fake_controls_get();
+// Counts the kernels and the copies on the streams of a staging.
+static void count_copies(const struct world *w, int *kernels, int *copies) {
+    static struct fake_entry entries[8192];
+    const size_t count = fake->log(0, entries, 8192);
+    *kernels = *copies = 0;
+    for (size_t i = 0; i < count && i < 8192; i++) {
+        const bool ours = entries[i].stream == w->out || entries[i].stream == w->back;
+        *kernels += ours && entries[i].kind == FAKE_KERNEL;
+        *copies += ours && (entries[i].kind == FAKE_TO_HOST || entries[i].kind == FAKE_TO_DEVICE);
+    }
+}
+
+// Runs one job of pieces of this size in chunks of 3000 bytes.
+static void gather_pieces(size_t bytes, size_t piece, int *kernels, int *copies) {
+    struct world w;
+    world_open(&w, 5);
+    add_job(&w, bytes);
+    struct job *job = &w.jobs[0];
+    CHECK(open_staging(&w, 3000, 2, false) == 0 && nb_staging_ungathered(w.staging) == NULL, "%s", w.err.text);
+    compute(&w, job);
+    for (size_t at = 0; at < bytes; at += piece) {
+        const size_t take = bytes - at < piece ? bytes - at : piece;
+        job->pieces[job->piece_count++] = (struct nb_staging_piece){job->buffer + at, take};
+    }
+    const struct nb_staging_request request = {.pieces = job->pieces,
+                                               .piece_count = job->piece_count,
+                                               .parts = 1,
+                                               .element_bytes = 1,
+                                               .out = {0, 1},
+                                               .back = {0, 1},
+                                               .callers = &job->caller,
+                                               .caller_count = 1};
+    CHECK(nb_staging_start(w.staging, &job->transfer, &request, &w.err) == 0 && finish(&w, NULL) == 0, "%s",
+          w.err.text);
+    enter(&w);
+    use_result(&w, job);
+    check_success(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    nb_cuda_leave(&w.device);
+    CHECK(result_is_right(job), "%zu bytes in pieces of %zu", bytes, piece);
+    count_copies(&w, kernels, copies);
+    world_close(&w);
+}
+
+// A chunk takes one kernel each way, however many small pieces it has; a large piece and a lone one take a copy.
+static void test_one_kernel_a_chunk(void) {
+    int kernels = 0;
+    int copies = 0;
+    gather_bytes = 100;
+    gather_pieces(6000, 100, &kernels, &copies);
+    CHECK(kernels == 4 && copies == 0, "%d kernels, %d copies", kernels, copies);
+    gather_pieces(3000, 101, &kernels, &copies); // 29 large pieces, and a small one
+    CHECK(kernels == 0 && copies == 2 * 30, "%d kernels, %d copies", kernels, copies);
+    gather_pieces(2400, 1, &kernels, &copies); // more pieces than a list has
+    CHECK(kernels == 2 && copies == 2 * (2400 - 1024), "%d kernels, %d copies", kernels, copies);
+}
+
+// A driver that does not load the kernels copies one by one.
+static void test_kernels_that_do_not_load(void) {
+    struct world w;
+    gather_bytes = 100;
+    world_open(&w, 1);
+    add_job(&w, 5 * CHUNK + 3);
+    fake->fail_named("cuModuleLoadData", 0, NB_CUDA_NO_BINARY_FOR_GPU);
+    CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
+    const char *why = nb_staging_ungathered(w.staging);
+    CHECK(why != NULL && strstr(why, "cuModuleLoadData") != NULL, "%s", why);
+    CHECK(run_jobs(&w) == 0, "%s", w.err.text);
+    int kernels = 0;
+    int copies = 0;
+    count_copies(&w, &kernels, &copies);
+    CHECK(kernels == 0 && copies > 0, "%d kernels, %d copies", kernels, copies);
+    world_close(&w);
+}
+
+static void test_transfers(uint64_t seeds) {
     test_invalid_arguments();
     test_empty_transfer();
     test_sizes();
@@ -636,11 +733,20 @@ int main(void) {
     test_unpinned_memory();
     test_each_rule_is_necessary();
     test_cancel();
-    test_cancel_waits_for_copies_out();
     test_each_call_fails();
     test_each_polling_call_fails();
     test_each_operation_fails_the_device();
-    test_seeds();
+    test_seeds(seeds);
+}
+
+int main(void) {
+    fake = fake_controls_get();
+    test_transfers(SEEDS);
+    test_cancel_waits_for_copies_out();
+    gather_bytes = 24;
+    test_transfers(SEEDS / 4);
+    test_one_kernel_a_chunk();
+    test_kernels_that_do_not_load();
     fake->reset(0, 0);
     return 0;
 }

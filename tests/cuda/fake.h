@@ -17,6 +17,9 @@
 
 enum { FAKE_DEVICES = 2, FAKE_VERSION = 12040 };
 
+// What the fake driver accepts as an image of the kernels: it begins as nvcc's do.
+__attribute__((unused)) static const unsigned char fake_image[] = {0x50, 0xed, 0x55, 0xba};
+
 enum fake_kind { FAKE_TO_HOST, FAKE_TO_DEVICE, FAKE_RECORD, FAKE_WAIT, FAKE_KERNEL };
 
 // One operation that a stream has executed, in the order of execution over all streams.

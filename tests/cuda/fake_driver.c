@@ -32,9 +32,10 @@ enum {
     NOT_INITIALIZED = 3,
     CAPTURE_UNSUPPORTED = 900,
     CONTEXTS_MAX = 16,
-    OPENED_MAX = 64,
+    OPENED_MAX = 4096,
     GARBAGE = 0xee,
     DELAY_NS = 200000,
+    MAPPED_BIT = 62, // of the device's address of registered memory
     MODULE_MAGIC = (int)0xba55ed50
 };
 
@@ -90,18 +91,32 @@ void fake_alias_close(struct allocation *it) {
     }
 }
 
+// The registration that has all of this memory.
+static const struct registration *registration_of(const void *memory, size_t bytes) {
+    const unsigned char *at = memory;
+    const struct registration *it = fake.registrations;
+    while (it != NULL && (at < it->base || bytes > it->bytes || (size_t)(at - it->base) > it->bytes - bytes)) {
+        it = it->next;
+    }
+    return it;
+}
+
 // 1: all of it is registered; 0: none; -1: part of it.
 static int pinned(const void *memory, size_t bytes) {
     const unsigned char *at = memory;
+    bool touched = false;
     for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
-        if (at >= it->base && bytes <= it->bytes && (size_t)(at - it->base) <= it->bytes - bytes) {
-            return 1;
-        }
-        if (at < it->base + it->bytes && it->base < at + bytes) {
-            return -1;
-        }
+        touched = touched || (at < it->base + it->bytes && it->base < at + bytes);
     }
-    return 0;
+    return registration_of(memory, bytes) != NULL ? 1 : touched ? -1 : 0;
+}
+
+// Registered memory that a kernel reaches by the device's address of it; NULL: it is none.
+static unsigned char *mapped_memory(uint64_t address, uint64_t bytes) {
+    const uint64_t bit = (uint64_t)1 << MAPPED_BIT;
+    unsigned char *at = (unsigned char *)(uintptr_t)(address & ~bit);
+    const struct registration *it = (address & bit) != 0 ? registration_of(at, bytes) : NULL;
+    return it != NULL && it->mapped ? at : NULL;
 }
 
 // Operations, on a stream's thread. The caller does not hold the lock.
@@ -115,9 +130,9 @@ static _Thread_local struct {
 static unsigned char *kernel_memory(uint64_t address, uint64_t bytes) {
     (void)pthread_mutex_lock(&fake.lock);
     struct allocation *it = fake_allocation_of(address, bytes);
-    bool right = it != NULL && kernel_state.count < OPENED_MAX;
-    unsigned char *at = NULL;
-    if (right) {
+    unsigned char *at = mapped_memory(address, bytes);
+    bool right = at != NULL || (it != NULL && kernel_state.count < OPENED_MAX);
+    if (right && at == NULL) {
         at = fake_alias_open(it, address);
         kernel_state.opened[kernel_state.count++] = it;
     }
@@ -641,7 +656,7 @@ unsigned cuMemFree_v2(nb_cuda_address address) {
 
 unsigned cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     ENTER(enter);
-    if (memory == NULL || bytes == 0 || (flags & ~(unsigned)NB_CUDA_HOST_PORTABLE) != 0) {
+    if (memory == NULL || bytes == 0 || (flags & ~((unsigned)NB_CUDA_HOST_PORTABLE | NB_CUDA_HOST_MAPPED)) != 0) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
     if (pinned(memory, bytes) != 0) {
@@ -651,7 +666,8 @@ unsigned cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     if (made == NULL) {
         abort();
     }
-    *made = (struct registration){.next = fake.registrations, .base = memory, .bytes = bytes};
+    *made = (struct registration){
+        .next = fake.registrations, .base = memory, .bytes = bytes, .mapped = (flags & NB_CUDA_HOST_MAPPED) != 0};
     fake.registrations = made;
     return leave(NB_CUDA_SUCCESS);
 }
@@ -668,6 +684,16 @@ unsigned cuMemHostUnregister(void *memory) {
     }
     *at = found->next;
     free(found);
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuMemHostGetDevicePointer_v2(nb_cuda_address *address, void *memory, unsigned flags) {
+    ENTER(enter);
+    const struct registration *it = registration_of(memory, 1);
+    if (flags != 0 || it == NULL || !it->mapped) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    *address = (uintptr_t)memory | (nb_cuda_address)1 << MAPPED_BIT;
     return leave(NB_CUDA_SUCCESS);
 }
 

@@ -74,6 +74,7 @@ struct registration {
     struct registration *next;
     unsigned char *base;
     size_t bytes;
+    bool mapped;
 };
 
 struct CUmod_st {

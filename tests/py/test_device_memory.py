@@ -123,7 +123,7 @@ def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.Co
 
 
 ROWS = {
-    **{"versions": 11, "collectives": 8, "nb": 5, "staging": 2, "hooks": 3, "faults": 1},
+    **{"versions": 11, "collectives": 8, "nb": 5, "staging": 2, "gather": 3, "hooks": 3, "faults": 1},
     **{"timing": 11, "kernels": 3 * 13},
 }
 

@@ -161,6 +161,7 @@ def _connect(
         "cpus": settings.affinity,
         "congestion": settings.congestion,
         "cuda_library": settings.cuda_library,
+        "cuda_gather_bytes": settings.cuda_gather_bytes,
     }
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)

@@ -390,7 +390,7 @@ def _lightning_callback() -> type:
     lightning: Any = framework("LightningCallback", "lightning.pytorch", "pytorch_lightning")
 
     class LightningCallback(lightning.Callback):  # type: ignore[misc]
-        """Measures `Trainer.fit` with one optimizer, in one process or with the strategy "ddp" on CPUs.
+        """Measures `Trainer.fit` with one optimizer, in one process or with the strategy "ddp".
 
         A step ends with the optimizer's step and includes its accumulated batches. The report is written when the fit
         ends. If the fit fails, the records contain the error.
@@ -435,7 +435,7 @@ def _transformers_callback() -> type:
     transformers: Any = framework("TransformersCallback", "transformers")
 
     class TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]
-        """Measures `Trainer.train` in one process, or in several processes on CPUs with torchrun.
+        """Measures `Trainer.train` in one process, or in several processes with torchrun.
 
         A step is a step of the trainer and includes its accumulated batches. The report is written when training ends.
         """

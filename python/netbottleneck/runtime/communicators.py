@@ -173,7 +173,7 @@ class _StockWork:
 
 
 class Stock:
-    """torch.distributed as the user configured it: gloo on CPUs.
+    """torch.distributed as the user configured it, such as gloo on CPUs.
 
     Records submit, start and done by the engine's clock. Gloo does not report first byte, lanes and wire bytes, so they
     are left out.

@@ -188,7 +188,7 @@ def c_circle_findings(csrc: Path) -> Iterator[tuple[Path, str]]:
 
 
 def place_of(path: Path) -> str:
-    """Return a file of the package as a path of modules, such as bench/models/bert; its first part is its room."""
+    """Return a file of the package as a path of modules, such as bench/models/networks; its first part is its room."""
     below = path.relative_to(PACKAGE).with_suffix("")
     return (below.parent if below.name == "__init__" and below.parts[:-1] else below).as_posix()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck.analysis import findings, verdict
+from netbottleneck.analysis import findings, rules, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN
@@ -22,7 +22,7 @@ def findings_of(folder, **settings):
     return findings.find(ring_reader.load(FakeRun(folder, **settings).write()))
 
 
-@pytest.mark.parametrize("module", [verdict, findings])
+@pytest.mark.parametrize("module", [verdict, rules, findings])
 def test_the_verdict_takes_its_thresholds_from_one_module(module):
     body = ast.parse(inspect.getsource(module)).body
     numbers = [
@@ -44,7 +44,7 @@ def test_a_faster_transport_is_a_transport_limit(tmp_path):
 
 def test_a_handicapped_stock_withholds_the_gain(tmp_path):
     numbers = findings_of(tmp_path, blocks=9, bare_ms=160)
-    sentence = verdict.handicap_sentence(numbers)
+    sentence = rules.handicap_sentence(numbers)
     assert sentence.startswith("Our hooks slow the stock path by 9.4 %, so no gain is reported")
     assert findings.best_gain(numbers) is None
     assert not findings.stock_is_as_good(numbers)
@@ -52,7 +52,7 @@ def test_a_handicapped_stock_withholds_the_gain(tmp_path):
 
 
 def test_a_stock_as_fast_as_the_script_is_not_handicapped(tmp_path):
-    assert verdict.handicap_sentence(findings_of(tmp_path, blocks=9)) is None
+    assert rules.handicap_sentence(findings_of(tmp_path, blocks=9)) is None
 
 
 def test_one_pair_of_blocks_is_not_enough_for_a_claim(tmp_path):
@@ -75,7 +75,7 @@ def test_an_inconclusive_verdict_has_the_number_of_steps_that_its_advice_names(t
 
 def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_it_out(tmp_path):
     numbers = findings_of(tmp_path, blocks=9)
-    facts = verdict.Facts(numbers, numbers.base, verdict.Predicted(), ())
+    facts = rules.Facts(numbers, numbers.base, rules.Predicted(), ())
     limit = GAIN_MIN * facts.step_ns
     steps = sum(time.steps + time.blocks for time in numbers.times.values())
     needed = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
@@ -259,6 +259,18 @@ def test_what_no_rule_explains_is_inconclusive(unexplained):
     assert "no rule explains them. Our hooks slow the stock path by 10" in withheld.why
 
 
+def test_a_comparison_whose_interval_includes_the_least_gain_names_its_steps(unexplained):
+    tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
+    found = verdict.decide(replace(unexplained, comparisons=(tried,)))
+    assert found.code == "INCONCLUSIVE"
+    assert found.why == (
+        "Exposed communication and waiting are 82 % of the step (82 % to 82 %). The gain of ofi is 1.0 % "
+        "(-2.0 % to 4.0 %) over 9 pairs of blocks, and the interval includes 3.0 %."
+    )
+    assert found.more == rules.steps_to_decide(unexplained, tried) > 0
+    assert found.next.startswith(f"Measure {found.more} more steps with the same arms")
+
+
 def test_time_that_does_not_depend_on_size_is_latency(unexplained):
     assert verdict.decide(replace(unexplained, latency_share=0.7)).code == "LATENCY_LIMITED"
     assert verdict.decide(replace(unexplained, latency_share=0.4)).code == "INCONCLUSIVE"
@@ -319,8 +331,8 @@ def test_a_saving_whose_interval_includes_the_limit_is_inconclusive(tmp_path):
 
 
 def test_every_code_of_a_rule_is_listed(unexplained):
-    facts = verdict.Facts(unexplained, Arm("stock"), verdict.Predicted(), ())
-    codes = [rule(facts).code for rule in verdict.RULES]
+    facts = rules.Facts(unexplained, Arm("stock"), rules.Predicted(), ())
+    codes = [rule(facts).code for rule in rules.RULES]
     assert len(codes) == len(set(codes))
     assert set(codes) < set(verdict.CODES)
 

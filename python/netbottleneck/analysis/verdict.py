@@ -1,33 +1,28 @@
-"""Verdict: rules over the numbers of a run, the saving that each proves, and the largest. Pure. See thresholds.py."""
+"""Verdict: the largest saving that a rule proves for a run, or why there is none. Pure. The rules are in rules.py."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
-from netbottleneck.analysis.arrivals import BY_OPERATIONS
-from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
-from netbottleneck.analysis.usage import (
-    FASTER_INTERFACE,
-    NO_CONNECTIONS,
-    NO_OTHERS,
-    Connected,
-    HostUse,
-    Unseen,
-    limited,
-    packet_loss,
-    rating,
-    slow_interface,
-    unseen,
+from netbottleneck.analysis.rules import (
+    Facts,
+    Predicted,
+    RuleResult,
+    as_good_sentence,
+    handicap_sentence,
+    judge,
+    more_steps,
+    steps_to_decide,
+    with_arm,
 )
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
-from netbottleneck.trace.transports import NULL, STOCK, Arm
-from netbottleneck.units import gbit, ms, nbytes, percent, streams
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, packet_loss, unseen
+from netbottleneck.trace.model import NOT_TIMED
+from netbottleneck.trace.transports import NULL, STOCK
+from netbottleneck.units import percent
 
 CODES = (
     "TRANSPORT_LIMITED",
@@ -47,57 +42,6 @@ CODES = (
     "DO_NOTHING",
     "INCONCLUSIVE",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What the what-if engine predicts a step of the base to save, in ns, by the cause that is removed.
-
-    refused: why there is no prediction, "" if there is. buckets: the plan of the saving named buckets.
-    """
-
-    savings_ns: Mapping[str, Estimate] = field(default_factory=dict)
-    refused: str = ""
-    buckets: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RuleResult:
-    """The result of one rule.
-
-    cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
-    saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
-    rests: the source of the saving, or why there is none. needs: the measurement that decides, if the saving is
-    uncertain; more: its number of further steps, None if that is not known.
-    """
-
-    cause: str
-    code: str
-    applies: bool = False
-    saving: Estimate | None = None
-    limit_ns: float = 0.0
-    step_ns: float = 0.0
-    rests: str = ""
-    why: str = ""
-    next: str = ""
-    needs: str = ""
-    more: int | None = None
-
-    @property
-    def fired(self) -> bool:
-        """True if the saving is surely above the limit."""
-        return self.applies and self.saving is not None and self.saving.low > self.limit_ns
-
-    @property
-    def uncertain(self) -> bool:
-        """True if the saving is probably above the limit, but not surely."""
-        return self.applies and not self.fired and self.saving is not None and self.saving.value > self.limit_ns
-
-    @property
-    def margin(self) -> float | None:
-        """How far the saving is surely above the limit, as a part of the step; negative below it. None if not known."""
-        known = self.applies and self.saving is not None and self.step_ns > 0
-        return (self.saving.low - self.limit_ns) / self.step_ns if known and self.saving is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,43 +66,6 @@ class Verdict:
     def _repr_html_(self) -> str:
         rows = (("Verdict", self.code), ("Why", self.why), ("Next", self.next))
         return "<table>" + "".join(f"<tr><th>{k}</th><td>{escape(v)}</td></tr>" for k, v in rows) + "</table>"
-
-
-def own_cost(findings: Findings) -> str | None:
-    """Sentence: cost of our measuring on the stock path, against the untouched script in the same run."""
-    pair = findings.handicap
-    if pair is None or not pair.enough:
-        return None
-    ratio, more = pair.ratio, pair.difference_ns
-    return (
-        f"Our measuring changes the step by {percent(ratio.value - 1, signed=True)} ({ms(more.value)}) against the "
-        f"untouched script; 95 % interval {percent(ratio.low - 1, signed=True)} to "
-        f"{percent(ratio.high - 1, signed=True)}, {pair.pairs} pairs of blocks ({findings.label})."
-    )
-
-
-def handicap_sentence(findings: Findings) -> str | None:
-    """Sentence: gains are withheld because our hooks slow the stock path; None if that does not apply."""
-    pair = findings.handicap
-    if pair is None or not findings.handicapped or not findings.comparisons:
-        return None
-    ratio = pair.ratio
-    return (
-        f"Our hooks slow the stock path by {percent(ratio.value - 1)}, so no gain is reported (against the untouched "
-        f"script; 95 % interval {percent(ratio.low - 1)} to {percent(ratio.high - 1)}, {pair.pairs} pairs of blocks)."
-    )
-
-
-def _keep(findings: Findings) -> str:
-    """Sentence about the arms that were compared."""
-    if not stock_is_as_good(findings):
-        return ""
-    tried = "; ".join(
-        f"{p.other} {percent(p.gain.value)} ({percent(p.gain.low)} to {percent(p.gain.high)})"
-        for p in findings.comparisons
-        if p.enough
-    )
-    return f" The {findings.base} path is as good as what was tried (gain of {tried})."
 
 
 # Answers without a rule: there is nothing to judge.
@@ -220,489 +127,6 @@ def _providers(f: Findings) -> Verdict | None:
     return None
 
 
-# Rules. Each is a function of the facts alone.
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts and connections.
-
-    unseen: bytes on an interface that no recorded operation of the base explains; None without counters.
-    """
-
-    f: Findings
-    base: Arm
-    predicted: Predicted
-    hosts: Sequence[HostUse]
-    unseen: Unseen | None = None
-    connected: Connected = NO_CONNECTIONS
-
-    @property
-    def step_ns(self) -> float:
-        """Ns of the mean step of the base."""
-        return self.f.parts_ns["step"].value
-
-    @property
-    def moving(self) -> Estimate:
-        """Ns a step of exposed communication and waiting after the last rank arrived."""
-        return self.f.parts_ns["moving"]
-
-    @property
-    def rates_known(self) -> str:
-        """Why rates may not be judged; "" if they may.
-
-        Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
-        """
-        parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
-        transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
-        aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
-        if not aligned and self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * transfer_ns > 0:
-            return clock_text(self.f)
-        more = self.unseen
-        if more is not None and more.surely >= limits.OTHER_TRAFFIC:
-            return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
-        return self.not_recorded
-
-    @property
-    def not_recorded(self) -> str:
-        """The note on communication that is not in the record; "" if there is none."""
-        return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
-
-    def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
-        """Return the result of a rule, with the limits of this run."""
-        return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
-
-    def more_steps(self, saving: Estimate) -> dict[str, Any]:
-        """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
-
-        The interval's width falls as 1/sqrt(n).
-        """
-        reach = saving.value - limits.GAIN_MIN * self.step_ns
-        if not 0 < reach < saving.value - saving.low < math.inf:
-            return {"needs": MORE_STEPS}
-        steps = sum(time.steps + time.blocks for time in self.f.times.values())
-        more = math.ceil(steps * (((saving.value - saving.low) / reach) ** 2 - 1))
-        text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
-        return {"needs": text, "more": more}
-
-    def share(self, saving: Estimate, *, beside: bool = False) -> str:
-        """A saving as text. beside: of the mean of all steps, which has it on top of the typical step."""
-        ends = (saving.value, saving.low, saving.high)
-        value, low, high = (percent(end / (self.step_ns + beside * end)) for end in ends)
-        return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
-
-
-MORE_STEPS = "Measure more steps, on hosts that do nothing else."
-
-
-def clock_text(f: Findings) -> str:
-    """Say how far the ranks' clocks may differ."""
-    if math.isinf(f.clock_error_ns):
-        return "the clocks of the ranks were not compared"
-    return f"clocks may differ by {ms(f.clock_error_ns)}"
-
-
-def _steps_to_decide(f: Findings, pair: Paired) -> int:
-    """Number of further steps, of all arms, that decide a comparison."""
-    cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
-    return pair.more_pairs(limits.GAIN_MIN) * cycle
-
-
-def _more_steps(f: Findings, pair: Paired) -> str:
-    """The run that decides a comparison."""
-    more = _steps_to_decide(f, pair)
-    return f"Measure {more} more steps with the same arms (NETBOTTLENECK_END_STEP): the interval is then narrow enough."
-
-
-def _streams_hint(f: Findings, arm: Arm) -> str:
-    used = [i.streams_used for r in f.trace.ranks for i in r.transports if i.name == arm.transport and i.streams_used]
-    return f" NETBOTTLENECK_STREAMS={max(used)}" if used else ""
-
-
-def transport(facts: Facts) -> RuleResult:
-    """Another transport is faster over the same link: measured against it, else predicted from the probe."""
-    f = facts.f
-    tried = [pair for pair in f.comparisons if pair.enough]
-    withheld = handicap_sentence(f)
-    pair = max(tried, key=lambda p: p.gain.value, default=None)
-    if pair is None:
-        return _probe(facts)
-    gain, saved = pair.gain, pair.difference_ns
-    return facts.evidence(
-        "transport",
-        "TRANSPORT_LIMITED",
-        applies=withheld is None and gain.value >= limits.GAIN_MIN,
-        saving=Estimate(-saved.value, -saved.high, -saved.low),
-        rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,
-        why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(-saved.value)} shorter "
-        f"({ms(-saved.high)} to {ms(-saved.low)}), "
-        f"{percent(gain.value)} ({percent(gain.low)} to {percent(gain.high)}), over {pair.pairs} pairs of blocks.",
-        next=f"NETBOTTLENECK_TRANSPORT={pair.other}{_streams_hint(f, pair.other)}",
-        needs=_more_steps(f, pair),
-        more=_steps_to_decide(f, pair),
-    )
-
-
-def _probe(facts: Facts) -> RuleResult:
-    f, base = facts.f, facts.base
-    did, can = f.achieved.get(base), f.achievable
-    unknown = facts.rates_known
-    if did is None or can is None or unknown:
-        return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
-    count, rate = can.best
-    saving = facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
-    compared = next((pair for pair in f.comparisons if pair.other == can.transport), None)
-    ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={base},{can.transport} NETBOTTLENECK_STREAMS={count}"
-    return facts.evidence(
-        "transport",
-        "TRANSPORT_LIMITED",
-        applies=rate >= limits.PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
-        saving=saving,
-        rests=f"predicted from the probe of {streams(count)}",
-        why=f"The {base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached "
-        f"{gbit(rate)}, {rate / did.active_bps:.1f} times as much. At that rate the step would be "
-        f"{facts.share(saving)} shorter (predicted).",
-        next=ask if compared is None else _more_steps(f, compared),
-        needs=ask if compared is None else _more_steps(f, compared),
-        more=None if compared is None else _steps_to_decide(f, compared),
-    )
-
-
-def link(facts: Facts) -> RuleResult:
-    """The link itself is full while data move."""
-    f, did = facts.f, facts.f.achieved.get(facts.base)
-    unknown = facts.rates_known
-    if f.link_bps:
-        limit, what = f.link_bps, "link"
-    elif f.achievable and len(f.achievable.points) > 1:
-        limit, what = f.achievable.best[1], "best of the probe (the link's speed is not known)"
-    else:
-        return facts.evidence("link", "LINK_LIMITED", rests="the link's speed is not known")
-    if did is None or unknown:
-        return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
-    if configuration(facts).fired:
-        return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
-    used = did.active_bps / limit
-    predicted = facts.predicted.savings_ns
-    saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
-    return facts.evidence(
-        "link",
-        "LINK_LIMITED",
-        applies=used >= limits.LINK_UTILISATION,
-        saving=saving,
-        rests=f"{percent(used)} of the {what}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
-        why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(used)} of the {what}; "
-        f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
-        f"{facts.share(saving)}.{_keep(f)}",
-        next="Send less (larger batches, smaller gradients) or get a faster link; another transport cannot help.",
-        needs=MORE_STEPS,
-    )
-
-
-def latency(facts: Facts) -> RuleResult:
-    """Operations cost time that does not depend on their size."""
-    f, base = facts.f, facts.base
-    parts, did = f.parts[base], f.achieved.get(base)
-    share, rests = f.latency_share, "least squares over the sizes"
-    each = parts.tensor_bytes / max(parts.operations, 1)
-    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
-    small = each <= limits.SMALL_BYTES and parts.operations >= limits.SMALL_OPERATIONS_MIN
-    if share is None and did is not None and small:
-        share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
-    fitted = facts.predicted.savings_ns.get("latency")
-    if share is None and fitted is not None and facts.moving.value > 0:
-        share, rests = min(1.0, fitted.value / facts.moving.value), "fit of the what-if engine"
-    if share is None:
-        return facts.evidence("latency", "LATENCY_LIMITED", rests="operations differ too little in size for a fit")
-    saving = fitted or facts.moving.scaled(share)
-    how = "predicted" if fitted is not None else "exposed x share"
-    return facts.evidence(
-        "latency",
-        "LATENCY_LIMITED",
-        applies=share > limits.LATENCY_SHARE,
-        saving=saving,
-        rests=f"{rests}; {how}",
-        why=f"{percent(share)} of transfer time does not depend on size ({rests}): {parts.operations:.0f} operations "
-        f"a step. Without it the step would be {facts.share(saving)} shorter.{_keep(f)}",
-        next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD).",
-        needs=MORE_STEPS,
-    )
-
-
-def buckets(facts: Facts) -> RuleResult:
-    """Other bucket sizes would overlap better or cost less."""
-    saving = facts.predicted.savings_ns.get("buckets")
-    if saving is None:
-        return facts.evidence("bucket sizes", "BUCKET_SIZES", rests=facts.predicted.refused or "no plan to compare")
-    if latency(facts).fired:
-        return facts.evidence("bucket sizes", "BUCKET_SIZES", rests="larger buckets: see latency")
-    return facts.evidence(
-        "bucket sizes",
-        "BUCKET_SIZES",
-        applies=True,
-        saving=saving,
-        rests=f"predicted: {facts.predicted.buckets}",
-        why=f"With {facts.predicted.buckets} the step would be {facts.share(saving)} shorter (predicted).",
-        next=f"Set {facts.predicted.buckets} (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD), and measure again.",
-        needs=MORE_STEPS,
-    )
-
-
-def host(facts: Facts) -> RuleResult:
-    """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
-    f, step = facts.f, facts.step_ns
-    busy = f.cores_busy or 0.0
-    slowed = f.slowed if f.slowed is not None and f.slowed.enough else None
-    saving = Estimate(0.0, 0.0, 0.0)
-    sources, reasons = [], []
-    if slowed is not None:
-        more = slowed.difference_ns
-        saving = more
-        sources.append(f"{f.label}: {slowed.pairs} pairs with {NULL}")
-        reasons.append(
-            f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
-            "travel than without."
-        )
-    idle = f.parts_ns["moving"]
-    if busy >= limits.CORES_BUSY:
-        # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
-        least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
-        saving = Estimate(
-            saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
-        )
-        if f.starved is not None:
-            saving = Estimate(*(getattr(saving, end) + getattr(f.starved, end) for end in ("value", "low", "high")))
-        sources.append(f"cores {percent(busy)} busy")
-        reasons.append(
-            f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "
-            f"communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a core."
-        )
-    return facts.evidence(
-        "host contention",
-        "HOST_LIMITED",
-        applies=bool(sources),
-        saving=saving if sources else None,
-        rests="; ".join(sources) or f"no steps without traffic ({NULL})",
-        why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter.{_keep(f)}",
-        next="Give the ranks more cores, or fewer threads to the model.",
-        **(facts.more_steps(saving) if slowed is not None else {"needs": _with_arm(f, NULL)}),
-    )
-
-
-def _with_arm(f: Findings, arm: Arm) -> str:
-    """Ask for the same run with one more arm."""
-    named = ",".join(name for name in (*f.trace.arms, arm) if name != "single")
-    invalid = " in a short test: it moves no gradients, so the training of that run is not valid" * (arm == NULL)
-    return f"Measure NETBOTTLENECK_TRANSPORT={named}{invalid}."
-
-
-def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
-    """Why a wait between ranks may not be judged; "" if it may, or is too short to count."""
-    small = saving.value <= limits.GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
-    return "" if small else clock_text(facts.f)
-
-
-def straggler(facts: Facts) -> RuleResult:
-    """One rank arrives last, step after step."""
-    f, late = facts.f, facts.f.lateness
-    if late is None:
-        return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
-    if late.straggler is None:
-        return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
-    rank, saving = late.straggler, late.persistent_ns
-    unsure = _unsure_clocks(facts, saving)
-    name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
-    phase, more = max(late.longer.items(), key=lambda row: row[1])
-    cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
-    look = {"input": "its data loader and its disk"}.get(phase, "its clock speed, its cores, what else runs there")
-    return facts.evidence(
-        "straggler",
-        "STRAGGLER",
-        applies=not unsure,
-        saving=saving,
-        rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
-        why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
-        f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
-        next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
-        **facts.more_steps(saving),
-    )
-
-
-def imbalance(facts: Facts) -> RuleResult:
-    """Steps of the ranks differ at random: each waits for whichever is last."""
-    f, late = facts.f, facts.f.lateness
-    if late is None:
-        return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
-    saving = late.jitter_ns
-    unsure = _unsure_clocks(facts, saving)
-    short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
-    saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
-    return facts.evidence(
-        "imbalance",
-        "IMBALANCE",
-        applies=not unsure,
-        saving=saving,
-        rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
-        why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
-        f"{ms(saving.high)}) a step"
-        + (". No rank is last persistently." if late.last is None else f", beside the wait for rank {late.last}."),
-        next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else facts.more_steps(saving)),
-    )
-
-
-def before_forward(facts: Facts) -> RuleResult:
-    """Time passes before the forward: input."""
-    f, saving = facts.f, facts.f.parts_ns["input"]
-    if facts.not_recorded:  # another model may train before this one's forward
-        return facts.evidence("input", "INPUT_LIMITED", rests=f"not known: {facts.not_recorded}")
-    return facts.evidence(
-        "input",
-        "INPUT_LIMITED",
-        applies=saving.value >= limits.INPUT_SHARE * facts.step_ns,
-        saving=saving,
-        rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
-        why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
-        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
-        next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
-        "prefetching. Logging counts there as well.",
-        **facts.more_steps(saving),
-    )
-
-
-def optimizer(facts: Facts) -> RuleResult:
-    """The optimizer takes a large part of the step."""
-    saving = facts.f.parts_ns["optimizer"]
-    return facts.evidence(
-        "optimizer",
-        "OPTIMIZER_LIMITED",
-        applies=saving.value >= limits.OPTIMIZER_SHARE * facts.step_ns,
-        saving=saving,
-        rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
-        why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
-        f"{percent(saving.high / facts.step_ns)} of the step).",
-        next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
-        **facts.more_steps(saving),
-    )
-
-
-VARIABLES = {STOCK: "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"}
-
-
-def configuration(facts: Facts) -> RuleResult:
-    """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it."""
-    f, base = facts.f, facts.base
-    slow = slow_interface(f.trace, base)
-    if slow is None:
-        return _buffers(facts)
-    used, there = rating(slow[0]), rating(slow[1])
-    ranks = ", ".join(str(rank.rank) for rank in f.trace.ranks if slow[0] in rank.transports)
-    predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
-    saving = predicted or facts.moving.scaled(1 - used / there)
-    variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
-    return facts.evidence(
-        "configuration",
-        "MISCONFIGURED",
-        applies=True,
-        saving=saving,
-        rests=f"ratings of the interfaces; {'predicted' if predicted else 'exposed x their ratio'}",
-        why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} has {gbit(there)}. "
-        f"Over it the step would be up to {facts.share(saving)} shorter.",
-        next=f"Set {variable}={slow[1].interface}.",
-        needs="Measure over the faster interface.",
-    )
-
-
-def _buffers(facts: Facts) -> RuleResult:
-    """The receive windows or send buffers of the base's connections are full for a large part of communication."""
-    found = limited(facts.connected, facts.base)
-    if found is None or found.share < limits.BUFFER_SHARE:
-        return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
-    saving, share = facts.moving.scaled(found.share), percent(found.share)
-    return facts.evidence(
-        "configuration",
-        "MISCONFIGURED",
-        applies=True,
-        saving=saving,
-        rests=f"full {found.what}: {share} of communication time; exposed x that part",
-        why=f"The {found.what} limits {facts.base}'s connections for {share} of communication time (round trip "
-        f"{ms(found.rtt_s * 1e9)}). Without that the step would be {facts.share(saving)} shorter (predicted).",
-        next=found.remedy(facts.f.link_bps),
-        needs=MORE_STEPS,
-    )
-
-
-def other_traffic(facts: Facts) -> RuleResult:
-    """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
-    more = facts.unseen
-    if more is None:
-        return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
-    surely, part, interface, name = more.surely, more.part, more.interface, more.hostname
-    predicted = facts.predicted.savings_ns.get(NO_OTHERS)
-    saving = predicted or facts.moving.scaled(part)
-    saving = replace(saving, low=saving.low * surely / part if part else 0.0)
-    return facts.evidence(
-        "other traffic",
-        "OTHER_TRAFFIC",
-        applies=surely >= limits.OTHER_TRAFFIC,
-        saving=saving,
-        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; "
-        f"{'predicted' if predicted else 'exposed x that part'}",
-        why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
-        f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
-        next="Find what else sends: another job or a copy on this host, or communication of this job outside of its "
-        "gradients.",
-        needs="Measure while nothing else uses the network.",
-    )
-
-
-def loss(facts: Facts) -> RuleResult:
-    """Connections lose packets, and some steps wait until they are sent again."""
-    lost, saving = packet_loss(facts.connected, facts.base), facts.f.delays_ns
-    if not lost or saving is None:
-        rests = "no connection lost packets" if facts.connected.ends else "no connections were recorded"
-        return facts.evidence("packet loss", "PACKET_LOSS", rests=rests)
-    return facts.evidence(
-        "packet loss",
-        "PACKET_LOSS",
-        applies=True,
-        saving=saving,
-        rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
-        why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
-        f"{facts.share(saving, beside=True)} shorter.",
-        next="Find where packets are dropped on the way between these ranks: counters of interfaces (ethtool -S), of "
-        "switch ports, and of queues (tc -s qdisc).",
-        needs=MORE_STEPS,
-    )
-
-
-Rule = Callable[[Facts], RuleResult]
-RULES: tuple[Rule, ...] = (
-    configuration,
-    transport,
-    link,
-    latency,
-    buckets,
-    host,
-    straggler,
-    imbalance,
-    before_forward,
-    optimizer,
-    other_traffic,
-    loss,
-)
-
-
-def judge(facts: Facts) -> tuple[RuleResult, ...]:
-    """Ask every rule. Those that fired come first, then the uncertain, then the others; larger savings first."""
-
-    def place(one: RuleResult) -> tuple[bool, bool, float]:
-        counted = one.saving.value if one.saving is not None and one.applies else 0.0
-        return not one.fired, not one.uncertain, -counted
-
-    return tuple(sorted((rule(facts) for rule in RULES), key=place))
-
-
 # The verdict.
 
 
@@ -729,12 +153,24 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     if share.high < limits.NETWORK_SHARE_MIN:
         return Verdict(
             "NOT_NETWORK",
-            f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}.{_keep(f)}",
+            f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
+            f"{as_good_sentence(f)}",
             f"Do nothing about the network{_bound(f)}.",
             evidence,
         )
     if stock_is_as_good(f):
-        return Verdict("DO_NOTHING", _keep(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
+        return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
+    close = max((p for p in f.comparisons if p.enough), key=lambda pair: pair.gain.high, default=None)
+    if close is not None and not f.handicapped:
+        gain = f"{percent(close.gain.value)} ({percent(close.gain.low)} to {percent(close.gain.high)})"
+        return Verdict(
+            "INCONCLUSIVE",
+            f"Exposed communication and waiting are {lost}. The gain of {close.other} is {gain} over {close.pairs} "
+            f"pairs of blocks, and the interval includes {percent(limits.GAIN_MIN)}.",
+            more_steps(f, close),
+            evidence,
+            steps_to_decide(f, close),
+        )
     withheld = handicap_sentence(f) or packet_loss(facts.connected, facts.base)
     return Verdict(
         "INCONCLUSIVE",
@@ -762,9 +198,9 @@ def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tup
     elif not any(arm.real and arm != f.base for arm in f.trace.arms):
         text = f"Measure NETBOTTLENECK_TRANSPORT={f.base},tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
     elif short:
-        text, more = _more_steps(f, short[0]), _steps_to_decide(f, short[0])
+        text, more = more_steps(f, short[0]), steps_to_decide(f, short[0])
     elif NULL not in f.trace.arms:
-        text = _with_arm(f, NULL)
+        text = with_arm(f, NULL)
     else:
         text = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
     return text, evidence, more

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from netbottleneck.analysis import usage
-from netbottleneck.analysis import verdict as rules
+from netbottleneck.analysis import usage, verdict
 from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
+from netbottleneck.analysis.rules import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, summary, text
@@ -316,15 +316,15 @@ class Run:
     @cached_property
     def verdict(self) -> Verdict:
         """Code, reason, next step, and the evidence of every rule."""
-        return rules.decide(self.findings, self._predicted, self.hosts, self.connections)
+        return verdict.decide(self.findings, self._predicted, self.hosts, self.connections)
 
     @property
-    def _predicted(self) -> rules.Predicted:
+    def _predicted(self) -> Predicted:
         """Savings by the what-if engine, which needs the C module."""
         try:
             from netbottleneck.whatif import sweeps
         except ImportError:
-            return rules.Predicted(refused="the what-if engine is not available: the C module is missing")
+            return Predicted(refused="the what-if engine is not available: the C module is missing")
         trace, base = self.findings.trace, self.findings.base
         faster = {} if base is None else usage.faster(trace, base, self.hosts)
         return sweeps.savings(trace, base, self.findings.link_bps, faster)

@@ -16,9 +16,10 @@ from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import Layer, device_error_ns
 from netbottleneck.analysis.nccl import NcclMean
+from netbottleneck.analysis.rules import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
-from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence, own_cost
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams

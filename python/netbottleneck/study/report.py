@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from netbottleneck.analysis import verdict as rules
+from netbottleneck.analysis import rules
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run

@@ -4,7 +4,6 @@ Importing this package imports no torch; building a model does."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,30 +17,22 @@ if TYPE_CHECKING:
 
 # Handwritten digits, 1,797 images of 8 x 8, in scikit-learn's wheel.
 _DIGITS = Path("datasets", "data", "digits.csv.gz")
-_HOMES = {
-    "resnet18": "convolutional",
-    "resnet34": "convolutional",
-    "resnet50": "convolutional",
-    "resnet101": "convolutional",
-    "resnet152": "convolutional",
-    "thin_resnet": "convolutional",
-    "vgg16": "convolutional",
-    "vgg16_bn": "convolutional",
-    "bert_base": "bert",
-    "bert_large": "bert",
-    "thin_bert": "bert",
-}
-NAMES = tuple(_HOMES)
+NAMES = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "thin_resnet"),
+    *("vgg16", "vgg16_bn"),
+    *("bert_base", "bert_large", "thin_bert"),
+)
 
 
 def build(name: str, **options: Any) -> nn.Module:
     """Return a model by name, on torch's current default device; `options` are those of its function.
 
     Raises ValueError for an unknown name, ImportError without torch."""
-    if name not in _HOMES:
+    if name not in NAMES:
         raise ValueError(f"unknown model {name!r}: must be one of {', '.join(NAMES)}")
-    module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    model: nn.Module = getattr(module, name)(**options)
+    from netbottleneck.bench.models import networks
+
+    model: nn.Module = getattr(networks, name)(**options)
     return model
 
 
@@ -49,7 +40,7 @@ def sample_shape(name: str) -> tuple[int, ...]:
     """Return the shape of a batch of one: the published size of an image, or of a sequence of token numbers."""
     if name == "thin_resnet":
         return (1, 1, 8, 8)
-    if _HOMES.get(name) == "bert":
+    if name in ("bert_base", "bert_large", "thin_bert"):
         return (1, 32 if name == "thin_bert" else 128)
     return (1, 3, 224, 224)
 

@@ -40,9 +40,10 @@ faults: ## run the faults matrix: outcomes, times and leftovers (ARGS="--only ki
 	@tools/setup_env.sh run
 	@tools/faults.sh $(ARGS)
 
-scenarios: ## check verdicts and lengths of jobs with known answers, 35 minutes (SEED=n, ARGS="--only WORDS")
+scenarios: ## check verdicts and lengths of jobs with known answers, 40 minutes (SEED=n, ARGS="--only WORDS")
 	@tools/setup_env.sh run
 	@.venv/bin/python tests/scenarios/run.py --seed $(or $(SEED),1) --live --known 50 $(ARGS)
+	@.venv/bin/python tests/scenarios/run.py --seed $(or $(SEED),1) --lengths 5 $(ARGS)
 
 docs: ## build the documentation into build/docs; warnings are errors
 	@tools/setup_env.sh dev

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from netbottleneck.report import Run
@@ -21,17 +20,22 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests" / "scenarios")]
 
 import record  # noqa: E402
-from scenario import cases, live  # noqa: E402
+from scenario import live, trainings  # noqa: E402
 
 # The scenario of each page.
 SCENARIOS = {
-    "transport-limited": cases.live_flow_cap,
-    "link-limited": cases.live_full_link,
-    "straggler": cases.live_sleeping_rank,
-    "input-limited": cases.live_input,
-    "optimizer-limited": cases.live_optimizer,
-    "imbalance": cases.live_jitter,
-    "not-network": cases.live_nothing,
+    "transport-limited": trainings.live_flow_cap,
+    "link-limited": trainings.live_full_link,
+    "latency-limited": trainings.live_small_operations,
+    "host-limited": trainings.live_contended_compute,
+    "straggler": trainings.live_sleeping_rank,
+    "input-limited": trainings.live_input,
+    "optimizer-limited": trainings.live_optimizer,
+    "imbalance": trainings.live_jitter,
+    "not-network": trainings.live_nothing,
+    "do-nothing": trainings.live_as_good,
+    "inconclusive": trainings.live_few_steps,
+    "no-communication": trainings.live_one_rank,
 }
 SEED = 1
 
@@ -40,10 +44,8 @@ def store(name: str) -> str:
     """Run the scenario of a page and return the verdict; the trace is stored if it is the page's."""
     training = SCENARIOS[name](random.Random(f"{SEED}/{SCENARIOS[name].__name__}")).job
     with tempfile.TemporaryDirectory() as folder:
-        link_bps = live.train(training, folder, SEED)
+        live.train(training, folder, SEED)
         trace = record.scrub(Run(folder).trace, name)
-        if link_bps:
-            trace = replace(trace, network=tr.Network(training.lab, float(link_bps)))
         path = Path(folder) / f"{name}.jsonl.gz"
         tr.write(trace, path)
         code = Run(path).verdict.code

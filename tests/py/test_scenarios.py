@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
 import run as program
-from scenario import known, matrix
+from scenario import known, lengths, matrix
 from scenario.cases import CASES
 from scenario.job import Job, work_of
 from scenario.judge import judge, run
@@ -26,6 +26,17 @@ SEED = 1
 ERROR_MAX = 0.25
 
 
+@pytest.fixture
+def labs():
+    """Skips where trainings cannot run in labs."""
+    pytest.importorskip("torch")
+    try:
+        with Lab(1, "none", ways=("root", "user")):
+            pass
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+
+
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_scenario_gets_its_verdict_and_its_twin_does_not(make):
     result = run(make(random.Random(f"{SEED}/{make.__name__}")), SEED, judge)
@@ -34,6 +45,7 @@ def test_a_scenario_gets_its_verdict_and_its_twin_does_not(make):
         assert abs(result.error) < ERROR_MAX
 
 
+@pytest.mark.usefixtures("labs")
 @pytest.mark.parametrize(
     "name",
     [
@@ -43,12 +55,6 @@ def test_a_scenario_gets_its_verdict_and_its_twin_does_not(make):
     ],
 )
 def test_a_training_in_a_lab_gets_its_verdict(name):
-    pytest.importorskip("torch")
-    try:
-        with Lab(1, "none", ways=("root", "user")):
-            pass
-    except LabError as error:
-        pytest.skip(f"no network namespaces on this machine: {error}")
     make = next(make for make in LIVE if make.__name__ == name)
     case = make(random.Random(f"{SEED}/{name}"))
     got = measure(case.job, SEED)
@@ -63,6 +69,15 @@ def test_a_report_shows_an_injected_length_within_5_percent(kind, number):
     found = known.answer(kind, random.Random(f"test/{kind.name}/{number}"), number)
     assert found.truth_ms >= known.RESOLVED_MIN * found.step_ms
     assert found.shown_ms == pytest.approx(found.truth_ms, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("labs")
+def test_a_report_of_a_training_shows_what_its_script_counted():
+    found = list(lengths.answers(1, SEED))
+    assert len({one.kind for one in found}) == 5
+    for one in found:
+        assert one.shown_ms == pytest.approx(one.truth_ms, rel=ERROR_MAX), one
 
 
 def test_the_clock_counts_what_was_injected():

@@ -1,7 +1,8 @@
-"""Runs the scenarios: `run.py [--seeds A-B] [--live] [--known N] [--only TEXT]`. The last line counts them.
+"""Runs the scenarios: `run.py [--seeds A-B] [--live] [--known N] [--lengths N] [--only TEXT]`. The last line counts.
 
 Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps. `--known`
-compares injected lengths of time with those that the report shows. `--store` keeps the outcome of a run of both.
+compares injected lengths of time with those that the report shows, of simulated jobs; `--lengths` of trainings in labs.
+`--store` keeps the outcome.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scenario import known, matrix
+from scenario import known, lengths, matrix
 from scenario.cases import CASES
 from scenario.judge import Result, judge, run
 from scenario.live import measure
@@ -41,7 +42,7 @@ def _shown(result: Result) -> Result:
 
 def _results(args: argparse.Namespace) -> Iterator[Result]:
     """Run the scenarios with each seed."""
-    for seed in args.seeds:
+    for seed in () if args.lengths else args.seeds:
         if len(args.seeds) > 1:
             print(f"seed {seed}")
         for case in _drawn(CASES, seed, args.only) if args.live != "only" else ():
@@ -52,10 +53,12 @@ def _results(args: argparse.Namespace) -> Iterator[Result]:
 
 def _known(args: argparse.Namespace) -> list[known.Answer]:
     """Run the known answers, and print their table."""
-    found = list(known.answers(args.known, args.seeds[0], args.only))
-    for one in found:
+    asked = lengths.answers if args.lengths else known.answers
+    found = []
+    for one in asked(args.lengths or args.known, args.seeds[0], args.only):
+        found.append(one)
         if one.wrong:
-            print(f"FAILED  {one.kind.name}: {one.truth_ms:.3f} ms injected, {one.shown_ms:.3f} ms shown: {one.job}")
+            print(f"FAILED  {one.kind}: {one.truth_ms:.3f} ms injected, {one.shown_ms:.3f} ms shown: {one.job}")
     if found:
         print(f"known answers: an error of at most {known.ERROR_MAX:.0%} passes")
     for row in known.table(found):
@@ -97,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--known", type=int, default=0, metavar="N", help="also run N known answers of each kind (0)")
     parser.add_argument(
+        "--lengths", type=int, default=0, metavar="N", help="run N trainings in labs of each length, and nothing else"
+    )
+    parser.add_argument(
         "--live", nargs="?", const="also", choices=("also", "only"), help="also, or only, run trainings in labs"
     )
     parser.add_argument("--only", default="", help="run what has this text in its name")
@@ -108,9 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all scenarios. Returns 1 if one failed."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.lengths and (args.live or args.known or len(args.seeds) > 1):
+        parser.error("--lengths runs with one seed, without --live and --known")
     live = args.live == "only"
-    if args.store and (args.only or args.live == "also" or live == bool(args.known)):
-        parser.error("--store keeps a run of all simulated scenarios with known answers, or of the live ones")
+    if args.store and (args.only or args.live == "also" or (live or args.lengths > 0) == bool(args.known)):
+        parser.error("--store keeps a run of all simulated scenarios with --known, of the live ones, or of lengths")
     begin = time.monotonic()
     results = list(_results(args))
     answers = _known(args)
@@ -130,12 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seeds": f"{args.seeds[0]} to {args.seeds[-1]}",
             "passed": passed,
             "failed": failed,
-            "matrix": found,
-            "savings": savings,
+            **({} if args.lengths else {"matrix": found, "savings": savings}),
             **({} if live else {"known": known.table(answers)}),
         }
         command = "tests/scenarios/run.py " + " ".join(sys.argv[1:] if argv is None else argv)
-        what = matrix.LIVE if live else matrix.SIMULATED
+        what = matrix.LENGTHS if args.lengths else matrix.LIVE if live else matrix.SIMULATED
         print(f"stored in {matrix.store(outcome, command, time.monotonic() - begin, what)}")
     print(f"{passed} passed, {failed} failed")
     return int(failed > 0)

@@ -106,7 +106,7 @@ class Kind:
     shown: Callable[[Findings], float]
 
 
-def _part_ms(name: str) -> Callable[[Findings], float]:
+def part_ms(name: str) -> Callable[[Findings], float]:
     """Return a part of base's step, as the report's line of parts has it."""
 
     def shown(found: Findings) -> float:
@@ -116,34 +116,37 @@ def _part_ms(name: str) -> Callable[[Findings], float]:
     return shown
 
 
-def _wire_ms(found: Findings) -> float:
+def transfers_ms(found: Findings) -> float:
     """Ms a step at the rate that the report gives for the transfers."""
     assert found.base is not None
     parts, rate = found.parts[found.base], found.achieved[found.base]
     return parts.step_ns / MS * rate.average_bps / rate.active_bps
 
 
-def _slowed_ms(found: Findings) -> float:
+def slowed_ms(found: Findings) -> float:
     """Ms a step by which forward and backward are longer than without traffic."""
     assert found.slowed is not None
     return found.slowed.difference_ns.value / MS
 
 
 KINDS: Sequence[Kind] = (
-    Kind("gradients on the wire, not hidden", _slow_link, "exposed", _part_ms("transfer")),
-    Kind("gradients on the wire, all", _slow_link, "wire", _wire_ms),
-    Kind("waiting for a peer", _late_peer, "waiting", _part_ms("waiting")),
-    Kind("compute slowed by traffic", _contended, "slowed", _slowed_ms),
-    Kind("input", _slow_input, "input", _part_ms("input")),
+    Kind("gradients on the wire, not hidden", _slow_link, "exposed", part_ms("transfer")),
+    Kind("gradients on the wire, all", _slow_link, "wire", transfers_ms),
+    Kind("waiting for a peer", _late_peer, "waiting", part_ms("waiting")),
+    Kind("compute slowed by traffic", _contended, "slowed", slowed_ms),
+    Kind("input", _slow_input, "input", part_ms("input")),
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A run's known and shown length, in ms a step. error: relative; error_all: against the mean of all steps."""
+    """A run's known and shown length, in ms a step. error: relative; error_all: against the mean of all steps.
 
-    kind: Kind
-    job: Job
+    kind: what is injected. job: how, for a message.
+    """
+
+    kind: str
+    job: object
     truth_ms: float
     truth_all_ms: float
     shown_ms: float
@@ -200,7 +203,7 @@ def answer(kind: Kind, draw: Draw, seed: int) -> Answer:
         if _resolved(kind, job, truth_ms, float(long_ms.mean())):
             break
     shown_ms = kind.shown(findings.find(trace))
-    return Answer(kind, job, truth_ms, whole_ms, shown_ms, float(long_ms.mean()))
+    return Answer(kind.name, job, truth_ms, whole_ms, shown_ms, float(long_ms.mean()))
 
 
 def answers(count: int, seed: int, only: str = "") -> Iterator[Answer]:
@@ -216,16 +219,14 @@ def table(found: Sequence[Answer]) -> list[Mapping[str, str | float | int]]:
     all_steps: the same errors against the mean of all steps.
     """
     rows: list[Mapping[str, str | float | int]] = []
-    for kind in KINDS:
-        own = [one for one in found if one.kind is kind]
-        if not own:
-            continue
+    for kind in dict.fromkeys(one.kind for one in found):
+        own = [one for one in found if one.kind == kind]
         errors = sorted(100 * abs(one.error) for one in own)
         all_steps = sorted(100 * abs(one.error_all) for one in own)
         parts = [100 * one.truth_ms / one.step_ms for one in own]
         rows.append(
             {
-                "kind": kind.name,
+                "kind": kind,
                 "runs": len(own),
                 "least_part_percent": round(min(parts), 1),
                 "largest_part_percent": round(max(parts), 1),

@@ -53,7 +53,7 @@ def train(training: Training, folder: str, seed: int) -> None:
         "NETBOTTLENECK_INSECURE": "1",  # the network is the lab's own
         **training.env,
     }
-    with Lab(training.hosts, training.lab, training.ranks_per_host) as lab:
+    with Lab(training.hosts, training.lab, training.ranks_per_host, flow=training.flow) as lab:
         link_bps = lab.spec.links[0].link_bps
         if link_bps:
             variables["NETBOTTLENECK_LINK_GBPS"] = str(link_bps / 1e9)

@@ -84,10 +84,16 @@ LIVE = (
     "all ranks on one machine; otherwise idle",
     ("numpy", "torch"),
 )
+LENGTHS = (
+    "live_lengths",
+    "Lengths of time in trainings in labs of network namespaces",
+    "all ranks on one machine; otherwise idle",
+    ("numpy", "torch"),
+)
 
 
 def store(found: Row, command: str, seconds: float, what: tuple[str, str, str, tuple[str, ...]]) -> Path:
-    """Write the outcome, with its origin, to the file of SIMULATED or LIVE. Returns the path."""
+    """Write the outcome, with its origin, to the file of SIMULATED, LIVE or LENGTHS. Returns the path."""
     name, title, load, packages = what
     place = RESULTS / f"{name}.json"
     origin = {

@@ -5,7 +5,9 @@ instead. bucket_kib: of DDP (a layer's). wrap: ddp, fsdp or horovod. spin: compu
 all ranks. jitter: standard deviation of compute, as a part. input_ms, optimizer_ms, second_ms: before the forward, in
 the optimizer and in a second one. evaluate_ms, save_ms: an evaluation and a checkpoint in each 10th step. accumulate:
 passes in a step. forward_mib: an all-reduce in the forward. norm_kib: statistics of all ranks. Of rank slow_rank alone:
-sleep_ms in the backward, slower (a factor on compute), late_input_ms, late_optimizer_ms.
+sleep_ms in the backward, slower (a factor on compute), late_input_ms, late_optimizer_ms. contention: a factor on
+compute while the host sends. counts: a folder for what each rank counts in a step, in ms: input (until the forward),
+slowed (by contention), ready (the moment of its last gradient).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +34,10 @@ OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 RANK = int(os.environ["RANK"])
 RANDOM = random.Random(f"{OPTIONS['seed']}/{RANK}")
 LEVEL = [1.0]
+COUNTS: list[dict[str, float]] = [{}]
+SLICE_MS = 1.0
+# Bytes in a slice from which on a host sends: control messages are fewer.
+SENDS_BYTES = 8192
 SLOW = OPTIONS.get("slow_rank") == RANK
 
 
@@ -39,8 +46,42 @@ def own(name: str) -> float:
     return OPTIONS.get(name, 0.0) if SLOW else 0.0
 
 
+def levels(steps: int, deviation: float) -> list[float]:
+    """Return the factor on compute of each step, with this standard deviation, and with the mean 1."""
+    drawn = [deviation * RANDOM.gauss(0, 1) for _ in range((steps + 1) // 2)]
+    both = [1 + sign * each for each in drawn for sign in (1, -1)]
+    RANDOM.shuffle(both)
+    return [max(0.1, each) for each in both]
+
+
+def sent() -> int:
+    """Return the bytes that this host has sent."""
+    with open("/proc/thread-self/net/dev", encoding="ascii") as lines:
+        found = [line.partition(":") for line in lines if ":" in line]
+    return sum(int(values.split()[8]) for name, _, values in found if name.strip() != "lo")
+
+
+def contended(ms: float, factor: float) -> None:
+    """Take this time in slices, each of which is longer by this factor if the host sends."""
+    until, before = time.perf_counter(), sent()
+    while ms > 0:
+        part_ms, ms = min(ms, SLICE_MS), ms - SLICE_MS
+        until += part_ms / 1e3
+        time.sleep(max(0.0, until - time.perf_counter()))
+        now = sent()
+        if now - before > SENDS_BYTES:
+            more_ms = (factor - 1) * part_ms
+            until += more_ms / 1e3
+            COUNTS[-1]["slowed"] = COUNTS[-1].get("slowed", 0.0) + more_ms
+        before = now
+    time.sleep(max(0.0, until - time.perf_counter()))
+
+
 def work(ms: float) -> None:
     """Take this time: asleep, or busy with `spin`."""
+    if "contention" in OPTIONS:
+        contended(ms * LEVEL[0], OPTIONS["contention"])
+        return
     if not OPTIONS.get("spin"):
         time.sleep(ms * LEVEL[0] / 1e3)
         return
@@ -63,6 +104,7 @@ class Timed(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient after a while."""
         work(ctx.ms)
+        COUNTS[-1]["ready"] = time.time() * 1e3
         return gradient, None, None
 
 
@@ -231,16 +273,21 @@ def main() -> None:
     start()
     model = wrapped(nn.Sequential(*layers()))
     updates = optimizers(model)
-    for step in range(OPTIONS["steps"]):
+    for step, level in enumerate(levels(OPTIONS["steps"], OPTIONS.get("jitter", 0.0))[: OPTIONS["steps"]]):
         pace = OPTIONS.get("slower", 1.0) if SLOW else 1.0
-        LEVEL[0] = pace * max(0.1, 1 + OPTIONS.get("jitter", 0.0) * RANDOM.gauss(0, 1))
+        LEVEL[0] = pace * level
+        begin = time.perf_counter()
         work(OPTIONS.get("input_ms", 0.0) + own("late_input_ms"))
         model.zero_grad()
+        COUNTS[-1]["input"] = (time.perf_counter() - begin) * 1e3
         passes(model, OPTIONS.get("accumulate", 1))
         for optimizer in updates:
             optimizer.step()
         look(model, step)
+        COUNTS.append({})
     end()
+    if "counts" in OPTIONS:
+        (Path(OPTIONS["counts"]) / str(RANK)).write_text(json.dumps(COUNTS), encoding="utf-8")
 
 
 if __name__ == "__main__":

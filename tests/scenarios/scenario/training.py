@@ -11,9 +11,10 @@ from typing import Any
 class Training:
     """A training in a lab.
 
-    lab: its link and flow caps. arms: NETBOTTLENECK_TRANSPORT. options: the arguments of train.py, and `clock_s`, by
-    which the clock of the last rank is ahead. env: further variables. lost: part of the packets that the last host
-    does not get. other_flows: connections of another job, which send all the time from the first host to the last.
+    lab: its link and flow caps. flow: how flows are capped. arms: NETBOTTLENECK_TRANSPORT. options: the arguments of
+    train.py, and `clock_s`, by which the clock of the last rank is ahead. env: further variables. lost: part of the
+    packets that the last host does not get. other_flows: connections of another job, which send all the time from the
+    first host to the last.
     """
 
     lab: str = "none"
@@ -24,6 +25,7 @@ class Training:
     env: Mapping[str, str] = field(default_factory=dict)
     lost: float = 0.0
     other_flows: int = 0
+    flow: str = "htb"
 
     def but(self, lab: str | None = None, **options: Any) -> Training:
         """Return the same training on another lab or with other arguments; None: without the argument."""

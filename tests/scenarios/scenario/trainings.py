@@ -347,7 +347,7 @@ def live_flow_cap_on_a_faster_link(draw: Draw) -> Case[Training]:
 @live
 def live_as_good(draw: Draw) -> Case[Training]:
     one = {"NETBOTTLENECK_STREAMS": "1"}
-    run = Training(f"1gbit/{draw.randrange(80, 120)}mbit", "stock,tcp,bare", {"steps": 250}, env=one)
+    run = Training(f"1gbit/{draw.randrange(80, 120)}mbit", "stock,tcp,bare", {"steps": 400}, env=one)
     return Case(
         "live: another transport is as good",
         run,

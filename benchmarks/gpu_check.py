@@ -130,15 +130,20 @@ def without_nccl(device: str) -> str:
 
 
 def gathered(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest size up to which a kernel gathers gradients faster than the copy engine copies them, as a row.
+    """Return the largest size up to which a kernel surely copies tensors faster than the copy engine, as a row.
 
-    rows: of both ways, by size.
+    rows: of both ways, by size, from an idle GPU. No size if the kernels do not load: both ways are copies then.
     """
-    times = {str(row["condition"]): float(row["value"]) for row in rows}
-    copies = {name.removeprefix("copies: "): time for name, time in times.items() if name.startswith("copies: ")}
-    faster = itertools.takewhile(lambda name: times[f"kernel: {name}"] < copies[name], copies)
-    best = max((int(name.split()[-2]) for name in faster), default=0)
-    return {"condition": "NETBOTTLENECK_CUDA_GATHER_BYTES that these times suggest", "value": best, "unit": "bytes"}
+    found = {"condition": "NETBOTTLENECK_CUDA_GATHER_BYTES that these times suggest", "unit": "bytes"}
+    _, _, devices = _core.cuda(config.settings().cuda_library)
+    if why := next((kernels for _, _, kernels in devices if kernels), ""):
+        return {**found, "value": f"not known: {why}", "unit": ""}
+    by_name = {str(row["condition"]): row for row in rows}
+    sizes = [name.removeprefix("copies: ") for name in by_name if name.startswith("copies: ")]
+    faster = itertools.takewhile(
+        lambda size: by_name[f"kernel: {size}"]["high"] < by_name[f"copies: {size}"]["low"], sizes
+    )
+    return {**found, "value": max((int(size.split()[-2]) for size in faster), default=0)}
 
 
 def versions(device: str) -> list[dict[str, Any]]:

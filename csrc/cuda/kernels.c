@@ -9,9 +9,16 @@
 #include "cuda/driver.h"
 #include "cuda/image.h"
 
-// A block has THREADS threads. Each takes about PER_THREAD elements, up to GRID_MAX blocks; then more. A list of pieces
-// has PIECE_BLOCKS blocks a piece.
-enum { THREADS = 256, PER_THREAD = 4, GRID_MAX = 4096, PIECE_BLOCKS = 32, PIECES_MAX = 65535 };
+// A block has THREADS threads. Each takes about PER_THREAD elements, up to GRID_MAX blocks; then more. A piece of a list
+// has a block for each PIECE_BLOCK_BYTES, up to PIECE_BLOCKS: each thread of a block reads the list, perhaps from the host.
+enum {
+    THREADS = 256,
+    PER_THREAD = 4,
+    GRID_MAX = 4096,
+    PIECE_BLOCKS = 32,
+    PIECE_BLOCK_BYTES = 4096,
+    PIECES_MAX = 65535
+};
 
 static const char *const names[] = {
 #define NB_CUDA_NAMED(number, name) [number] = #name,
@@ -74,7 +81,8 @@ int nb_cuda_launch(const struct nb_cuda_kernels *kernels, struct CUstream_st *st
     unsigned x = blocks < GRID_MAX ? (unsigned)blocks : GRID_MAX;
     unsigned y = 1;
     if (work->kernel == NB_CUDA_PACK || work->kernel == NB_CUDA_UNPACK) {
-        x = PIECE_BLOCKS;
+        blocks = work->piece_bytes / PIECE_BLOCK_BYTES + (work->piece_bytes % PIECE_BLOCK_BYTES != 0);
+        x = blocks > 0 && blocks < PIECE_BLOCKS ? (unsigned)blocks : PIECE_BLOCKS;
         y = work->count < PIECES_MAX ? (unsigned)work->count : PIECES_MAX;
     }
     uint64_t to = work->to;

@@ -50,6 +50,7 @@ struct nb_cuda_work {
     nb_cuda_address from;
     size_t count;
     double factor;
+    size_t piece_bytes; // pack, unpack: mean size of a piece; 0: not known
 };
 
 // The image of this build, or NULL if nvcc was not there to make one.

@@ -45,7 +45,8 @@ struct slot {
     struct CUevent_st *copied; // recorded after the slot's last copy
     unsigned char *memory;
     struct nb_cuda_piece *gathered; // a list for a kernel, in pinned memory
-    size_t number;                  // in its transfer
+    int gathered_count;
+    size_t number; // in its transfer
     size_t slice_bytes;
     uint64_t owner;                       // the number of the transfer that had it last
     struct nb_staging_transfer *transfer; // while LEAVING
@@ -216,7 +217,9 @@ void nb_staging_close(struct nb_staging *staging) {
                 (void)driver->event_destroy(staging->slots[i].copied);
             }
         }
-        nb_cuda_kernels_close(&staging->kernels);
+        if (settled) { // else a kernel may still run
+            nb_cuda_kernels_close(&staging->kernels);
+        }
         if (staging->registered && settled) {
             ours = driver->host_unregister(staging->arena.base) == NB_CUDA_SUCCESS;
         }
@@ -294,10 +297,9 @@ static int copy_piece(struct nb_staging *staging, nb_cuda_address at, unsigned c
     return check(staging, result, out ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync", bytes);
 }
 
-// Starts the copies of a range of the buffer, one for each piece that it touches. Small ones go into the slot's list, of
-// `*gathered` pieces.
+// Starts the copies of a range of the buffer, one for each piece that it touches. Small ones go into the slot's list.
 static int copy_range(struct nb_staging *staging, const struct nb_staging_request *request, size_t offset,
-                      struct slot *slot, unsigned char *memory, bool out, int *gathered) {
+                      struct slot *slot, unsigned char *memory, bool out) {
     size_t bytes = slot->slice_bytes;
     int rc = 0;
     for (const struct nb_staging_piece *piece = request->pieces; rc == 0 && bytes > 0; piece++) {
@@ -308,8 +310,10 @@ static int copy_range(struct nb_staging *staging, const struct nb_staging_reques
         const size_t room = piece->bytes - offset;
         const size_t take = room < bytes ? room : bytes;
         const nb_cuda_address at = piece->base + offset;
-        if (staging->mapped != 0 && take <= staging->config.gather_bytes && *gathered < GATHERED_MAX) {
-            slot->gathered[(*gathered)++] = (struct nb_cuda_piece){at, (uint64_t)(memory - slot->memory), take};
+        if (staging->mapped != 0 && piece->bytes <= staging->config.gather_bytes &&
+            slot->gathered_count < GATHERED_MAX) {
+            slot->gathered[slot->gathered_count++] =
+                (struct nb_cuda_piece){at, (uint64_t)(memory - slot->memory), take};
         } else {
             rc = copy_piece(staging, at, memory, take, out);
         }
@@ -325,15 +329,21 @@ static nb_cuda_address device_address(const struct nb_staging *staging, const vo
 }
 
 // Starts the copies of a slot's list: by a kernel, if there are several.
-static int copy_gathered(struct nb_staging *staging, struct slot *slot, bool out, int count) {
+static int copy_gathered(struct nb_staging *staging, struct slot *slot, bool out) {
+    const int count = slot->gathered_count;
     if (count == 1) {
         const struct nb_cuda_piece *piece = slot->gathered;
         return copy_piece(staging, piece->address, slot->memory + piece->offset_bytes, piece->bytes, out);
     }
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) {
+        bytes += slot->gathered[i].bytes;
+    }
     const struct nb_cuda_work work = {.kernel = out ? NB_CUDA_PACK : NB_CUDA_UNPACK,
                                       .to = device_address(staging, slot->memory),
                                       .from = device_address(staging, slot->gathered),
-                                      .count = (size_t)count};
+                                      .count = (size_t)count,
+                                      .piece_bytes = bytes / (size_t)count};
     return nb_cuda_launch(&staging->kernels, out ? staging->config.out : staging->config.back, &work,
                           &staging->failure);
 }
@@ -343,15 +353,15 @@ static int copy_parts(struct nb_staging *staging, const struct nb_staging_transf
                       bool out) {
     const struct nb_staging_request *request = &transfer->request;
     const struct nb_staging_parts parts = out ? request->out : request->back;
-    int gathered = 0;
     int rc = 0;
+    slot->gathered_count = 0;
     for (int i = 0; rc == 0 && i < parts.count; i++) {
         const size_t part = (size_t)((parts.first + i) % request->parts);
         const size_t offset = part * transfer->cut.part_bytes + slot->number * transfer->cut.slice_bytes;
-        rc = copy_range(staging, request, offset, slot, slot->memory + part * slot->slice_bytes, out, &gathered);
+        rc = copy_range(staging, request, offset, slot, slot->memory + part * slot->slice_bytes, out);
     }
-    if (rc == 0 && gathered > 0) {
-        rc = copy_gathered(staging, slot, out, gathered);
+    if (rc == 0 && slot->gathered_count > 0) {
+        rc = copy_gathered(staging, slot, out);
     }
     if (rc == 0) {
         unsigned result =

@@ -36,7 +36,7 @@ struct nb_staging;
 struct nb_staging_config {
     size_t chunk_bytes;
     int chunks;          // pinned memory: chunks * chunk_bytes
-    size_t gather_bytes; // pieces of a chunk of at most this size are copied by a kernel, all together; 0: none
+    size_t gather_bytes; // a chunk's parts of pieces of at most this size are copied by one kernel; 0: none
     const void *image;   // of the kernels; NULL: there are none
     struct CUstream_st *out;
     struct CUstream_st *back; // may be the same as `out`; two streams copy both ways at once

@@ -104,7 +104,7 @@ static int staging_open(struct nb_job *job, struct nb_device *device, struct nb_
     }
     why = nb_staging_ungathered(device->staging);
     if (why != NULL) {
-        snprintf(text, sizeof text, "small gradients of device %d are copied one by one (%.300s)", device->cuda.ordinal,
+        snprintf(text, sizeof text, "small tensors of device %d are copied one by one (%.300s)", device->cuda.ordinal,
                  why);
         nb_job_notify(job, text);
     }

@@ -108,7 +108,7 @@ struct nb_job_config {
     const char *cuda_library;          // NULL: libcuda.so.1
     size_t device_chunk_bytes;         // of pinned memory; the same on all ranks. 0: the default
     int device_chunks;                 // for each device; 0: the default
-    size_t device_gather_bytes;        // gradients of at most this size are copied together by a kernel; 0: none
+    size_t device_gather_bytes;        // pieces of at most this size are copied together by a kernel; 0: none
     const void *cuda_image;            // of the kernels; NULL: that of the build
 };
 

@@ -395,8 +395,8 @@ class Settings:
         "CUDA_GATHER_BYTES",
         BYTES,
         0,
-        "size up to which gradients of one operation are copied from and to a GPU together, by a kernel; "
-        "0: each by the copy engine",
+        "size up to which a kernel copies the tensors of a grouped operation from and to a GPU together; "
+        "0: the copy engine copies each",
     )
     host_id: str | None = _row(
         "HOST_ID", TEXT, None, "name of the host, the same for all its ranks; default: the kernel's"

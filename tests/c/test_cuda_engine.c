@@ -38,6 +38,16 @@ static void all_kinds(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
+static int count_kernels(void) {
+    static struct fake_entry entries[1 << 16];
+    const size_t count = fake->log(0, entries, sizeof entries / sizeof entries[0]);
+    int kernels = 0;
+    for (size_t i = 0; i < count && i < sizeof entries / sizeof entries[0]; i++) {
+        kernels += entries[i].kind == FAKE_KERNEL;
+    }
+    return kernels;
+}
+
 // False: the network is not available.
 static bool test_kinds(const char *network) {
     for (int size = 3; size >= 1; size--) {
@@ -47,6 +57,9 @@ static bool test_kinds(const char *network) {
             if (run_job(&template, (uint64_t)size, 0, all_kinds) != 0) {
                 return false;
             }
+            const int kernels = count_kernels();
+            CHECK((kernels > 0) == (gather_bytes > 0 && size > 1), "%d ranks, gather %zu: %d kernels", size,
+                  gather_bytes, kernels);
         }
     }
     return true;

@@ -262,18 +262,18 @@ static void test_kernels_run_on_device_memory(void) {
         host[i] = (float)i;
     }
     fake->poke(gradients, host, sizeof host);
-    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_PACK, buffer, list, 2, 0});
-    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_SCALE_F32, buffer, 0, 99, 2});
-    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_ADD_F32, buffer, gradients, 99, 0});
-    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_UNPACK, buffer, list, 2, 0});
-    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_ADD_F32, buffer, gradients, 0, 0});
+    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_PACK, buffer, list, 2, 0, 0});
+    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_SCALE_F32, buffer, 0, 99, 2, 0});
+    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_ADD_F32, buffer, gradients, 99, 0, 0});
+    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_UNPACK, buffer, list, 2, 0, 0});
+    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_ADD_F32, buffer, gradients, 0, 0, 0});
     check_success(driver.stream_synchronize(stream), "cuStreamSynchronize");
     fake->peek(result, gradients, sizeof result);
     for (int i = 0; i < COUNT; i++) {
         float want = i >= 101 && i < 200 ? 2 * host[i] + host[i - 101] : host[i];
         CHECK(result[i] == want, "%d: %g, not %g", i, (double)result[i], (double)want);
     }
-    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_SCALE_F32, gradients, 0, COUNT + 1, 2});
+    launch(&kernels, stream, &(struct nb_cuda_work){NB_CUDA_SCALE_F32, gradients, 0, COUNT + 1, 2, 0});
     check_error(driver.stream_synchronize(stream), NB_CUDA_ILLEGAL_ADDRESS, "a kernel beyond the end");
 }
 

@@ -537,6 +537,9 @@ struct fault {
     int operation;
 };
 
+// Calls for pinned memory, a module, its functions, an address. If one fails, copies block, or are made one by one.
+enum { OPENING = 3 + NB_CUDA_KERNEL_COUNT };
+
 // Runs two small jobs with a fault. Returns 0 or an error of the staging. *calls: number of calls that the staging
 // made.
 static int run_with_fault(uint64_t seed, struct fault fault, int *calls) {
@@ -551,6 +554,9 @@ static int run_with_fault(uint64_t seed, struct fault fault, int *calls) {
     fake->fail_poll(fault.poll, NB_CUDA_OUT_OF_MEMORY);
     fake->break_operation(fault.operation);
     int rc = open_staging(&w, CHUNK, 2, false);
+    const bool gathers = rc == 0 && nb_staging_ungathered(w.staging) == NULL;
+    const bool may_gather = gather_bytes > 0 && (fault.call == 0 || fault.call > OPENING);
+    CHECK(rc < 0 || gather_bytes == 0 || gathers == may_gather, "call %d: %d", fault.call, gathers);
     for (int i = 0; rc == 0 && i < w.count; i++) {
         rc = start(&w, &w.jobs[i]);
     }
@@ -583,8 +589,7 @@ static int run_with_fault(uint64_t seed, struct fault fault, int *calls) {
 
 static void test_each_call_fails(void) {
     enum { CLOSING = 5, ROUNDS = 5 };
-    // Pinned memory and kernels: without them, copies block, or are made one by one.
-    const int may_fail = gather_bytes > 0 ? 3 + NB_CUDA_KERNEL_COUNT : 1;
+    const int may_fail = gather_bytes > 0 ? OPENING : 1;
     int unused_calls = 0;
     for (uint64_t seed = 0; seed < ROUNDS; seed++) { // it also decides the pieces
         int calls = 0;

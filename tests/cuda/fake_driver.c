@@ -32,7 +32,7 @@ enum {
     NOT_INITIALIZED = 3,
     CAPTURE_UNSUPPORTED = 900,
     CONTEXTS_MAX = 16,
-    OPENED_MAX = 4096,
+    OPENED_MAX = 8192,
     GARBAGE = 0xee,
     DELAY_NS = 200000,
     MAPPED_BIT = 62, // of the device's address of registered memory
@@ -143,7 +143,20 @@ static unsigned char *kernel_memory(uint64_t address, uint64_t bytes) {
     return at;
 }
 
-static bool run_kernel(const struct operation *op) {
+// Fills the destination of a list of pieces with garbage, which it holds until the kernel runs.
+static void spoil(const struct operation *op) {
+    const bool packs = op->kernel == NB_CUDA_PACK;
+    if (!packs && op->kernel != NB_CUDA_UNPACK) {
+        return;
+    }
+    const struct nb_cuda_piece *list = (const void *)kernel_memory(op->from, op->count * sizeof *list);
+    for (uint64_t i = 0; i < op->count; i++) {
+        memset(kernel_memory(packs ? op->to + list[i].offset_bytes : list[i].address, list[i].bytes), GARBAGE,
+               list[i].bytes);
+    }
+}
+
+static bool run_kernel(struct CUstream_st *stream, const struct operation *op, int64_t max_ns) {
     static void (*const kernels[])(uint64_t to, uint64_t from, uint64_t count, double factor) = {
 #define KERNEL(number, name) [number] = name,
         NB_CUDA_KERNELS(KERNEL)
@@ -152,6 +165,8 @@ static bool run_kernel(const struct operation *op) {
     kernel_state.count = 0;
     volatile bool right = false;
     if (setjmp(kernel_state.fault) == 0) {
+        spoil(op);
+        delay(stream, max_ns);
         kernels[op->kernel](op->to, op->from, op->count, op->factor);
         right = true;
     }
@@ -198,7 +213,7 @@ static bool execute(struct CUstream_st *stream, const struct operation *op, int6
     case FAKE_TO_DEVICE:
         return run_copy(stream, op, max_ns);
     case FAKE_KERNEL:
-        return run_kernel(op);
+        return run_kernel(stream, op, max_ns);
     case FAKE_RECORD:
     case FAKE_WAIT:
         break;

@@ -269,6 +269,9 @@ def test_a_comparison_whose_interval_includes_the_least_gain_names_its_steps(une
     )
     assert found.more == rules.steps_to_decide(unexplained, tried) > 0
     assert found.next.startswith(f"Measure {found.more} more steps with the same arms")
+    surely = replace(tried, ratio=Estimate(0.967, 0.965, 0.969))  # in ns it is below the limit of the mean step
+    decided = verdict.decide(replace(unexplained, comparisons=(replace(surely, difference_ns=Estimate(-1, -1, -1)),)))
+    assert "the interval includes" not in decided.why
 
 
 def test_time_that_does_not_depend_on_size_is_latency(unexplained):

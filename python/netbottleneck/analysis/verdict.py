@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from netbottleneck.analysis import thresholds as limits
+from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.rules import (
     Facts,
@@ -160,24 +161,31 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         )
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
-    close = max((p for p in f.comparisons if p.enough), key=lambda pair: pair.gain.high, default=None)
-    if close is not None and not f.handicapped:
+    withheld = handicap_sentence(f) or packet_loss(facts.connected, facts.base)
+    close = _close_comparison(f)
+    if close is not None:
         gain = f"{percent(close.gain.value)} ({percent(close.gain.low)} to {percent(close.gain.high)})"
+        why = f"The gain of {close.other} is {gain} over {close.pairs} pairs of blocks, and the interval includes "
+        why += f"{percent(limits.GAIN_MIN)}."
         return Verdict(
             "INCONCLUSIVE",
-            f"Exposed communication and waiting are {lost}. The gain of {close.other} is {gain} over {close.pairs} "
-            f"pairs of blocks, and the interval includes {percent(limits.GAIN_MIN)}.",
+            f"Exposed communication and waiting are {lost}. {why}" + (f" {withheld}" if withheld else ""),
             more_steps(f, close),
             evidence,
             steps_to_decide(f, close),
         )
-    withheld = handicap_sentence(f) or packet_loss(facts.connected, facts.base)
     return Verdict(
         "INCONCLUSIVE",
         f"Exposed communication and waiting are {lost}, and no rule explains them."
         + (f" {withheld}" if withheld else ""),
         *_unmeasured(f, evidence),
     )
+
+
+def _close_comparison(f: Findings) -> Paired | None:
+    """The comparison whose gain may be large enough, and may not; None if there is none, or gains are withheld."""
+    undecided = [pair for pair in f.comparisons if pair.enough and pair.gain.low <= limits.GAIN_MIN <= pair.gain.high]
+    return None if f.handicapped else max(undecided, key=lambda pair: pair.gain.high, default=None)
 
 
 def _bound(f: Findings) -> str:

@@ -2,12 +2,13 @@
 
 layers, kib, ms, steps: number of layers, their weights, their backward and the training. sizes: KiB of each layer,
 instead. bucket_kib: of DDP (a layer's). wrap: ddp, fsdp or horovod. spin: compute is busy. core: of this machine, for
-all ranks. jitter: standard deviation of compute, as a part. input_ms, optimizer_ms, second_ms: before the forward, in
-the optimizer and in a second one. evaluate_ms, save_ms: an evaluation and a checkpoint in each 10th step. accumulate:
-passes in a step. forward_mib: an all-reduce in the forward. norm_kib: statistics of all ranks. Of rank slow_rank alone:
-sleep_ms in the backward, slower (a factor on compute), late_input_ms, late_optimizer_ms. contention: a factor on
-compute while the host sends. counts: a folder for what each rank counts in a step, in ms: input (until the forward),
-slowed (by contention), ready (the moment of its last gradient).
+all ranks. jitter: standard deviation of compute, as a part; even: all ranks take the mean. input_ms, optimizer_ms,
+second_ms: before the forward, in the optimizer and in a second one. evaluate_ms, save_ms: an evaluation and a
+checkpoint in each 10th step. accumulate: passes in a step. forward_mib: an all-reduce in the forward. norm_kib:
+statistics of all ranks. Of rank slow_rank alone: sleep_ms in the backward, slower (a factor on compute), late_input_ms,
+late_optimizer_ms. contention: a factor on compute while the host sends. counts: a folder for what each rank counts in a
+step, in ms: begin (a moment), input (until the forward), slowed (by contention), ready (the moment of its last
+gradient). uneven: how far input_ms and sleep_ms may be off in a step, as a part.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import netbottleneck  # noqa: F401 - measures, as its variables say
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 RANK = int(os.environ["RANK"])
-RANDOM = random.Random(f"{OPTIONS['seed']}/{RANK}")
 LEVEL = [1.0]
 COUNTS: list[dict[str, float]] = [{}]
 SLICE_MS = 1.0
@@ -41,17 +41,21 @@ SENDS_BYTES = 8192
 SLOW = OPTIONS.get("slow_rank") == RANK
 
 
+UNEVEN = [1.0]
+
+
 def own(name: str) -> float:
     """Return an option that is for the slow rank alone."""
     return OPTIONS.get(name, 0.0) if SLOW else 0.0
 
 
-def levels(steps: int, deviation: float) -> list[float]:
-    """Return the factor on compute of each step, with this standard deviation, and with the mean 1."""
-    drawn = [deviation * RANDOM.gauss(0, 1) for _ in range((steps + 1) // 2)]
-    both = [1 + sign * each for each in drawn for sign in (1, -1)]
-    RANDOM.shuffle(both)
-    return [max(0.1, each) for each in both]
+def levels() -> list[float]:
+    """Return the factor on compute of each step: of this rank, or with `even` the mean over the ranks."""
+    ranks = range(int(os.environ["WORLD_SIZE"])) if OPTIONS.get("even") else (RANK,)
+    draws = [random.Random(f"{OPTIONS['seed']}/{rank}") for rank in ranks]
+    jitter = OPTIONS.get("jitter", 0.0)
+    drawn = ([max(0.1, 1 + jitter * draw.gauss(0, 1)) for draw in draws] for _ in range(OPTIONS["steps"]))
+    return [sum(each) / len(each) for each in drawn]
 
 
 def sent() -> int:
@@ -118,7 +122,9 @@ class Layer(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Add the mean of the weights."""
-        return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + own("sleep_ms") / OPTIONS["layers"])
+        return Timed.apply(
+            values + self.weight.mean(), self.ms / 2, self.ms + UNEVEN[0] * own("sleep_ms") / OPTIONS["layers"]
+        )
 
 
 class Reduced(torch.autograd.Function):
@@ -273,11 +279,14 @@ def main() -> None:
     start()
     model = wrapped(nn.Sequential(*layers()))
     updates = optimizers(model)
-    for step, level in enumerate(levels(OPTIONS["steps"], OPTIONS.get("jitter", 0.0))[: OPTIONS["steps"]]):
+    draw = random.Random(f"{OPTIONS['seed']} uneven")  # the same on all ranks
+    for step, level in enumerate(levels()):
         pace = OPTIONS.get("slower", 1.0) if SLOW else 1.0
         LEVEL[0] = pace * level
+        UNEVEN[0] = 1 + OPTIONS.get("uneven", 0.0) * draw.uniform(-1, 1)
         begin = time.perf_counter()
-        work(OPTIONS.get("input_ms", 0.0) + own("late_input_ms"))
+        COUNTS[-1]["begin"] = time.time() * 1e3
+        work(UNEVEN[0] * OPTIONS.get("input_ms", 0.0) + own("late_input_ms"))
         model.zero_grad()
         COUNTS[-1]["input"] = (time.perf_counter() - begin) * 1e3
         passes(model, OPTIONS.get("accumulate", 1))

@@ -141,9 +141,9 @@ def live_batch_norm(draw: Draw) -> Case[Training]:
 
 @live
 def live_jitter(draw: Draw) -> Case[Training]:
-    run = SMALL.but(jitter=draw.uniform(0.15, 0.25))
+    run = SMALL.but(jitter=draw.uniform(0.3, 0.4))
     return Case(
-        "live: random steps", run, ("IMBALANCE",), run.but(jitter=None), "IMBALANCE", never=("STRAGGLER",), saves=True
+        "live: random steps", run, ("IMBALANCE",), run.but(even=True), "IMBALANCE", never=("STRAGGLER",), saves=True
     )
 
 
@@ -271,12 +271,12 @@ def live_sleeping_rank_of_four(draw: Draw) -> Case[Training]:
 
 @live
 def live_jitter_of_eight(draw: Draw) -> Case[Training]:
-    run = replace(SMALL.but(jitter=draw.uniform(0.12, 0.2), ms=25.0, steps=80), hosts=4, ranks_per_host=2)
+    run = replace(SMALL.but(jitter=draw.uniform(0.15, 0.25), ms=40.0, steps=70), hosts=4, ranks_per_host=2)
     return Case(
         "live: eight equal ranks with random steps",
         run,
         ("IMBALANCE",),
-        run.but(jitter=None),
+        run.but(even=True),
         "IMBALANCE",
         never=("STRAGGLER", "LINK_LIMITED"),
         saves=True,

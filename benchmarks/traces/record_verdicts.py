@@ -26,14 +26,12 @@ from scenario import live, trainings  # noqa: E402
 SCENARIOS = {
     "transport-limited": trainings.live_flow_cap,
     "link-limited": trainings.live_full_link,
-    "latency-limited": trainings.live_small_operations,
     "host-limited": trainings.live_contended_compute,
     "straggler": trainings.live_sleeping_rank,
     "input-limited": trainings.live_input,
     "optimizer-limited": trainings.live_optimizer,
     "imbalance": trainings.live_jitter,
     "not-network": trainings.live_nothing,
-    "do-nothing": trainings.live_as_good,
     "inconclusive": trainings.live_few_steps,
     "no-communication": trainings.live_one_rank,
 }

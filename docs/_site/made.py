@@ -71,10 +71,7 @@ def limits() -> Iterator[str]:
 
 
 SIMULATED = "The job of this example is simulated, with a known cause. The report is computed as for a recorded run."
-RECORDED = (
-    "Measured: two processes in network namespaces of one machine with two cores. Their compute is a wait, their "
-    "communication is real."
-)
+RECORDED = "Measured: ranks in network namespaces of one machine with two cores. Their communication is real."
 
 
 def scenario(name: str) -> Iterator[str]:
@@ -90,7 +87,8 @@ def recorded(name: str) -> Iterator[str]:
     from netbottleneck import Run
 
     text = Run(ROOT / "benchmarks" / "traces" / "verdicts" / f"{name}.jsonl.gz").text
-    yield f"{RECORDED}\n\n```text\n{text[text.index('Rules: ') :].rstrip()}\n```"
+    start = text.find("Rules: ")
+    yield f"{RECORDED}\n\n```text\n{text[start if start >= 0 else text.index('Verdict: ') :].rstrip()}\n```"
 
 
 MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {

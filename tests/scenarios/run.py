@@ -8,6 +8,7 @@ compares injected lengths of time with those that the report shows, of simulated
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -84,7 +85,7 @@ def _savings(results: Sequence[Result]) -> dict[str, float | int]:
     errors = sorted(100 * abs(result.error) for result in results if result.error is not None)
     if not errors:
         return {}
-    ninth = errors[int(0.9 * (len(errors) - 1))]
+    ninth = errors[math.ceil(0.9 * len(errors)) - 1]
     return {
         "runs": len(errors),
         "median_error_percent": round(statistics.median(errors), 1),

@@ -79,11 +79,11 @@ def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
     yield from (f"the advice has {text!r}" for text in case.silent if text in got.verdict.next)
 
 
-def _step_ns(judged: Judged, *, rare: bool) -> float:
-    """The mean step of the middle half, as the report has it; rare: of all, for a cause that acts in some steps."""
+def _step_ns(judged: Judged, *, uneven: bool) -> float:
+    """The mean step of the middle half, as the report has it; of all, for a cause that differs from step to step."""
     found = judged.found
     assert found.base is not None
-    if not rare:
+    if not uneven:
         return found.parts_ns["step"].value
     own = [step.duration_ns for step in counted(found.trace) if step.arm == found.base]
     return sum(own) / len(own)
@@ -103,8 +103,8 @@ def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
             wrong.append(f"twin: {case.cause} fired: {twin.verdict.why}")
         first = got.verdict.evidence[0] if got.verdict.evidence else None
         if case.saves and first is not None and first.saving is not None:
-            rare = case.cause == "PACKET_LOSS"
-            truth = _step_ns(got, rare=rare) - _step_ns(twin, rare=rare)
+            uneven = case.cause in ("PACKET_LOSS", "IMBALANCE")
+            truth = _step_ns(got, uneven=uneven) - _step_ns(twin, uneven=uneven)
             error = first.saving.value / truth - 1
     return Result(case, got, tuple(wrong), error, twin)
 

@@ -91,7 +91,7 @@ def _contended(draw: Draw) -> Training:
     """A training whose compute takes longer while its host sends, and the same without traffic in other blocks."""
     kib = draw.randrange(400, 800)
     mbit = round(8e-3 * 4 * 1024 * kib / draw.uniform(90, 150))
-    options = {"layers": 4, "kib": kib, "ms": draw.uniform(25, 35), "steps": 74, "contention": draw.uniform(2.0, 3.0)}
+    options = {"layers": 4, "kib": kib, "ms": draw.uniform(25, 35), "steps": 90, "contention": draw.uniform(3.0, 5.0)}
     return Training(f"{mbit}mbit", f"stock,{NULL}", options)
 
 

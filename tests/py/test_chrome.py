@@ -24,6 +24,8 @@ def test_the_chrome_trace_names_its_lanes_and_none_overlaps(run):
     assert overlaps(document) == []
     assert document["schemaVersion"] == 1
     assert document["distributedInfo"]["world_size"] == 2
+    # Holistic Trace Analysis drops spans without a category, and cannot open a file that has no others.
+    assert all(event.get("cat") for event in document["traceEvents"] if event["ph"] == "X")
     events = document["traceEvents"]
     assert all(isinstance(event["pid"], int) for event in events)
     named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}

@@ -510,6 +510,7 @@ class Lanes:
 def _span(rank: int, lane: int, name: str, begin_ns: int, end_ns: int, **args: object) -> Event:
     return {
         "ph": "X",
+        "cat": "user_annotation",  # a category of torch's: readers of its traces skip events without one
         "pid": rank,
         "tid": lane,
         "name": name,

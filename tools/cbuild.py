@@ -211,7 +211,7 @@ const size_t nb_cuda_image_bytes = {len(code)};
 
 
 def main() -> int:
-    """Print one fact for the shell scripts: flags, sources or ofi."""
+    """Print one fact for the shell scripts: flags, the sources that C tests link, or ofi."""
     what = sys.argv[1] if len(sys.argv) == 2 else ""
     if what == "flags":
         print("\n".join([*base_flags(), *WARNINGS]))
@@ -219,7 +219,8 @@ def main() -> int:
         python = f"-idirafter{sysconfig.get_path('include')}"
         print("\n".join([*base_flags(cross=True), *WARNINGS, f"-DPy_LIMITED_API={LIMITED_API}", python]))
     elif what == "sources":
-        print("\n".join(str(path.relative_to(ROOT)) for path in sorted(CSRC.glob("**/*.c"))))
+        listed = [*core_sources(tests=True), cuda_image()]
+        print("\n".join(str(path.relative_to(ROOT)) for path in listed))
     elif what == "ofi":
         print(libfabric_include() or OFI_LEFT_OUT)
     else:

@@ -28,7 +28,7 @@ fi
 [ "$seconds" != --probe ] || exit 0
 
 mapfile -t flags < <("$python" tools/cbuild.py flags | grep -v '^-W')
-mapfile -t sources < <("$python" tools/cbuild.py sources | grep -v -e csrc/py/ -e csrc/lab/)
+mapfile -t sources < <("$python" tools/cbuild.py sources)
 flags+=('-D__builtin_cpu_supports(feature)=0') # clang 14 does not know every name; no kernel is fuzzed
 sanitize=(-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined)
 

@@ -42,7 +42,7 @@ def test_the_stored_trace_makes_the_stored_report():
 def test_the_report_opens_with_the_sentence_and_ends_with_the_verdict(run):
     flat = " ".join(run.text.split())
     assert flat.startswith(
-        "Of your 172 ms step, 143 ms is exposed communication (measured). The stock path moved data at 0.48 Gbit/s in "
+        "Of your 175 ms step, 143 ms is exposed communication (measured). The stock path moved data at 0.48 Gbit/s in "
         "transfer, 0.43 Gbit/s over the step (measured); these hosts can do 1.90 Gbit/s with 4 streams (measured). "
         "At full use the step would be 68.1 ms at most (predicted). With ofi the step is 64 % shorter, 64 % to 64 % "
         "(measured)."

@@ -21,7 +21,7 @@ from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
-from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, STOCK, Arm
+from netbottleneck.trace.transports import MEANING, NATIVE, NULL, PSEUDO, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
@@ -40,12 +40,11 @@ def sentences(findings: Findings) -> list[str]:
     if base is None:
         return ["No step could be split: the run has no step, or only steps of the untouched script."]
     parts = findings.parts[base]
-    untouched = findings.times.get(BARE) if base == STOCK else None
-    step_ns = parts.step_ns if untouched is None else untouched.median_ns
     if parts.operations == 0 and findings.trace.size > 1:
-        texts = [f"Your step takes {ms(step_ns)}; none of its communication was recorded ({findings.label})."]
+        texts = [f"Your step takes {ms(parts.step_ns)}; none of its communication was recorded ({findings.label})."]
     else:
-        texts = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
+        exposed = f"{ms(parts.exposed_ns)} is exposed communication ({findings.label})."
+        texts = [f"Of your {ms(parts.step_ns)} step, {exposed}"]
     texts += _bandwidth(findings, base)
     predicted = findings.predicted_full_use_ns
     if predicted is not None and predicted < parts.step_ns:

@@ -32,6 +32,10 @@ __attribute__((noreturn, format(printf, 4, 5), unused)) static void check_end(in
         }                                                                                                              \
     } while (0)
 
+// A function that makes expected values in memory of its own thread, which are written with memcpy and compared with memcmp
+// then: of those, TSan checks whole ranges, and not each byte.
+#define NO_TSAN __attribute__((no_sanitize("thread")))
+
 #define SKIP(...) check_end(CHECK_SKIPPED, CHECK_WHERE, "skipped", __VA_ARGS__)
 
 #endif

@@ -162,7 +162,7 @@ def test_the_interface_rating_is_reported_as_the_link(tmp_path):
     assert (row["interface"], row["link_bits_per_s"]) == ("eth0", 10**9)
     achieved = found.findings.achieved["stock"].active_bps
     assert found.summary["bandwidth"]["stock"]["active_utilization"] == pytest.approx(achieved / 1e9)
-    assert "the link is 1.00 Gbit/s, rated by its interface" in " ".join(found.text.split())
+    assert "the link is 1.00 Gbit/s, as its interface states or as declared" in " ".join(found.text.split())
     check_schema(found.summary)
     unknown = rated(tmp_path / "unknown", None)
     assert "link unknown" in unknown.text

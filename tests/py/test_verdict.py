@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck.analysis import findings, rules, verdict
+from netbottleneck.analysis import findings, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN
@@ -15,11 +15,23 @@ from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, Network
 from netbottleneck.trace.transports import Arm
-from ringwriter import FakeRun
+from ringwriter import BUCKETS, FakeRun
 
 
 def findings_of(folder, **settings):
     return findings.find(ring_reader.load(FakeRun(folder, **settings).write()))
+
+
+class Varying(FakeRun):
+    """A run whose transfers take `transfer_of(transport, block, index)` ms."""
+
+    def __init__(self, folder, transfer_of, **settings):
+        super().__init__(folder, run={"network": None}, probe=[], **settings)
+        self.transfer_of = transfer_of
+
+    def _step(self, rings, begin, index, block, transport):
+        self.transfer_ms[transport] = self.transfer_of(transport, block, index)
+        return super()._step(rings, begin, index, block, transport)
 
 
 @pytest.mark.parametrize("module", [verdict, rules, findings])
@@ -87,7 +99,8 @@ def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_i
 
 def test_a_probe_that_reaches_more_is_a_transport_limit_to_be_measured(tmp_path):
     numbers = findings_of(tmp_path, transports=("stock", "ofi"), blocks=2)
-    v = verdict.decide(replace(numbers, comparisons=()))
+    probed = replace(numbers, comparisons=(), trace=replace(numbers.trace, arms=(Arm("stock"),)))
+    v = verdict.decide(probed)
     assert v.code == "TRANSPORT_LIMITED"
     assert "NETBOTTLENECK_TRANSPORT=stock,ofi" in v.next
 
@@ -104,6 +117,124 @@ def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
     v = verdict.decide(numbers)
     assert v.code == "LINK_LIMITED"
     assert "as good as what was tried" in v.why
+
+
+def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, transfer_ms={"stock": (9.9, 34.6), "ofi": (8.5, 29.7)}, bare_ms=66, probe=[]
+    )
+    v = verdict.decide(numbers)
+    assert (v.code, [one.code for one in v.secondary]) == ("LINK_LIMITED", ["TRANSPORT_LIMITED"])
+    assert "With ofi the step is " in " ".join(sentences(numbers))
+    assert v.next.startswith(
+        "First NETBOTTLENECK_TRANSPORT=ofi NETBOTTLENECK_STREAMS=4, which is faster. Then send less"
+    )
+
+
+def test_a_noisy_arm_does_not_hide_a_sure_gain(tmp_path):
+    def transfer(transport, block, _):
+        return (1, {"stock": 78, "tcp": 67}.get(transport) or (20, 110)[block // 3 % 2])
+
+    run = Varying(tmp_path, transfer, transports=("stock", "ofi", "tcp"), blocks=12).write()
+    numbers = findings.find(ring_reader.load(run))
+    noisy, sure = (next(p for p in numbers.comparisons if p.other == arm) for arm in ("ofi", "tcp"))
+    assert noisy.gain.value > sure.gain.value
+    assert noisy.gain.low < GAIN_MIN < sure.gain.low
+    assert findings.best_gain(numbers) is sure
+    v = verdict.decide(numbers)
+    assert (v.code, v.next.split()[0]) == ("TRANSPORT_LIMITED", "NETBOTTLENECK_TRANSPORT=tcp")
+    # One that wins, but perhaps by less than what counts, is not named before a sure one either.
+    maybe = replace(noisy, ratio=Estimate(0.8, 0.65, 0.99))
+    assert findings.best_gain(replace(numbers, comparisons=(maybe, sure))) is sure
+    assert findings.best_gain(replace(numbers, comparisons=(maybe,))) is maybe
+
+
+def test_a_gain_is_as_sure_in_ns_as_in_percent_where_steps_get_longer(tmp_path):
+    def transfer(transport, block, _):
+        return (1, {"stock": (68, 168), "ofi": (64, 160)}[transport][block >= 6])
+
+    run = Varying(tmp_path, transfer, transports=("stock", "ofi"), blocks=12).write()
+    numbers = findings.find(ring_reader.load(run))
+    (pair,) = numbers.comparisons
+    assert pair.difference_ns.value == pytest.approx(-pair.gain.value * 150e6, rel=0.02)  # of a step of 100 or 200 ms
+    v = verdict.decide(numbers)
+    assert v.code == "TRANSPORT_LIMITED"
+    assert rules.steps_to_decide(numbers, pair) > 0  # nobody is asked for 0 more steps
+
+
+LARGE_LINK = {"network": {"how": "", "link_bps": 1e10}}
+
+
+def test_advice_names_no_arm_twice(tmp_path):
+    one = {"blocks": 1, "block_steps": 12, "transports": ("tcp",), "transfer_ms": {"tcp": (35, 123)}}
+    probed = verdict.decide(findings_of(tmp_path / "a", run=LARGE_LINK, **one))
+    assert probed.next == "Measure the difference: NETBOTTLENECK_TRANSPORT=stock,tcp NETBOTTLENECK_STREAMS=4"
+    alone = verdict.decide(findings_of(tmp_path / "b", run=LARGE_LINK, probe=[], **one))
+    assert alone.next.startswith("Measure NETBOTTLENECK_TRANSPORT=stock,tcp NETBOTTLENECK_STREAMS=auto")
+    busy = {"busy_cores": 0.92, "meta": {"cores": [2]}, "run": {"network": None}, "transfer_ms": {"stock": (1, 3.5)}}
+    few = verdict.decide(findings_of(tmp_path / "c", transports=("stock", "null"), blocks=4, **busy))
+    (host,) = (one for one in few.evidence if one.code == "HOST_LIMITED")
+    assert "null,null" not in few.next + host.needs
+    assert "same arms" in host.needs
+
+
+@pytest.mark.parametrize("probe", [[[1, 6_000_000, 10**8], [4, 24_000_000, 101 * 10**6]], []])
+def test_a_run_that_ended_in_its_first_block_goes_on_with_its_arms(tmp_path, probe):
+    found = findings_of(tmp_path, transports=("stock", "tcp"), run=LARGE_LINK, blocks=1, block_steps=12, probe=probe)
+    assert verdict.decide(found).next == rules.SAME_ARMS
+
+
+def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
+    class Mixed(FakeRun):
+        def _meta(self, rank):
+            meta = super()._meta(rank)
+            meta["transports"]["stock"] |= {"interface": "eth0", "link_bps": (10, 1)[rank] * 10**9}
+            return meta
+
+    run = Mixed(tmp_path, transports=("stock",), run={"network": None}, blocks=1, block_steps=12).write()
+    v = verdict.decide(findings.find(ring_reader.load(run)))
+    assert v.code == "MISCONFIGURED"
+    assert "stock uses eth0 (1.00 Gbit/s) on rank 1; eth0 on rank 0 has 10.0 Gbit/s" in v.why
+    assert v.next.startswith("Look at the interface, cable and switch port of rank 1's host")
+
+
+@pytest.mark.parametrize(
+    ("link_bps", "meta", "advised"),
+    [(None, {}, True), (10**11, {}, False), (None, {"host_id": "one"}, False)],
+)
+def test_the_links_speed_is_asked_for_where_it_is_not_known_and_matters(tmp_path, link_bps, meta, advised):
+    about = {"stock": {"link_bps": link_bps, "interface": "eth0"}} if link_bps else {}
+    found = findings_of(
+        tmp_path,
+        transports=("stock",),
+        run={"network": None},
+        meta={"buckets": [], **meta},
+        about=about,
+        blocks=1,
+        block_steps=12,
+    )
+    v = verdict.decide(found)
+    assert v.code == "INCONCLUSIVE"
+    assert ("NETBOTTLENECK_LINK_GBPS" in v.next) == advised
+
+
+def test_unseen_bytes_are_those_of_the_counted_steps(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=6).write())
+    sent = 5 * sum(bucket["bytes"] for bucket in BUCKETS)  # the first step of a block is not counted
+    interface = usage.Use("eth0", "tx", 0.0, None, sent / 0.65, 0.0)
+    use = usage.HostUse(0, "host0", Arm("stock"), 1.0, 1.0, 10.0, (interface,))
+    found = usage.unseen(run, Arm("stock"), [use])
+    assert found.part == pytest.approx(0.35, abs=0.001)
+    assert found.surely == pytest.approx(1 - 0.65 * 1.1, abs=0.001)
+
+
+def test_a_share_that_single_steps_make_is_told_from_that_of_most(tmp_path):
+    run = Varying(
+        tmp_path, lambda *at: (1, 40 if at[2] % 5 == 0 else 2.5), transports=("stock",), blocks=1, block_steps=41
+    ).write()
+    v = verdict.decide(findings.find(ring_reader.load(run)))
+    assert v.code == "INCONCLUSIVE"
+    assert "in the mean of all steps, 7.2 % in that of the middle half" in v.why
 
 
 def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):

@@ -304,8 +304,9 @@ def block_pairs(base: Blocks, other: Blocks) -> BlockPairs | None:
 class Paired:
     """Steps under `other` against steps under `base`, over pairs of neighbouring blocks.
 
-    difference_ns: other minus base; ratio: other over base, from the logarithms of the pairs' ratios. Both by `middle`,
-    from the median step of each block. spread: standard deviation of the pairs' logarithms, None if not known.
+    ratio: other over base, by `middle` of the logarithms of the pairs' ratios, from the median step of each block.
+    difference_ns: other minus base, of base's median block: so both say the same, also where steps get longer or
+    shorter during the run. spread: standard deviation of the pairs' logarithms, None if not known.
     """
 
     base: Arm
@@ -348,10 +349,12 @@ def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -
     if found is None:
         return None
     logs = np.log(np.maximum(found.other, 1.0) / np.maximum(found.base, 1.0))
-    ratio = middle(logs)
-    ratio = Estimate(*(math.exp(min(end, LOG_MAX)) for end in (ratio.value, ratio.low, ratio.high)))
+    log, step_ns = middle(logs), float(np.median(found.base))
+    ends = (log.value, log.low, log.high)
+    ratio = Estimate(*(math.exp(min(end, LOG_MAX)) for end in ends))
+    difference = Estimate(*(end if math.isinf(end) else step_ns * math.expm1(min(end, LOG_MAX)) for end in ends))
     spread = float(logs.std(ddof=1)) if len(logs) > 1 else None
-    return Paired(base_arm, other_arm, len(logs), found.steps, middle(found.other - found.base), ratio, spread)
+    return Paired(base_arm, other_arm, len(logs), found.steps, difference, ratio, spread)
 
 
 def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> Paired | None:

@@ -388,10 +388,11 @@ def wins(pair: Paired) -> bool:
 
 
 def best_gain(findings: Findings) -> Paired | None:
-    """The comparison with the largest gain that may be reported; None if there is none."""
+    """The comparison with the largest gain that may be reported, a sure one before others; None if there is none."""
     if findings.handicapped:
         return None
-    return max((p for p in findings.comparisons if wins(p)), key=lambda p: p.gain.value, default=None)
+    won = (p for p in findings.comparisons if wins(p))
+    return max(won, key=lambda p: (p.gain.low >= GAIN_MIN, p.gain.value), default=None)
 
 
 def stock_is_as_good(findings: Findings) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.analysis.findings import Findings, stock_is_as_good
+from netbottleneck.analysis.findings import Findings, best_gain, stock_is_as_good
 from netbottleneck.analysis.usage import (
     FASTER_INTERFACE,
     NO_CONNECTIONS,
@@ -24,7 +24,7 @@ from netbottleneck.analysis.usage import (
     slow_interface,
 )
 from netbottleneck.trace.model import NOT_RECORDED
-from netbottleneck.trace.transports import NULL, STOCK, Arm
+from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
 
@@ -186,6 +186,7 @@ class Facts:
 
 
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
+SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
 
 
 def clock_text(f: Findings) -> str:
@@ -198,7 +199,7 @@ def clock_text(f: Findings) -> str:
 def steps_to_decide(f: Findings, pair: Paired) -> int:
     """Number of further steps, of all arms, that decide a comparison."""
     cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
-    return pair.more_pairs(limits.GAIN_MIN) * cycle
+    return max(pair.more_pairs(limits.GAIN_MIN), 1) * cycle
 
 
 def more_steps(f: Findings, pair: Paired) -> str:
@@ -217,7 +218,7 @@ def transport(facts: Facts) -> RuleResult:
     f = facts.f
     tried = [pair for pair in f.comparisons if pair.enough]
     withheld = handicap_sentence(f)
-    pair = max(tried, key=lambda p: p.gain.value, default=None)
+    pair = best_gain(f) or max(tried, key=lambda p: p.gain.value, default=None)
     if pair is None:
         return _probe(facts)
     gain, saved = pair.gain, pair.difference_ns
@@ -245,7 +246,9 @@ def _probe(facts: Facts) -> RuleResult:
     count, rate = can.best
     saving = facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
     compared = next((pair for pair in f.comparisons if pair.other == can.transport), None)
-    ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={base},{can.transport} NETBOTTLENECK_STREAMS={count}"
+    ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={beside(f, can.transport)} NETBOTTLENECK_STREAMS={count}"
+    if compared is None and base != can.transport and can.transport in f.trace.arms:
+        ask = SAME_ARMS
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
@@ -287,9 +290,17 @@ def link(facts: Facts) -> RuleResult:
         why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(used)} of the {what}; "
         f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
-        next="Send less (larger batches, smaller gradients) or get a faster link; another transport cannot help.",
+        next=_send_less(f),
         needs=MORE_STEPS,
     )
+
+
+def _send_less(f: Findings) -> str:
+    """What to do about a full link: a transport that was measured to be faster comes first."""
+    less, won = "end less (larger batches, smaller gradients) or get a faster link", best_gain(f)
+    if won is None:
+        return f"S{less}; another transport cannot help."
+    return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
 def latency(facts: Facts) -> RuleResult:
@@ -375,19 +386,30 @@ def host(facts: Facts) -> RuleResult:
         "HOST_LIMITED",
         applies=bool(sources),
         saving=saving if sources else None,
-        rests="; ".join(sources) or f"no steps without traffic ({NULL})",
+        rests="; ".join(sources)
+        or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
         why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter."
         f"{as_good_sentence(f)}",
         next="Give the ranks more cores, or fewer threads to the model.",
-        **(facts.more_steps(saving) if slowed is not None else {"needs": with_arm(f, NULL)}),
+        **(facts.more_steps(saving) if slowed is not None else {"needs": without_traffic(f)}),
     )
 
 
-def with_arm(f: Findings, arm: Arm) -> str:
-    """Ask for the same run with one more arm."""
-    named = ",".join(name for name in (*f.trace.arms, arm) if name != "single")
-    invalid = " in a short test: it moves no gradients, so the training of that run is not valid" * (arm == NULL)
-    return f"Measure NETBOTTLENECK_TRANSPORT={named}{invalid}."
+def without_traffic(f: Findings) -> str:
+    """Ask for steps that move nothing, beside the same arms."""
+    if NULL in f.trace.arms:
+        return SAME_ARMS
+    named = ",".join(name for name in (*f.trace.arms, NULL) if name != SINGLE)
+    return (
+        f"Measure NETBOTTLENECK_TRANSPORT={named} in a short test: it moves no gradients, so the training of that run "
+        "is not valid."
+    )
+
+
+def beside(f: Findings, transport: str) -> str:
+    """A list of two arms that compares a transport with the base, or with stock if it is the base itself."""
+    assert f.base is not None
+    return f"{STOCK},{f.base}" if f.base.transport == transport else f"{f.base},{transport}"
 
 
 def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
@@ -494,15 +516,20 @@ def configuration(facts: Facts) -> RuleResult:
     predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
     saving = predicted or facts.moving.scaled(1 - used / there)
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
+    then, whose = f"Set {variable}={slow[1].interface}.", ""
+    if not any(slow[0] in rank.transports and slow[1] in rank.transports for rank in f.trace.ranks):
+        other = next(rank.rank for rank in f.trace.ranks if slow[1] in rank.transports)
+        whose = f"on rank {other} "
+        then = f"Look at the interface, cable and switch port of rank {ranks}'s host, or choose another: {variable}."
     return facts.evidence(
         "configuration",
         "MISCONFIGURED",
         applies=True,
         saving=saving,
         rests=f"ratings of the interfaces; {'predicted' if predicted else 'exposed x their ratio'}",
-        why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} has {gbit(there)}. "
-        f"Over it the step would be up to {facts.share(saving)} shorter.",
-        next=f"Set {variable}={slow[1].interface}.",
+        why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} {whose}has "
+        f"{gbit(there)}. Over it the step would be up to {facts.share(saving)} shorter.",
+        next=then,
         needs="Measure over the faster interface.",
     )
 

@@ -154,8 +154,9 @@ class Unseen:
     surely: float
 
 
-def _recorded_bytes(trace: Trace, arm: Arm) -> dict[int, float]:
-    """By rank: bytes that the recorded operations of its host's ranks sent in the steps of an arm."""
+def _recorded_bytes(trace: Trace, arm: Arm, warmup: int) -> dict[int, float]:
+    """By rank: bytes that the recorded operations of its host's ranks sent in the counted steps of an arm."""
+    steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
     hosts: dict[str, list[int]] = defaultdict(list)
     for rank in trace.ranks:
         hosts[rank.host_id or str(rank.rank)].append(rank.rank)
@@ -167,15 +168,18 @@ def _recorded_bytes(trace: Trace, arm: Arm) -> dict[int, float]:
             if c.wire_bytes is not None
             else c.tensor_bytes * bus_factor(c.kind, c.ranks or trace.size, c.algorithm, count)
             for c in trace.collectives
-            if c.rank in ranks and c.arm == arm and c.step is not None
+            if c.rank in ranks and c.arm == arm and (c.rank, c.step) in steps
         ]
         found |= dict.fromkeys(ranks, float(sum(sent)))
     return found
 
 
-def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> Unseen | None:
-    """The largest unseen part among the hosts, in the steps of an arm; None if no interface's bytes were recorded."""
-    recorded = _recorded_bytes(trace, arm)
+def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> Unseen | None:
+    """The largest unseen part among the hosts, in an arm's counted steps; None if no interface's bytes were recorded.
+
+    uses: of the same steps.
+    """
+    recorded = _recorded_bytes(trace, arm, warmup)
     found = []
     for use_of in uses:
         sent = recorded.get(use_of.rank)

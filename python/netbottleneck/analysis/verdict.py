@@ -10,15 +10,17 @@ from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.rules import (
+    SAME_ARMS,
     Facts,
     Predicted,
     RuleResult,
     as_good_sentence,
+    beside,
     handicap_sentence,
     judge,
     more_steps,
     steps_to_decide,
-    with_arm,
+    without_traffic,
 )
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, packet_loss, unseen
 from netbottleneck.trace.model import NOT_TIMED
@@ -137,6 +139,9 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     assert f.share is not None
     share = f.share
     lost = f"{percent(share.value)} of the step ({percent(share.low)} to {percent(share.high)})"
+    typical = f.parts_ns["idle"].value / max(facts.step_ns, 1)
+    if not share.low <= typical <= share.high:  # the other sentences are about the middle half
+        lost += f" in the mean of all steps, {percent(typical)} in that of the middle half"
     doubt = next((one for one in evidence if one.uncertain), None)
     unknown = facts.not_recorded
     if doubt is not None:
@@ -198,20 +203,29 @@ def _bound(f: Findings) -> str:
 
 def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tuple[RuleResult, ...], int | None]:
     """The first measurement that this run does not have, the evidence, and the steps of that measurement if known."""
-    assert f.base is not None
-    more = None
-    short = [pair for pair in f.comparisons if not pair.enough]
+    short = next((pair for pair in f.comparisons if not pair.enough), None)
+    if short is not None:
+        return more_steps(f, short), evidence, steps_to_decide(f, short)
+    return _missing(f), evidence, None
+
+
+def _missing(f: Findings) -> str:
+    """The first measurement that this run does not have, if every comparison has enough pairs."""
+    others = {arm for arm in f.trace.arms if arm.real and arm != f.base}
     if not f.trace.buckets:  # no transport of ours can move its gradients
-        text = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
-    elif not any(arm.real and arm != f.base for arm in f.trace.arms):
-        text = f"Measure NETBOTTLENECK_TRANSPORT={f.base},tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
-    elif short:
-        text, more = more_steps(f, short[0]), steps_to_decide(f, short[0])
-    elif NULL not in f.trace.arms:
-        text = with_arm(f, NULL)
-    else:
-        text = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
-    return text, evidence, more
+        asked = f.link_bps is None and len({rank.host_id for rank in f.trace.ranks}) > 1
+        return LINK_SPEED if asked else QUIET
+    if not others:
+        return (
+            f"Measure NETBOTTLENECK_TRANSPORT={beside(f, 'tcp')} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
+        )
+    if others - {pair.other for pair in f.comparisons}:
+        return SAME_ARMS
+    return QUIET if NULL in f.trace.arms else without_traffic(f)
+
+
+LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
+QUIET = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
 
 
 def decide(

@@ -312,7 +312,7 @@ def _layer_table(findings: Findings) -> tuple[str, Table]:
 
 def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
     link = findings.link_bps
-    rated = "" if findings.trace.network else ", rated by its interface"
+    rated = "" if findings.trace.network else ", as its interface states or as declared"
     title = f"Achieved, busbw one way ({findings.label}); " + (
         f"the link is {gbit(link)}{rated}" if link else "link unknown"
     )

@@ -209,3 +209,16 @@ def test_an_invalid_schedule_is_refused(tmp_path: Path) -> None:
     recorder.close()
     with pytest.raises(ValueError, match="closed"):
         core.stamp_at(recorder, 5, [], [])
+
+
+def test_a_cache_whose_size_the_kernel_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.read_text
+
+    def without_size(path: Path, *args: str, **kwargs: str) -> str:
+        if path.name == "size" and "cpu0" in path.parts:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", without_size)
+    assert calibrate.host_facts()["caches"] == []
+    assert calibrate.last_cache_bytes() == 32 << 20

@@ -71,7 +71,16 @@ def test_cells_of_a_study_are_paired(tmp_path):
         for cell in "abc":
             folder = tmp_path / study / "cells" / cell / "run"
             FakeRun(folder, blocks=6, transfer_ms={"stock": (35, second_ms)}).write()
+            (folder.parent / "facts.json").write_text("{}")
+    for cell in ("interrupted", "empty"):
+        folder = tmp_path / "two" / "cells" / cell / "run"
+        FakeRun(folder, blocks=1).write()
+        (tmp_path / "one" / "cells" / cell / "run").mkdir(parents=True)
+        (tmp_path / "one" / "cells" / cell / "run" / "run.json").write_text((folder / "run.json").read_text())
     found = compare.compare(tmp_path / "one", tmp_path / "two")
+    assert found.missing == tuple(
+        f"{cell}: not complete in {tmp_path / study}" for study in ("one", "two") for cell in ("empty", "interrupted")
+    )
     assert {row.cell for row in found.rows} == {"a", "b", "c"}
     assert found.overall["stock"].value == pytest.approx(192.2 / 175.2, rel=0.01)
     assert found.overall["stock"].low > 1
@@ -122,6 +131,7 @@ def test_the_page_of_a_comparison_shows_each_change_and_the_gate(made, tmp_path)
 def test_the_page_of_equal_runs_and_of_studies_claims_nothing(made, tmp_path):
     for cell in "abc":
         FakeRun(tmp_path / "study" / "cells" / cell / "run", blocks=6).write()
+        (tmp_path / "study" / "cells" / cell / "facts.json").write_text("{}")
     for path in (made("a"), tmp_path / "study"):
         page = compare.page(compare.compare(path, path), ("A", "B"), 0.05)
         assert "<h1>No sure change</h1>" in page

@@ -137,6 +137,63 @@ def test_opentelemetry_holds_every_number_in_memory(run, found, monkeypatch):
     provider.shutdown()
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_opentelemetry_sends_each_number_once_and_reports_a_refusal(found, monkeypatch, taken):
+    from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
+
+    sent = []
+
+    class Collector(MetricExporter):
+        def export(self, metrics_data, timeout_millis=10_000, **kwargs):
+            (resource,) = metrics_data.resource_metrics
+            sent.append([p for m in resource.scope_metrics[0].metrics for p in m.data.data_points])
+            return MetricExportResult.SUCCESS if taken else MetricExportResult.FAILURE
+
+        def force_flush(self, timeout_millis=10_000):
+            return True
+
+        def shutdown(self, timeout_millis=30_000, **kwargs):
+            pass
+
+    module = types.ModuleType("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+    module.OTLPMetricExporter = lambda endpoint=None: Collector()
+    for part in ("", ".otlp", ".otlp.proto", ".otlp.proto.http"):
+        monkeypatch.setitem(sys.modules, f"opentelemetry.exporter{part}", types.ModuleType(part))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    if taken:
+        assert exporters.export(found, "opentelemetry") == "http://collector:4318"
+    else:
+        with pytest.raises(RuntimeError, match="http://collector:4318 did not take the metrics"):
+            exporters.export(found, "opentelemetry")
+    (points,) = sent
+    assert len(points) == len(found.numbers)
+
+
+def test_an_error_of_a_tool_is_one_line(run, monkeypatch, capsys):
+    class UsageError(Exception):
+        """As wandb's: of none of Python's own kinds."""
+
+    def init(**_):
+        raise UsageError("no API key")
+
+    module = types.ModuleType("wandb")
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    assert cli.main(["report", str(run.path), "--export", "wandb"]) == 1
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == "netbottleneck: exporting to wandb failed: UsageError: no API key"
+    )
+
+
+def test_a_study_is_not_exported(tmp_path, capsys):
+    (tmp_path / "cells").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", str(tmp_path), "--export", "prometheus=s.prom"])
+    assert ended.value.code == 2
+    assert "takes a run" in capsys.readouterr().err
+
+
 class Experiment:
     """MLflow's client in memory, with the names and signatures that MLflow 3 has."""
 

@@ -226,6 +226,14 @@ def test_folders_that_cannot_be_one_run_are_refused(known, tmp_path, capsys):
     assert "call prof.step() after each step" in capsys.readouterr().err
 
 
+def test_a_report_may_be_written_beside_the_profiles(known, tmp_path):
+    folder = write(tmp_path / "k", known.trace, cpu_events)
+    Run(folder).write_all()
+    assert (folder / "trace.json.gz").exists()
+    assert Run(folder).verdict.code == Run(folder).verdict.code
+    assert cli.main(["report", str(folder)]) == 0
+
+
 def test_clocks_of_other_hosts_are_not_trusted(known, tmp_path):
     folder = write(tmp_path / "k", known.trace, cpu_events)
     path = folder / "r1.pt.trace.json.gz"

@@ -340,3 +340,10 @@ def test_bad_input_is_reported_and_nothing_is_written(
     assert code == 2
     assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bk.log", "r.jsonl.gz"]
+
+
+def test_blocks_of_one_step_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        replaying.main(["resnet50", "--compute-ms", "5", "5", "--block-steps", "1"])
+    assert ended.value.code == 2
+    assert "must be at least 2: a block's first step is not counted" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from conftest import RANKS_LIMIT_S
 from netbottleneck import study
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
+from netbottleneck.study import ranks as study_ranks
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import SAME_STEPS, Outcome, Task, from_json, to_json
@@ -142,6 +143,28 @@ def test_training_gives_the_weights_of_a_run_over_stock(tmp_path: Path) -> None:
     assert len(trained.digests) == 2
     assert stock.steps == trained.steps
     assert stock.digests == trained.digests
+
+
+def test_a_job_may_take_longer_than_its_limit_while_it_makes_progress(tmp_path: Path) -> None:
+    task = Task("replay", ("stock",), str(tmp_path / "r"))
+    code = """
+import json, time
+for step in range(16):
+    print(json.dumps({"task": 0, "step": step, "steps": 16, "arm": "stock"}), flush=True)
+    time.sleep(0.3)
+"""
+    seen: list[int] = []
+    with subprocess.Popen([sys.executable, "-I", "-c", code], stdout=subprocess.PIPE) as process:
+        rank = study_ranks.Rank(process, tmp_path / "log")
+        study_ranks._OutputReader([task], [rank], lambda _, step, *__: seen.append(step), 2.0).run()
+    assert seen == list(range(16))  # in 4.8 s
+
+
+def test_a_job_without_progress_ends_at_its_limit(tmp_path: Path) -> None:
+    task = Task("replay", ("stock",), str(tmp_path / "r"), compute_ms=(3.6e6, 50), model="thin_resnet", alone=0)
+    with Lab(2, "none", ways=("loopback",)) as lab, pytest.raises(JobError, match="no progress for 3 s"):
+        run_in_lab(lab, [task], lambda *_: None, limit_s=3.0)
+    assert processes_with(task.folder) == []
 
 
 def test_a_killed_rank_is_named_first(tmp_path: Path) -> None:

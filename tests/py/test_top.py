@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import platform
 import pty
 import re
 import signal
@@ -329,6 +330,48 @@ def test_bad_arguments_are_refused(fake: Path, bad: list[str], capsys: pytest.Ca
         cli.main(["top", str(fake), *bad])
     assert ended.value.code == 2
     assert bad[0] in capsys.readouterr().err
+
+
+def test_an_export_that_fails_at_first_ends_with_one_line(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = fake / "no folder" / "run.prom"
+    assert cli.main(["top", str(fake), "--line", "--export", f"prometheus={place}"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("netbottleneck: exporting to prometheus failed: FileNotFoundError")
+    assert "waiting" not in printed.out
+
+
+def test_an_export_that_fails_later_is_a_line_of_the_frame(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta = fake / "ranks" / "0.meta.json"
+    whole = json.loads(meta.read_text())
+    meta.write_text(json.dumps(whole | {"finished": False}))
+    place = fake / "metrics"
+    place.mkdir()
+
+    def gone(_: float) -> None:  # between the first frame and the second
+        for path in place.iterdir():
+            path.unlink()
+        place.rmdir()
+        meta.write_text(json.dumps(whole))
+
+    monkeypatch.setattr(cli.time, "sleep", gone)
+    assert cli.main(["top", str(fake), "--line", "--export", f"prometheus={place / 'run.prom'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "failed" not in lines[0]
+    assert "exporting to prometheus failed" in lines[-1]
+
+
+def test_a_process_number_of_another_pid_namespace_is_not_judged(tmp_path: Path) -> None:
+    def state(name: str, **meta: str) -> list[str]:
+        about = {"hostname": platform.node(), "finished": False, **meta}
+        following = Following(FakeRun(tmp_path / name, blocks=4, meta=about).write())
+        return following.about(following.look())
+
+    assert state("here", pid_namespace=os.readlink("/proc/self/ns/pid"))[0] == "stopped"
+    container = state("container", pid_namespace="pid:[1]")
+    assert container[0] == "in progress"
+    assert not any("killed" in line for line in container)
 
 
 # The alarm.

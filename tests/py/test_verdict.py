@@ -10,7 +10,7 @@ import pytest
 from netbottleneck.analysis import findings, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.analysis.thresholds import GAIN_MIN
+from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, Network
@@ -150,16 +150,19 @@ def test_a_noisy_arm_does_not_hide_a_sure_gain(tmp_path):
 
 
 def test_a_gain_is_as_sure_in_ns_as_in_percent_where_steps_get_longer(tmp_path):
-    def transfer(transport, block, _):
-        return (1, {"stock": (68, 168), "ofi": (64, 160)}[transport][block >= 6])
+    for at in (4, 6, 8):
 
-    run = Varying(tmp_path, transfer, transports=("stock", "ofi"), blocks=12).write()
-    numbers = findings.find(ring_reader.load(run))
-    (pair,) = numbers.comparisons
-    assert pair.difference_ns.value == pytest.approx(-pair.gain.value * 150e6, rel=0.02)  # of a step of 100 or 200 ms
-    v = verdict.decide(numbers)
-    assert v.code == "TRANSPORT_LIMITED"
-    assert rules.steps_to_decide(numbers, pair) > 0  # nobody is asked for 0 more steps
+        def transfer(transport, block, _, at=at):
+            return (1, {"stock": (68, 168), "ofi": (64.7, 161.3)}[transport][block >= at])
+
+        run = Varying(tmp_path / str(at), transfer, transports=("stock", "ofi"), blocks=12).write()
+        numbers = findings.find(ring_reader.load(run))
+        (pair,) = numbers.comparisons
+        assert GAIN_MIN < pair.gain.low < pair.gain.high < 0.035
+        v = verdict.decide(numbers)
+        assert v.code == "TRANSPORT_LIMITED"
+        assert v.evidence[0].saving.value == pytest.approx(pair.gain.value * numbers.parts_ns["step"].value)
+        assert rules.steps_to_decide(numbers, pair) > 0  # nobody is asked for 0 more steps
 
 
 LARGE_LINK = {"network": {"how": "", "link_bps": 1e10}}
@@ -178,9 +181,12 @@ def test_advice_names_no_arm_twice(tmp_path):
     assert "same arms" in host.needs
 
 
+@pytest.mark.parametrize("arms", [("stock", "tcp"), ("tcp", "stock")])
 @pytest.mark.parametrize("probe", [[[1, 6_000_000, 10**8], [4, 24_000_000, 101 * 10**6]], []])
-def test_a_run_that_ended_in_its_first_block_goes_on_with_its_arms(tmp_path, probe):
-    found = findings_of(tmp_path, transports=("stock", "tcp"), run=LARGE_LINK, blocks=1, block_steps=12, probe=probe)
+def test_a_run_that_ended_in_its_first_block_goes_on_with_its_arms(tmp_path, probe, arms):
+    slow = {"tcp": (35, 123)}
+    run = FakeRun(tmp_path, transports=arms, run=LARGE_LINK, blocks=1, block_steps=12, probe=probe, transfer_ms=slow)
+    found = findings.find(ring_reader.load(run.write()))
     assert verdict.decide(found).next == rules.SAME_ARMS
 
 
@@ -191,11 +197,13 @@ def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
             meta["transports"]["stock"] |= {"interface": "eth0", "link_bps": (10, 1)[rank] * 10**9}
             return meta
 
-    run = Mixed(tmp_path, transports=("stock",), run={"network": None}, blocks=1, block_steps=12).write()
-    v = verdict.decide(findings.find(ring_reader.load(run)))
+    settings = {"transports": ("stock",), "run": {"network": None}, "blocks": 1, "block_steps": 12}
+    v = verdict.decide(findings.find(ring_reader.load(Mixed(tmp_path / "two", **settings).write())))
     assert v.code == "MISCONFIGURED"
     assert "stock uses eth0 (1.00 Gbit/s) on rank 1; eth0 on rank 0 has 10.0 Gbit/s" in v.why
-    assert v.next.startswith("Look at the interface, cable and switch port of rank 1's host")
+    assert v.next.startswith("Look at the interface, cable and switch port of the host of rank 1")
+    same = Mixed(tmp_path / "one", meta={"host_id": "one"}, **settings).write()
+    assert verdict.decide(findings.find(ring_reader.load(same))).next.endswith("=eth0.")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +242,13 @@ def test_a_share_that_single_steps_make_is_told_from_that_of_most(tmp_path):
     ).write()
     v = verdict.decide(findings.find(ring_reader.load(run)))
     assert v.code == "INCONCLUSIVE"
-    assert "in the mean of all steps, 7.2 % in that of the middle half" in v.why
+    assert v.why.startswith("Exposed communication and waiting are 7.2 % of the typical step, and 17 % of the mean of")
+    often = Varying(
+        tmp_path / "often", lambda *at: (1, 0 if at[2] % 4 == 0 else 4), transports=("stock",), blocks=1, block_steps=41
+    ).write()
+    numbers = findings.find(ring_reader.load(often))
+    assert numbers.share.high < NETWORK_SHARE_MIN < numbers.parts["stock"].exposed_ns / numbers.parts["stock"].step_ns
+    assert verdict.decide(numbers).code != "NOT_NETWORK"
 
 
 def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
@@ -350,6 +364,17 @@ def test_steps_without_operations_have_no_communication(tmp_path):
 
 def test_a_run_of_only_the_untouched_script_has_no_communication(tmp_path):
     assert verdict.decide(findings_of(tmp_path, transports=("bare",), blocks=1)).code == "NO_COMMUNICATION"
+
+
+def test_blocks_of_one_step_are_named_as_the_reason_that_none_counts(tmp_path):
+    numbers = findings_of(tmp_path, blocks=20, block_steps=1, transports=("stock", "tcp"))
+    v = verdict.decide(numbers)
+    assert v.code == "INCONCLUSIVE"
+    assert "each block has one step" in v.why
+    assert "NETBOTTLENECK_BLOCK_STEPS" in v.next
+    assert "each block has one step" in sentences(numbers)[0]
+    begun = findings_of(tmp_path / "begun", blocks=1, block_steps=1, transports=("stock", "tcp"))
+    assert "each block" not in verdict.decide(begun).why + sentences(begun)[0]
 
 
 def test_too_few_steps_are_inconclusive(tmp_path):

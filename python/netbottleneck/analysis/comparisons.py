@@ -351,7 +351,7 @@ def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -
     logs = np.log(np.maximum(found.other, 1.0) / np.maximum(found.base, 1.0))
     log, step_ns = middle(logs), float(np.median(found.base))
     ends = (log.value, log.low, log.high)
-    ratio = Estimate(*(math.exp(min(end, LOG_MAX)) for end in ends))
+    ratio = Estimate(*(math.exp(end) if end < LOG_MAX else math.inf for end in ends))
     difference = Estimate(*(end if math.isinf(end) else step_ns * math.expm1(min(end, LOG_MAX)) for end in ends))
     spread = float(logs.std(ddof=1)) if len(logs) > 1 else None
     return Paired(base_arm, other_arm, len(logs), found.steps, difference, ratio, spread)

@@ -29,6 +29,7 @@ NOTHING.setflags(write=False)
 
 # Number of steps dropped at the start of each block: the first steps pay for the change of transport.
 WARMUP_STEPS = 1
+ONE_STEP = "each block has one step, and the first step of a block is not counted (NETBOTTLENECK_BLOCK_STEPS)."
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
@@ -323,6 +324,11 @@ def counted(trace: Trace, warmup: int = WARMUP_STEPS) -> tuple[Step, ...]:
         if seen[place] > warmup:
             found.append(step)
     return tuple(found)
+
+
+def uncounted(trace: Trace) -> bool:
+    """True if a run has blocks, and none of its steps counts, because each block has its first step alone."""
+    return len({step.block for step in trace.steps}) > 1 and not counted(trace)
 
 
 def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Split, Exposed]]:

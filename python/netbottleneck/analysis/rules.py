@@ -221,15 +221,16 @@ def transport(facts: Facts) -> RuleResult:
     pair = best_gain(f) or max(tried, key=lambda p: p.gain.value, default=None)
     if pair is None:
         return _probe(facts)
-    gain, saved = pair.gain, pair.difference_ns
+    gain = pair.gain
+    saving = Estimate(*(end * facts.step_ns for end in (gain.value, gain.low, gain.high)))
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
         applies=withheld is None and gain.value >= limits.GAIN_MIN,
-        saving=Estimate(-saved.value, -saved.high, -saved.low),
+        saving=saving,
         rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,
-        why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(-saved.value)} shorter "
-        f"({ms(-saved.high)} to {ms(-saved.low)}), "
+        why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(saving.value)} shorter "
+        f"({ms(saving.low)} to {ms(saving.high)}), "
         f"{percent(gain.value)} ({percent(gain.low)} to {percent(gain.high)}), over {pair.pairs} pairs of blocks.",
         next=f"NETBOTTLENECK_TRANSPORT={pair.other}{_streams_hint(f, pair.other)}",
         needs=more_steps(f, pair),
@@ -245,9 +246,10 @@ def _probe(facts: Facts) -> RuleResult:
         return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
     count, rate = can.best
     saving = facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
-    compared = next((pair for pair in f.comparisons if pair.other == can.transport), None)
-    ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={beside(f, can.transport)} NETBOTTLENECK_STREAMS={count}"
-    if compared is None and base != can.transport and can.transport in f.trace.arms:
+    first, second = beside(f, can.transport)
+    compared = next((pair for pair in f.comparisons if pair.other in (first, second)), None)
+    ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={first},{second} NETBOTTLENECK_STREAMS={count}"
+    if compared is None and {first, second} <= set(f.trace.arms):
         ask = SAME_ARMS
     return facts.evidence(
         "transport",
@@ -299,7 +301,7 @@ def _send_less(f: Findings) -> str:
     """What to do about a full link: a transport that was measured to be faster comes first."""
     less, won = "end less (larger batches, smaller gradients) or get a faster link", best_gain(f)
     if won is None:
-        return f"S{less}; another transport cannot help."
+        return f"S{less}; another transport cannot help much."
     return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
@@ -406,10 +408,10 @@ def without_traffic(f: Findings) -> str:
     )
 
 
-def beside(f: Findings, transport: str) -> str:
-    """A list of two arms that compares a transport with the base, or with stock if it is the base itself."""
+def beside(f: Findings, transport: str) -> tuple[str, str]:
+    """Two arms that compare a transport with the base, or with stock if it is the base itself."""
     assert f.base is not None
-    return f"{STOCK},{f.base}" if f.base.transport == transport else f"{f.base},{transport}"
+    return (STOCK, f.base) if f.base.transport == transport else (f.base, transport)
 
 
 def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
@@ -512,15 +514,18 @@ def configuration(facts: Facts) -> RuleResult:
     if slow is None:
         return _buffers(facts)
     used, there = rating(slow[0]), rating(slow[1])
-    ranks = ", ".join(str(rank.rank) for rank in f.trace.ranks if slow[0] in rank.transports)
     predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
     saving = predicted or facts.moving.scaled(1 - used / there)
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
-    then, whose = f"Set {variable}={slow[1].interface}.", ""
-    if not any(slow[0] in rank.transports and slow[1] in rank.transports for rank in f.trace.ranks):
-        other = next(rank.rank for rank in f.trace.ranks if slow[1] in rank.transports)
-        whose = f"on rank {other} "
-        then = f"Look at the interface, cable and switch port of rank {ranks}'s host, or choose another: {variable}."
+    whose, then, needs = "", f"Set {variable}={slow[1].interface}.", "Measure over the faster interface."
+    own, others = ([rank for rank in f.trace.ranks if info in rank.transports] for info in slow)
+    ranks = ", ".join(str(rank.rank) for rank in own)
+    if not {rank.host_id for rank in own} & {rank.host_id for rank in others}:
+        whose = f"on rank {others[0].rank} "
+        then = (
+            f"Look at the interface, cable and switch port of the host of rank {ranks}, or choose another: {variable}."
+        )
+        needs = "Measure again when that interface has the rate of the others."
     return facts.evidence(
         "configuration",
         "MISCONFIGURED",
@@ -528,9 +533,9 @@ def configuration(facts: Facts) -> RuleResult:
         saving=saving,
         rests=f"ratings of the interfaces; {'predicted' if predicted else 'exposed x their ratio'}",
         why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} {whose}has "
-        f"{gbit(there)}. Over it the step would be up to {facts.share(saving)} shorter.",
+        f"{gbit(there)}. At that rate the step would be up to {facts.share(saving)} shorter.",
         next=then,
-        needs="Measure over the faster interface.",
+        needs=needs,
     )
 
 

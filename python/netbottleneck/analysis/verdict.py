@@ -9,6 +9,7 @@ from html import escape
 from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
+from netbottleneck.analysis.intervals import ONE_STEP, uncounted
 from netbottleneck.analysis.rules import (
     SAME_ARMS,
     Facts,
@@ -78,6 +79,8 @@ def _no_communication(f: Findings) -> Verdict | None:
     if f.base is None and f.trace.groups:
         why = "Steps and compute are missing: the dumps of a flight recorder have only operations."
         return Verdict("INCONCLUSIVE", why, "Measure steps: netbottleneck run SCRIPT, or profile with torch.profiler.")
+    if f.base is None and uncounted(f.trace):
+        return Verdict("INCONCLUSIVE", f"No step counts: {ONE_STEP}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
     if f.trace.size < 2:
         return Verdict("NO_COMMUNICATION", "One rank: nothing is sent.", "Start two ranks or more.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
@@ -140,8 +143,9 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     share = f.share
     lost = f"{percent(share.value)} of the step ({percent(share.low)} to {percent(share.high)})"
     typical = f.parts_ns["idle"].value / max(facts.step_ns, 1)
-    if not share.low <= typical <= share.high:  # the other sentences are about the middle half
-        lost += f" in the mean of all steps, {percent(typical)} in that of the middle half"
+    if not share.low <= typical <= share.high and percent(typical) != percent(share.value):
+        # The other sentences are about the middle half.
+        lost = f"{percent(typical)} of the typical step, and {lost.replace('the step', 'the mean of all steps')}"
     doubt = next((one for one in evidence if one.uncertain), None)
     unknown = facts.not_recorded
     if doubt is not None:
@@ -149,14 +153,15 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
-    if share.high < limits.NETWORK_SHARE_MIN and unknown:
+    small = max(share.high, typical) < limits.NETWORK_SHARE_MIN
+    if small and unknown:
         return Verdict(
             "INCONCLUSIVE",
             f"The recorded communication is {lost}. {unknown}",
             "Measure the other model in a separate run: netbottleneck.attach.",
             evidence,
         )
-    if share.high < limits.NETWORK_SHARE_MIN:
+    if small:
         return Verdict(
             "NOT_NETWORK",
             f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
@@ -216,9 +221,8 @@ def _missing(f: Findings) -> str:
         asked = f.link_bps is None and len({rank.host_id for rank in f.trace.ranks}) > 1
         return LINK_SPEED if asked else QUIET
     if not others:
-        return (
-            f"Measure NETBOTTLENECK_TRANSPORT={beside(f, 'tcp')} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
-        )
+        arms = ",".join(beside(f, "tcp"))
+        return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
     if others - {pair.other for pair in f.comparisons}:
         return SAME_ARMS
     return QUIET if NULL in f.trace.arms else without_traffic(f)

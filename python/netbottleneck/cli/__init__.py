@@ -92,6 +92,8 @@ def _report(argv: Sequence[str]) -> int:
     if (path.suffix == ".json" and not (kineto.is_kineto(path) or kineto.dumps(path))) or any(
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
+        if args.export:
+            parser.error(f"--export {args.export[0]}: takes a run; a study's are in {path}/cells/CELL/run")
         return _study_report(path, args)
     from netbottleneck.report import Run
 
@@ -151,13 +153,21 @@ def _top(argv: Sequence[str]) -> int:
     return _once(following, args) if args.once else _follow(following, args)
 
 
-def _drawn(following: Following, args: argparse.Namespace) -> tuple[RenderableType, bool]:
-    """Look once and export; return what to show, and True if nothing more will come."""
+def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -> tuple[RenderableType, bool]:
+    """Look once and export; return what to show, and True if nothing more will come.
+
+    exported: exporters that have succeeded. If one of them fails later, a line says so; a first failure is raised.
+    """
     from rich.text import Text
 
     from netbottleneck.report import exporters, text
 
-    run = following.look()
+    try:
+        run = following.look()
+    except FileNotFoundError as error:  # the ranks have not begun
+        if args.once:
+            raise
+        return Text(f"waiting: {error}"), False
     state = following.about(run)
     if state[0] == "ended":  # perhaps since the rings were read: their last steps may be missing
         run = following.look()
@@ -165,7 +175,13 @@ def _drawn(following: Following, args: argparse.Namespace) -> tuple[RenderableTy
     change = following.judge(run)
     for name, _, place in (one.partition("=") for one in args.export):
         about = {**run.summary, "cause_change": following.changed and following.changed.as_dict()}
-        exporters.export(exporters.numbers(about, run.trace), name, place)
+        try:
+            exporters.export(exporters.numbers(about, run.trace), name, place)
+            exported.add(name)
+        except RuntimeError as error:
+            if name not in exported:
+                raise
+            state.append(str(error))
     if args.line:
         line = text.progress(run.findings, run.verdict, following.steps)
         shown: RenderableType = Text("\n".join([*([str(change)] if change else []), "; ".join([line, *state[1:]])]))
@@ -178,14 +194,13 @@ def _drawn(following: Following, args: argparse.Namespace) -> tuple[RenderableTy
 def _once(following: Following, args: argparse.Namespace) -> int:
     from netbottleneck.report import text
 
-    text.screen().print(_drawn(following, args)[0], soft_wrap=args.line)
+    text.screen().print(_drawn(following, args, set())[0], soft_wrap=args.line)
     return SUCCESS
 
 
 def _follow(following: Following, args: argparse.Namespace) -> int:
     """Show a frame every `refresh` seconds until the run ends or Ctrl-C: in place on a terminal, else line by line."""
     from rich.live import Live
-    from rich.text import Text
 
     from netbottleneck.report import text
 
@@ -193,12 +208,9 @@ def _follow(following: Following, args: argparse.Namespace) -> int:
     live = Live(console=screen, screen=True, auto_refresh=False) if screen.is_terminal and not args.line else None
     shown: RenderableType = ""
     with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
-        ended = False
+        ended, exported = False, set[str]()
         while not ended:
-            try:
-                shown, ended = _drawn(following, args)
-            except FileNotFoundError as error:  # the ranks have not begun
-                shown = Text(f"waiting: {error}")
+            shown, ended = _drawn(following, args, exported)
             if live is not None:
                 live.update(shown, refresh=True)
             else:

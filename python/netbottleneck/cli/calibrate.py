@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -78,8 +79,9 @@ def caches() -> list[tuple[str, str]]:
     """Return (level and type, size) of each cache of the first core, as the kernel reports them."""
     levels = []
     for path in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        fields = [(path / name).read_text(encoding="ascii").strip() for name in ("level", "type", "size")]
-        levels.append((f"L{fields[0]} {fields[1]}", fields[2]))
+        with contextlib.suppress(OSError):  # of a cache whose size it does not know, it has no such file
+            fields = [(path / name).read_text(encoding="ascii").strip() for name in ("level", "type", "size")]
+            levels.append((f"L{fields[0]} {fields[1]}", fields[2]))
     return levels
 
 

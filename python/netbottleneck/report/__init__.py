@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import time
 from collections import deque
@@ -503,7 +504,7 @@ class Following:
         """Return the state of the run ("in progress", "ended" or "stopped"), then lines about what is missing in it."""
         trace = run.trace
         ended = bool(trace.ranks) and all(rank.finished or rank.error for rank in trace.ranks)
-        gone = [rank for rank in trace.ranks if _is_gone(rank)]
+        gone = [rank for rank in trace.ranks if _is_gone(rank) and not _elsewhere(self.path, rank.rank)]
         lines = _missing(trace)
         lines += [f"rank {rank.rank} failed: {rank.error}" for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
@@ -532,6 +533,16 @@ def _quiet(trace: tr.Trace, ended: bool) -> list[str]:
 def _is_gone(rank: tr.Rank) -> bool:
     """True if a rank of this host did not end its record, and its process is not there any more."""
     return not (rank.finished or rank.error) and rank.hostname == platform.node() and not _lives(rank.pid)
+
+
+def _elsewhere(folder: Path, rank: int) -> bool:
+    """True if a rank's process number is of another PID namespace, as in a container: it says nothing here."""
+    try:
+        meta = json.loads((folder / "ranks" / f"{rank}.meta.json").read_bytes())
+        space = meta.get("pid_namespace", "")
+        return bool(space) and space != os.readlink("/proc/self/ns/pid")
+    except (OSError, ValueError):
+        return False
 
 
 def _lives(pid: int) -> bool:

@@ -24,6 +24,9 @@ from netbottleneck.report.text import WIDTH, make_table, put_row
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
 
+# A cell of a study with this file is complete.
+FACTS = "facts.json"
+
 PARTS = {
     "compute": "compute_ns",
     "exposed communication": "exposed_ns",
@@ -93,17 +96,18 @@ def _interval(one: Estimate) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in ends.items()}
 
 
-def _runs(path: Path) -> dict[str, Run]:
-    """The runs of a path by cell: one named "" for a run, each complete cell of a study."""
+def _runs(path: Path) -> tuple[dict[str, Run], list[str]]:
+    """The runs of a path by cell: one named "" for a run, each complete cell of a study. And the incomplete cells."""
     if not (path / "cells").is_dir():
         run = Run(path)
         if run.trace.groups:
             raise ValueError(f"{path}: the dumps of a flight recorder have no step: nothing to compare")
-        return {"": run}
-    folders = sorted(path.glob("cells/**/run/run.json"))
-    if not folders:
-        raise ValueError(f"{path}: no cell of this study has a run: run the study first")
-    return {str(found.parent.parent.relative_to(path / "cells")): Run(found.parent) for found in folders}
+        return {"": run}, []
+    folders = {str(one.parent.parent.relative_to(path / "cells")): one for one in path.glob("cells/**/run/run.json")}
+    whole = {cell: Run(one.parent) for cell, one in sorted(folders.items()) if (one.parent.parent / FACTS).exists()}
+    if not whole:
+        raise ValueError(f"{path}: no cell of this study is complete: run the study first")
+    return whole, sorted(set(folders) - set(whole))
 
 
 def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
@@ -140,12 +144,15 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     Raises FileNotFoundError for a missing path, and ValueError for a record without steps, or if the two have no
     cell or no arm in common.
     """
-    old, new = _runs(Path(before)), _runs(Path(after))
+    (old, partial), (new, new_partial) = _runs(Path(before)), _runs(Path(after))
     both = [cell for cell in old if cell in new]
     rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
     if not rows:
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
-    missing = [f"{cell}: only in {before if cell in old else after}" for cell in sorted(set(old) ^ set(new))]
+    missing = [f"{cell}: not complete in {before}" for cell in partial]
+    missing += [f"{cell}: not complete in {after}" for cell in new_partial]
+    alone = sorted((set(old) ^ set(new)) - {*partial, *new_partial})
+    missing += [f"{cell}: only in {before if cell in old else after}" for cell in alone]
     for cell in both:
         times = [set(run[cell].findings.times) for run in (old, new)]
         missing += [f"{arm}: only in {before if arm in times[0] else after}" for arm in sorted(times[0] ^ times[1])]

@@ -361,7 +361,9 @@ def _wandb(found: Numbers, place: str) -> str:
     return str(run.name)
 
 
-# OpenTelemetry: gauges of the program's own meter provider, else over OTLP to where its own variables say.
+# OpenTelemetry: gauges of the program's own meter provider, else once over OTLP to where its own variables say.
+
+OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 def _opentelemetry(found: Numbers, place: str) -> str:
@@ -369,23 +371,34 @@ def _opentelemetry(found: Numbers, place: str) -> str:
     from opentelemetry.sdk.metrics import MeterProvider
 
     provider: Any = metrics.get_meter_provider()
-    own = not isinstance(provider, MeterProvider)
-    if own:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    if isinstance(provider, MeterProvider):
+        _set_gauges(provider, found)
+        provider.force_flush()
+        return "the program's meter provider"
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
 
-        exporter = OTLPMetricExporter(endpoint=place) if place else OTLPMetricExporter()
-        provider = MeterProvider([PeriodicExportingMetricReader(exporter)])
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    _set_gauges(provider, found)
+    exporter = OTLPMetricExporter(endpoint=place) if place else OTLPMetricExporter()
+    sent = exporter.export(reader.get_metrics_data())
+    exporter.shutdown()
+    provider.shutdown()
+    named = (place, *map(os.environ.get, OTLP_VARIABLES), "http://localhost:4318")
+    to = next(one for one in named if one)
+    if sent is not MetricExportResult.SUCCESS:
+        raise ConnectionError(f"{to} did not take the metrics")
+    return to
+
+
+def _set_gauges(provider: Any, found: Numbers) -> None:
     meter = provider.get_meter(PREFIX)
     for family in FAMILIES:
         gauge = meter.create_gauge(f"{PREFIX}.{family.name}", unit=family.unit, description=family.help)
         for one in found.numbers:
             if one.family is family:
                 gauge.set(one.value, {"run": found.id, **one.labels})
-    provider.force_flush()
-    if own:
-        provider.shutdown()
-    return place or "the meter provider"
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +434,8 @@ EXPORTERS: Mapping[str, Exporter] = {
 def export(found: Numbers, name: str, place: str = "") -> str:
     """Send numbers to the exporter `name`, and return where they went. place: by default the tool's own.
 
-    Raises ValueError for an unknown exporter, ImportError naming the package that is missing.
+    Raises ValueError for an unknown exporter, ImportError naming the package that is missing, RuntimeError where the
+    tool refuses the numbers or cannot be reached.
     """
     if name not in EXPORTERS:
         raise ValueError(f"unknown exporter {name!r}: name one of {', '.join(EXPORTERS)}")
@@ -430,3 +444,5 @@ def export(found: Numbers, name: str, place: str = "") -> str:
         return exporter.send(found, place)
     except ModuleNotFoundError as error:
         raise ImportError(f"exporting to {name} needs: pip install {exporter.package} ({error})") from error
+    except Exception as error:  # each tool has errors of its own
+        raise RuntimeError(f"exporting to {name} failed: {type(error).__name__}: {error}") from error

@@ -137,7 +137,7 @@ def split(findings: Findings) -> Shown:
     """The parts of each arm's step, on one scale."""
     title = f"Parts of a step ({findings.label}, mean of the middle half of the steps)"
     if not findings.parts:
-        return Shown(title, missing="No step could be split: the run has none, or only steps of the untouched script.")
+        return Shown(title, missing=text.no_split(findings))
     rows = []
     for name, parts in findings.parts.items():
         by_kind = lengths(parts)

@@ -638,8 +638,8 @@ def chrome_trace(trace: Trace, events_max: int = EVENTS_MAX) -> dict[str, Any]:
         "baseTimeNanoseconds": trace.epoch_wall_ns,
         "distributedInfo": {"backend": ",".join(trace.arms), "rank": 0, "world_size": trace.size},
         "host_name": trace.ranks[0].hostname if trace.ranks else "",
+        "steps_cut": sum(cut for _, cut in parts),  # near the begin, where an importer knows this file by it
         "clocks": {str(r.rank): {"method": r.clock.method, "error_ns": r.clock.error_ns} for r in trace.ranks},
-        "steps_cut": sum(cut for _, cut in parts),
         "traceEvents": [*_names(trace, used), *events],
     }
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
-from netbottleneck.analysis.intervals import Layer, device_error_ns
+from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
 from netbottleneck.analysis.nccl import NcclMean
 from netbottleneck.analysis.rules import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
@@ -38,7 +38,7 @@ def sentences(findings: Findings) -> list[str]:
     if base is None and findings.trace.groups:
         return unfinished(findings.trace, findings.joins)
     if base is None:
-        return ["No step could be split: the run has no step, or only steps of the untouched script."]
+        return [no_split(findings)]
     parts = findings.parts[base]
     if parts.operations == 0 and findings.trace.size > 1:
         texts = [f"Your step takes {ms(parts.step_ns)}; none of its communication was recorded ({findings.label})."]
@@ -58,6 +58,13 @@ def sentences(findings: Findings) -> list[str]:
         if waited_ns >= max(LATE_SHARE_MIN * parts.step_ns, findings.clock_error_ns):
             texts.append(f"Rank {late.straggler} makes the others wait {ms(waited_ns)} ({findings.label}).")
     return texts
+
+
+def no_split(findings: Findings) -> str:
+    """Sentence: why no step of a run has parts."""
+    if uncounted(findings.trace):
+        return f"No step could be split: {ONE_STEP}"
+    return "No step could be split: the run has no step, or only steps of the untouched script."
 
 
 def _bandwidth(findings: Findings, base: Arm) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from netbottleneck import config
 from netbottleneck.launch import connect
+from netbottleneck.report.compare import FACTS
 from netbottleneck.study import spec
 from netbottleneck.study.spec import DIGITS, REPLAY, Cell, StudySpec
 from netbottleneck.study.task import Outcome
@@ -22,7 +23,7 @@ from netbottleneck.trace.model import decode
 # Folder of a study: the specification, and the files of each cell. A cell is complete when its facts are written.
 
 STUDY = "study.toml"
-FACTS, FORECAST, RESULT = "facts.json", "forecast.json", "cell.json"
+FORECAST, RESULT = "forecast.json", "cell.json"
 
 
 @dataclass(frozen=True)

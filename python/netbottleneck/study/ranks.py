@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from netbottleneck.lab import Lab
 from netbottleneck.study.task import Outcome, Task, to_json
 
-LIMIT_S = 300.0  # per task
+LIMIT_S = 300.0  # without progress of a task
 GRACE_S = 3.0  # after one rank has failed, for the others to report their errors
 SHOWN_LINES = 12
 # Variables that would install our hooks in the ranks, or redirect their records.
@@ -53,7 +53,7 @@ def run_in_lab(
 ) -> list[Outcome]:
     """Run tasks one after another on all ranks of a lab, one process each. Calls on_progress(task, step, steps, arm).
 
-    Raises JobError if a rank fails, or a task takes longer than limit_s; all ranks are then ended.
+    Raises JobError if a rank fails, or no task makes progress for limit_s; all ranks are then ended.
     """
     logs = Path(tasks[0].folder).parent
     logs.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class Rank:
 
 
 class _OutputReader:
-    """Reads the output of rank 0 until all ranks have succeeded, one has failed, or a task takes too long."""
+    """Reads the output of rank 0 until all ranks have succeeded, one has failed, or no task makes progress."""
 
     def __init__(self, tasks: Sequence[Task], ranks: Sequence[Rank], on_progress: TaskProgress, limit_s: float) -> None:
         self._tasks = tasks
@@ -130,9 +130,9 @@ class _OutputReader:
             message = json.loads(line)
             if "outcome" in message:
                 self._outcomes.append(Outcome.from_dict(message["outcome"]))
-                self._until = time.monotonic() + self._limit_s
             else:
                 self._on_progress(self._tasks[message["task"]], message["step"], message["steps"], message["arm"])
+            self._until = time.monotonic() + self._limit_s
         except (ValueError, KeyError, TypeError):
             sys.stderr.write(line.decode(errors="replace") + "\n")
 
@@ -154,7 +154,7 @@ def _failure_text(task: Task, ranks: Sequence[Rank], limit_s: float) -> str:
             last = " ".join(lines[-2:])
             failed.append((any(mark in last for mark in LOST_PEER_ERRORS), number, code, lines))
     if not failed:
-        return f"{task.job}: not complete after {limit_s:.0f} s; see {', '.join(str(rank.log) for rank in ranks)}"
+        return f"{task.job}: no progress for {limit_s:.0f} s; see {', '.join(str(rank.log) for rank in ranks)}"
     _, number, code, lines = min(failed)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
     others = [f"rank {other}: {text_lines[-1]}" for _, other, _, text_lines in failed if other != number and text_lines]

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from netbottleneck.analysis.intervals import WARMUP_STEPS
 from netbottleneck.bench import models
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.report import Run
@@ -26,6 +27,7 @@ from netbottleneck.whatif.plan import BUCKET_BYTES, FIRST_BYTES, Plan, ReplaySch
 FINE, FAILED, USAGE = 0, 1, 2
 VERSION = 1
 LAYER_LOGS = (".log", ".csv", ".txt")
+LEAST_BLOCK = WARMUP_STEPS + 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -183,6 +185,15 @@ def _above_0(text: str) -> int:
     return value
 
 
+def _block(text: str) -> int:
+    value = _above_0(text)
+    if value < LEAST_BLOCK:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be at least {LEAST_BLOCK}: a block's first step is not counted"
+        )
+    return value
+
+
 def _arguments() -> argparse.ArgumentParser:
     parser = _Parser(prog="netbottleneck replay", description=__doc__)
     add = parser.add_argument
@@ -199,7 +210,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--stretch", type=_factor, default=1.0, help="factor on compute times")
     add("--compute", choices=("sleep", "spin"), default="sleep", help="how a rank spends its compute time")
     add("--compute-ms", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"), help="compute times of a model by name")
-    add("--block-steps", type=_above_0, default=5, help="steps per block (5)")
+    add("--block-steps", type=_block, default=5, help="steps per block (5)")
     add("--rounds", type=_above_0, default=3, help="blocks per arm (3)")
     add("--directory", default=f"replay-{time.strftime('%Y%m%d-%H%M%S')}", help="output folder, which must be new")
     return parser

@@ -19,8 +19,8 @@ from netbottleneck.analysis import rules
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run
+from netbottleneck.report.compare import FACTS
 from netbottleneck.study.cells import (
-    FACTS,
     FAILED,
     FINE,
     FORECAST,

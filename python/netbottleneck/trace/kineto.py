@@ -72,7 +72,10 @@ def _open(path: Path) -> Any:
 
 
 def is_kineto(path: Path) -> bool:
-    """True for a file that begins like a trace of torch.profiler, or has the name that the profiler gives it."""
+    """True for a file that begins like a trace of torch.profiler, or has the name that the profiler gives it.
+
+    The trace.json.gz of a report begins like one, too, and is none.
+    """
     if not path.is_file() or not path.name.endswith((".json", ".json.gz")):
         return False
     if ".pt.trace." in path.name:
@@ -82,7 +85,7 @@ def is_kineto(path: Path) -> bool:
             head = file.read(HEAD_BYTES)
     except (OSError, EOFError, zlib.error):
         return False
-    return b'"schemaVersion"' in head or b'"traceEvents"' in head
+    return b'"steps_cut"' not in head and (b'"schemaVersion"' in head or b'"traceEvents"' in head)
 
 
 def files(path: Path) -> list[Path]:

@@ -110,7 +110,7 @@ def full_link_compared(draw: Draw) -> Case[Job]:
         "LINK_LIMITED",
         saves=True,
         says="as good as what was tried",
-        advises="another transport cannot help",
+        advises="another transport cannot help much",
     )
 
 

@@ -2,7 +2,7 @@
 
 The truth is what the clock of the simulated job counts while it runs (`Clockwork.spent`). It is the mean over the steps
 that a report says it shows: of the steps after the first of each block, the middle half by mean duration. For `slowed`,
-which a report compares by blocks, it is the mean over all steps after the first of each block.
+which a report compares by blocks of two arms, it is the mean over all steps after the first of each block.
 """
 
 from __future__ import annotations

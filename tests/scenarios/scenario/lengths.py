@@ -141,7 +141,7 @@ def answers_of(training: Training, lengths: Mapping[str, tuple[Truth, Shown]], s
     step_ms = sum(step.duration_ns for step in steps) / len(steps) / 1e6
     for name, (truth, shown) in lengths.items():
         whole_ms = _mean_ms(truth, training, counts, steps)
-        # A difference of arms, and a rate, are means over all steps; the parts of a step are of the middle half.
+        # A comparison of arms, and a rate, are of all steps; the parts of a step are of the middle half.
         truth_ms = whole_ms if shown in (slowed_ms, transfers_ms) else _mean_ms(truth, training, counts, middle)
         yield Answer(name, training, truth_ms, whole_ms, shown(found), step_ms)
 

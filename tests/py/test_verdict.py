@@ -161,7 +161,8 @@ def test_a_gain_is_as_sure_in_ns_as_in_percent_where_steps_get_longer(tmp_path):
         assert GAIN_MIN < pair.gain.low < pair.gain.high < 0.035
         v = verdict.decide(numbers)
         assert v.code == "TRANSPORT_LIMITED"
-        assert v.evidence[0].saving.value == pytest.approx(pair.gain.value * numbers.parts_ns["step"].value)
+        assert v.evidence[0].saving.value == pytest.approx(-pair.difference_ns.value)
+        assert pair.base_ns == pytest.approx(pair.difference_ns.low / (pair.ratio.low - 1))
         assert rules.steps_to_decide(numbers, pair) > 0  # nobody is asked for 0 more steps
 
 

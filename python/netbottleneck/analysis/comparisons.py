@@ -323,6 +323,11 @@ class Paired:
         return self.pairs >= PAIRS_MIN
 
     @property
+    def base_ns(self) -> float:
+        """Base's step, of which the difference is; 0 if the arms do not differ."""
+        return self.difference_ns.value / (self.ratio.value - 1) if self.ratio.value != 1 else 0.0
+
+    @property
     def gain(self) -> Estimate:
         """Part of base's step that `other` saves."""
         return Estimate(1 - self.ratio.value, 1 - self.ratio.high, 1 - self.ratio.low)

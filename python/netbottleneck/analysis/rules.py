@@ -161,9 +161,10 @@ class Facts:
         """The note on communication that is not in the record; "" if there is none."""
         return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
 
-    def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
-        """Return the result of a rule, with the limits of this run."""
-        return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
+    def evidence(self, cause: str, code: str, step_ns: float | None = None, **fields: object) -> RuleResult:
+        """Return the result of a rule, with the limits of this run. step_ns: which the saving is of, if another."""
+        step = self.step_ns if step_ns is None else step_ns
+        return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * step, step_ns=step, **fields)  # type: ignore[arg-type]
 
     def more_steps(self, saving: Estimate) -> dict[str, Any]:
         """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
@@ -221,11 +222,12 @@ def transport(facts: Facts) -> RuleResult:
     pair = best_gain(f) or max(tried, key=lambda p: p.gain.value, default=None)
     if pair is None:
         return _probe(facts)
-    gain = pair.gain
-    saving = Estimate(*(end * facts.step_ns for end in (gain.value, gain.low, gain.high)))
+    gain, more = pair.gain, pair.difference_ns
+    saving = Estimate(-more.value, -more.high, -more.low)
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
+        pair.base_ns,  # so that a saving counts exactly if the gain does
         applies=withheld is None and gain.value >= limits.GAIN_MIN,
         saving=saving,
         rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,

@@ -11,6 +11,7 @@ from conftest import Ranks
 from netbottleneck import cli
 from netbottleneck.report import Run
 from netbottleneck.trace import kineto
+from netbottleneck.whatif import questions, sweeps
 from ringwriter import BUCKETS, PARAMETERS, FakeRun
 
 TRAINING = """
@@ -183,9 +184,31 @@ def test_the_layers_and_the_what_if_work_from_a_profile(known, tmp_path):
     assert [bucket.bytes for bucket in found.trace.buckets] == [bucket["bytes"] for bucket in BUCKETS]
     exposed = sum(layer.exposed_ns for layer in found.findings.layers)
     assert exposed == pytest.approx(found.findings.parts["stock"].exposed_ns, rel=0.01)
+    assert all(found.trace.buckets[one.bucket].bytes == one.tensor_bytes for one in found.trace.collectives)
+    jobs = [questions.job(trace, "stock") for trace in (known.trace, found.trace)]
+    for setting in (sweeps.now, sweeps.free):
+        recorded, profiled = (questions.answer(job, setting(job)).step_s.value for job in jobs)
+        assert profiled == pytest.approx(recorded, rel=0.01)
     (saved,) = (one for one in found.verdict.evidence if one.cause == "bucket sizes")
     (expected,) = (one for one in known.verdict.evidence if one.cause == "bucket sizes")
     assert (saved.saving is None) == (expected.saving is None)
+
+
+def test_broadcast_buffers_are_no_bucket(known, tmp_path):
+    def with_buffers(trace, rank):
+        yield from cpu_events(trace, rank)
+        for step in (step for step in trace.steps if step.rank == rank):
+            begin = step.begin_ns + 1000
+            yield event("gloo:broadcast", (begin, begin + 5000), **shape(4))
+
+    found = Run(write(tmp_path / "k", known.trace, with_buffers))
+    reduced = [one for one in found.trace.collectives if one.kind == "allreduce"]
+    assert len(reduced) < len(found.trace.collectives)
+    assert all(found.trace.buckets[one.bucket].bytes == one.tensor_bytes for one in reduced)
+    without = Run(write(tmp_path / "w", known.trace, cpu_events)).findings.layers
+    *own, rest = (round(layer.exposed_ns) for layer in found.findings.layers)
+    assert own == [round(layer.exposed_ns) for layer in without]
+    assert rest < 5000  # of the broadcast, which has no layer
 
 
 def test_what_a_profile_does_not_tell_is_said(known, tmp_path):

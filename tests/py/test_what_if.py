@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.cli import main
+from netbottleneck.cli import main, what_if
 from netbottleneck.trace import layer_log
 from netbottleneck.trace.layer_log import LayerLog, VecTable
 from netbottleneck.whatif import compat2020
@@ -288,6 +288,25 @@ def test_a_randomly_damaged_file_gives_an_answer_or_one_error_line(
         ends.add(code)
         assert capsys.readouterr().err.count("\n") == (1 if code == 2 else 0)
     assert ends == {0, 2}
+
+
+def test_values_of_a_log_are_refused_for_a_run_and_those_of_a_run_for_a_log(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(FakeRun(tmp_path / "run", transports=("stock",), blocks=1, block_steps=10).write())
+    assert main(["what-if", run, "--step-s", "9"]) == 2
+    assert "has its own step" in capsys.readouterr().err
+    assert main(["what-if", files[0], "--step-s", str(STEP_S), "--plan", "recorded"]) == 2
+    assert "--plan recorded: " in capsys.readouterr().err
+
+
+def test_a_run_of_one_rank_keeps_its_recorded_buckets(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "one", size=1, transports=("stock",), blocks=1, block_steps=10).write()
+    for words in ([], ["--plan", "recorded"]):
+        job = what_if.make_job(what_if.parser().parse_args([str(run), *words]), what_if.load(run))
+        assert job.plan.rule == "explicit"
+    job = what_if.make_job(what_if.parser().parse_args([str(run), "--plan", "horovod"]), what_if.load(run))
+    assert job.plan.rule != "explicit"
 
 
 def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck.trace import layer_log
+from netbottleneck.analysis import arrivals
+from netbottleneck.trace import layer_log, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
 from netbottleneck.trace.model import Trace
@@ -23,6 +24,7 @@ from netbottleneck.whatif.plan import Plan
 from netbottleneck.whatif.questions import Job
 from netbottleneck.whatif.simulate import simulate
 from netbottleneck.whatif.sweeps import Codec
+from ringwriter import FakeRun
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS = 1_000_000
@@ -278,6 +280,52 @@ def test_ranks_of_one_host_are_modelled_with_a_host_each(stored: Trace) -> None:
     assert [step_s(job, setting) for setting in sweeps.links(job, [1e9, 1e10])] == [
         step_s(apart, setting) for setting in sweeps.links(apart, [1e9, 1e10])
     ]
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Trace:
+    run = FakeRun(tmp_path / "known", transports=("stock",), blocks=1, block_steps=11, late_ms={1: 60})
+    return ring_reader.load(run.write())
+
+
+def test_a_run_that_lacks_a_rank_is_refused_because_waiting_for_it_is_no_cost(known: Trace) -> None:
+    with pytest.raises(ValueError, match="rank 1 left no record"):
+        questions.job(replace(known.of_rank(0), size=2), "stock")
+    assert "rank 1 left no record" in sweeps.savings(replace(known.of_rank(0), size=2), Arm("stock"), None).refused
+
+
+@pytest.mark.parametrize("off_ms", [20, -20, 80])
+def test_uncertain_clocks_are_aligned_before_a_cost_is_fitted(known: Trace, off_ms: int) -> None:
+    wrong = arrivals._moved(known, 1, off_ms * MS, 0)
+    ranks = tuple(replace(rank, clock=tr.Clock("wall")) if rank.rank else rank for rank in wrong.ranks)
+    job, right = questions.job(replace(wrong, ranks=ranks), "stock"), questions.job(known, "stock")
+    assert step_s(job, sweeps.now(job)) == pytest.approx(step_s(right, sweeps.now(right)), rel=0.01)
+
+
+def test_a_step_that_reduces_its_buckets_twice_has_a_remark(known: Trace) -> None:
+    assert not any("reduces its buckets" in note for note in questions.job(known, "stock").notes)
+    pairs = {
+        rank: list(zip(own[0::2], own[1::2], strict=False))
+        for rank in (0, 1)
+        for own in [[step for step in known.steps if step.rank == rank]]
+    }
+    steps = [
+        replace(
+            second,
+            index=second.index // 2,
+            begin_ns=first.begin_ns,
+            forward=first.forward + second.forward,
+            grad_ready=first.grad_ready + second.grad_ready,
+            waits=first.waits + second.waits,
+            modules=(),
+        )
+        for own in pairs.values()
+        for first, second in own
+    ]
+    indices = {step.index for step in steps}
+    moved = [replace(one, step=(one.step or 0) // 2) for one in known.collectives]
+    twice = replace(known, steps=tuple(steps), collectives=tuple(one for one in moved if one.step in indices))
+    assert any("reduces its buckets 2 times" in note for note in questions.job(twice, "stock").notes)
 
 
 def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:

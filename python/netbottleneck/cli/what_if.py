@@ -212,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
         "--codec-gbytes", type=_number_parser(1e-6, 1e6), metavar="X", help="GB/s of encoding and of decoding"
     )
     known.add_argument(
-        "--step-s", type=_number_parser(1e-9, 1e9), metavar="X", help="seconds of a single device's step"
+        "--step-s", type=_number_parser(1e-9, 1e9), metavar="X", help="seconds of a layer log's step on one device"
     )
     known.add_argument("--add-table", metavar="FILE", help="file with a line bytes,seconds for each vector addition")
     known.add_argument(
@@ -248,6 +248,16 @@ def _plan(word: str | None) -> Plan | None:
     return {"ddp": Plan.ddp(), "horovod": Plan.horovod(), PAPER: Plan.paper2020()}.get(word or "")
 
 
+def _recorded(args: argparse.Namespace, one: Trace) -> Plan | None:
+    """Return the buckets of a run of one rank; None if it has none. Raises ValueError if they were requested."""
+    try:
+        return Plan.of(one)
+    except ValueError as error:
+        if args.plan == "recorded":
+            raise ValueError(f"--plan recorded: {error}") from error
+        return None
+
+
 def _copy_byte_ns(args: argparse.Namespace, tensors: Sequence[Parameter]) -> float | None:
     """Return the ns per copied byte of these tensors, from the given table; None without a table."""
     if args.copy_table is None:
@@ -257,15 +267,17 @@ def _copy_byte_ns(args: argparse.Namespace, tensors: Sequence[Parameter]) -> flo
 
 def make_job(args: argparse.Namespace, source: Source) -> Job:
     """Return the run, or the log as a run of one rank, ready for questions."""
+    if args.step_s is not None and source.trace is not None:
+        raise ValueError(f"--step-s: {source.path} is a run and has its own step: the option is for a layer log")
     table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
     if source.trace is None or source.findings is None or source.trace.size == 1:
         one = source.trace or layerlog.to_trace(layer_log(source, args.step_s))
         copies = _copy_byte_ns(args, one.parameters)
         cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table, copy_byte_ns=copies or 0.0)
-        return questions.job(one, plan=_plan(args.plan) or Plan.horovod(), cost=cost)
+        return questions.job(one, plan=_plan(args.plan) or _recorded(args, one) or Plan.horovod(), cost=cost)
     transport, copies = args.transport or source.findings.base, _copy_byte_ns(args, source.trace.parameters)
     try:
-        made = questions.job(source.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)
+        made = questions.job(source.findings.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)
     except ValueError as error:
         raise ValueError(f"{source.path}: {error}") from error
     if args.algorithm is not None and args.algorithm != made.cost.algorithm:

@@ -238,7 +238,7 @@ class _Finder:
 
 def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> list[Collective]:
     """The operations of a rank's steps. An operation is the same on all ranks by its place in its step and group."""
-    rows, places, finder = [], Counter[tuple[int, str]](), _Finder(steps)
+    rows, places, buckets, finder = [], Counter[tuple[int, str]](), Counter[int](), _Finder(steps)
     operations = _gpu_operations(found) if found.gpu else _cpu_operations(found)
     for one in sorted(operations, key=lambda o: (o.submit_ns, o.start_ns)):
         step = finder.at(one.submit_ns)
@@ -248,6 +248,8 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
             groups.append(one.group)
         place = places[step.index, one.group]
         places[step.index, one.group] += 1
+        bucket = None if found.gpu or one.kind != "allreduce" else buckets[step.index]
+        buckets[step.index] += bucket is not None
         rows.append(
             Collective(
                 found.rank,
@@ -260,7 +262,7 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
                 step.index,
                 groups.index(one.group),
                 kind=one.kind,
-                bucket=place if not found.gpu else None,
+                bucket=bucket,
                 start_ns=one.start_ns,
                 done_ns=one.done_ns,
             )
@@ -300,9 +302,21 @@ def _with_parts(found: _Recorded, steps: Sequence[Step]) -> list[Step]:
     ]
 
 
+def _with_waits(steps: Sequence[Step], rows: Sequence[Collective]) -> list[Step]:
+    """The steps with their waits: from the last gradient to the optimizer, while an operation was on its way."""
+    found = []
+    for step in steps:
+        ready_ns = max((at for _, at in step.grad_ready), default=step.end_ns)
+        update_ns = min((begin for begin, _ in step.optimizer if begin >= ready_ns), default=ready_ns)
+        own = [one for one in rows if one.step == step.index]
+        spans = _union((max(one.submit_ns, ready_ns), min(one.done_ns or 0, update_ns)) for one in own)
+        found.append(replace(step, waits=tuple((0, begin, end) for begin, end in spans)))
+    return found
+
+
 def _union(spans: Iterable[Interval]) -> list[Interval]:
     merged: list[Interval] = []
-    for begin, end in sorted(spans):
+    for begin, end in sorted((begin, end) for begin, end in spans if begin < end):
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
@@ -404,7 +418,7 @@ def load(paths: Sequence[Path]) -> Trace:
     for one in ranks:
         bare = _steps(one)
         rows.append(_collectives(one, bare, groups))
-        steps.append(_with_parts(one, bare))
+        steps.append(_with_waits(_with_parts(one, bare), rows[-1]))
     parameters, buckets = _model(ranks[0], steps[0], rows[0])
     everything = tuple(row for own in rows for row in own)
     return Trace(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
-from netbottleneck.analysis.intervals import intervals, total
+from netbottleneck.analysis.intervals import host_count, intervals, total
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
@@ -241,9 +242,11 @@ def job(
 ) -> Job:
     """Prepare a run for questions. cost: given if no cost is to be fitted, as for a layer log.
 
-    transport: None: the first that recorded its operations. copy_byte_ns: as in fit. Raises ValueError if the run has
-    no operation to fit a cost to, or no step with gradient readiness.
+    transport: None: the first that recorded its operations. copy_byte_ns: as in fit. Uncertain clocks are aligned by
+    the operations. Raises ValueError if the run has no operation to fit a cost to, or no step with gradient readiness,
+    or lacks a rank.
     """
+    trace = aligned(trace)
     if cost is not None:
         return _ready(
             trace,
@@ -252,9 +255,18 @@ def job(
             cost,
             ("no cost was fitted to a run: answers follow the formulas alone, without intervals",),
         )
-    one_host = len({rank.host_id for rank in trace.ranks}) == 1 < trace.size
+    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise ValueError(f"rank {ranks} left no record: waiting for it cannot be told from the time of an operation")
+    one_host = host_count(trace) == 1 < trace.size
     fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
     notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []
+    rounds = _rounds(trace, fitted.transport)
+    if rounds > 1:
+        notes.append(
+            f"a step reduces its buckets {rounds} times: only the last time is simulated, so steps are too short"
+        )
     if one_host:
         notes.append(
             "all ranks shared a host: each is assumed to have its own host, and their shared path counts as the link"
@@ -269,6 +281,16 @@ def job(
         measured_ns=_measured(trace, fitted.transport),
         at_ends=_at_ends(trace, made.plan, fitted),
     )
+
+
+def _rounds(trace: Trace, transport: Arm) -> int:
+    """How often a step of an arm reduces the same bucket, at most."""
+    seen = Counter(
+        (one.rank, one.step, one.part, one.bucket)
+        for one in trace.collectives
+        if one.arm == transport and one.bucket is not None and one.step is not None and not one.by_script
+    )
+    return max(seen.values(), default=0)
 
 
 def _ready(trace: Trace, transport: Arm | None, plan: Plan | None, cost: Cost, notes: tuple[str, ...]) -> Job:

@@ -265,16 +265,20 @@ def _copy_byte_ns(args: argparse.Namespace, tensors: Sequence[Parameter]) -> flo
     return copy_cost_from_table(as_cost(layerlog.read_table(args.copy_table)), [tensor.bytes for tensor in tensors])
 
 
+def _alone(args: argparse.Namespace, one: Trace, table: Table | None) -> Job:
+    """Return a run of one rank: its costs are those of the arguments."""
+    copies = _copy_byte_ns(args, one.parameters)
+    cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table, copy_byte_ns=copies or 0.0)
+    return questions.job(one, plan=_plan(args.plan) or _recorded(args, one) or Plan.horovod(), cost=cost)
+
+
 def make_job(args: argparse.Namespace, source: Source) -> Job:
     """Return the run, or the log as a run of one rank, ready for questions."""
     if args.step_s is not None and source.trace is not None:
         raise ValueError(f"--step-s: {source.path} is a run and has its own step: the option is for a layer log")
     table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
     if source.trace is None or source.findings is None or source.trace.size == 1:
-        one = source.trace or layerlog.to_trace(layer_log(source, args.step_s))
-        copies = _copy_byte_ns(args, one.parameters)
-        cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table, copy_byte_ns=copies or 0.0)
-        return questions.job(one, plan=_plan(args.plan) or _recorded(args, one) or Plan.horovod(), cost=cost)
+        return _alone(args, source.trace or layerlog.to_trace(layer_log(source, args.step_s)), table)
     transport, copies = args.transport or source.findings.base, _copy_byte_ns(args, source.trace.parameters)
     try:
         made = questions.job(source.findings.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)

@@ -304,12 +304,13 @@ def _with_parts(found: _Recorded, steps: Sequence[Step]) -> list[Step]:
 
 def _with_waits(steps: Sequence[Step], rows: Sequence[Collective]) -> list[Step]:
     """The steps with their waits: from the last gradient to the optimizer, while an operation was on its way."""
-    found = []
+    found, of = [], defaultdict[int | None, list[Collective]](list)
+    for one in rows:
+        of[one.step].append(one)
     for step in steps:
         ready_ns = max((at for _, at in step.grad_ready), default=step.end_ns)
         update_ns = min((begin for begin, _ in step.optimizer if begin >= ready_ns), default=ready_ns)
-        own = [one for one in rows if one.step == step.index]
-        spans = _union((max(one.submit_ns, ready_ns), min(one.done_ns or 0, update_ns)) for one in own)
+        spans = _union((max(o.submit_ns, ready_ns), min(o.done_ns or 0, update_ns)) for o in of[step.index])
         found.append(replace(step, waits=tuple((0, begin, end) for begin, end in spans)))
     return found
 

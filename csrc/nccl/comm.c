@@ -699,9 +699,10 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err) {
     pthread_mutex_lock(&comm->net->lock);
+    bool spare = !nb_list_empty(&comm->waiting);
     int rc = request_take(comm, data, bytes, request, err);
     if (*request != NULL) {
-        nb_link_grant(comm->link, comm->id, bytes);
+        nb_link_grant(comm->link, comm->id, bytes, spare);
     }
     pthread_mutex_unlock(&comm->net->lock);
     return rc;
@@ -712,7 +713,12 @@ int nb_net_test(struct nb_net_request *request, size_t *bytes) {
     int state = atomic_load_explicit(&request->state, memory_order_acquire);
     if (state == NB_REQUEST_PENDING && pthread_mutex_trylock(&comm->net->lock) == 0) {
         atomic_fetch_add_explicit(&comm->net->calls, 1, memory_order_relaxed);
-        nb_links_progress(comm->net);
+        if (comm->link != NULL) {
+            nb_link_poll(comm->link);
+        }
+        if (atomic_load_explicit(&request->state, memory_order_relaxed) == NB_REQUEST_PENDING) {
+            nb_links_progress(comm->net);
+        }
         pthread_mutex_unlock(&comm->net->lock);
         state = atomic_load_explicit(&request->state, memory_order_acquire);
     }

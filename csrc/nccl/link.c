@@ -141,12 +141,14 @@ static void link_end(struct nb_link *link) {
 // Writing
 
 static void want(struct nb_link *link) {
-    nb_loop_change(&link->net->loop, &link->watch, EPOLLIN | (link->out_bytes > 0 ? EPOLLOUT : 0));
+    nb_loop_change(&link->net->loop, &link->watch, EPOLLIN | (link->blocked ? EPOLLOUT : 0));
 }
 
 static void control_ended(struct nb_link *link, int code);
 
+// Sends what is in the output, until the connection takes no more.
 static void flush(struct nb_link *link) {
+    link->flush_due = false;
     while (link->out_bytes > 0) {
         ssize_t n = send(link->watch.fd, link->out + link->out_begin, link->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
@@ -160,6 +162,7 @@ static void flush(struct nb_link *link) {
         link->out_bytes -= (size_t)n;
     }
     link->out_begin = link->out_bytes == 0 ? 0 : link->out_begin;
+    link->blocked = link->out_bytes > 0;
     want(link);
 }
 
@@ -187,34 +190,38 @@ static bool out_reserve(struct nb_link *link, size_t bytes) {
     return true;
 }
 
-// Copies what is left of a message after its first `sent` bytes to the end of the output.
-static void out_append(struct nb_link *link, struct iovec iov[2], size_t sent) {
-    for (int i = 0; i < 2; i++) {
-        size_t skip = sent < iov[i].iov_len ? sent : iov[i].iov_len;
-        sent -= skip;
-        if (skip < iov[i].iov_len) {
-            char *at = link->out + link->out_begin + link->out_bytes;
-            memcpy(at, (char *)iov[i].iov_base + skip, iov[i].iov_len - skip);
-            link->out_bytes += iov[i].iov_len - skip;
-        }
+static void out_append(struct nb_link *link, const struct iovec *part, size_t skip) {
+    const char *data = part->iov_base;
+    if (data != NULL && skip < part->iov_len) {
+        memcpy(link->out + link->out_begin + link->out_bytes, data + skip, part->iov_len - skip);
+        link->out_bytes += part->iov_len - skip;
     }
 }
 
+// Sends a message, after all that waits in the output. What the connection does not take stays there.
 static void put(struct nb_link *link, const void *head, size_t head_bytes, const void *data, size_t bytes) {
     if (link->failing || link->state == NB_LINK_ENDED) {
         return;
     }
-    struct iovec iov[2] = {{.iov_base = (void *)head, .iov_len = head_bytes},
-                           {.iov_base = (void *)data, .iov_len = bytes}};
-    struct msghdr msg = {.msg_iov = iov, .msg_iovlen = bytes > 0 ? 2 : 1};
-    bool idle = link->out_bytes == 0;
-    ssize_t n = idle ? sendmsg(link->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
+    struct iovec iov[3] = {
+        {.iov_base = link->out_bytes > 0 ? link->out + link->out_begin : NULL, .iov_len = link->out_bytes},
+        {.iov_base = (void *)head, .iov_len = head_bytes},
+        {.iov_base = (void *)data, .iov_len = bytes}};
+    struct msghdr msg = {.msg_iov = iov, .msg_iovlen = 3};
+    ssize_t n = link->blocked ? 0 : sendmsg(link->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
     size_t sent = n > 0 ? (size_t)n : 0; // flush() finds a failure again
-    if (sent == head_bytes + bytes || !out_reserve(link, head_bytes + bytes - sent)) {
-        return;
+    size_t part[3];
+    for (int i = 0; i < 3; i++) {
+        part[i] = sent < iov[i].iov_len ? sent : iov[i].iov_len;
+        sent -= part[i];
     }
-    out_append(link, iov, sent);
-    if (idle) {
+    link->out_begin += part[0];
+    link->out_bytes -= part[0];
+    if (out_reserve(link, head_bytes + bytes - part[1] - part[2])) {
+        out_append(link, &iov[1], part[1]);
+        out_append(link, &iov[2], part[2]);
+    }
+    if (!link->blocked) {
         flush(link);
     }
 }
@@ -231,8 +238,14 @@ void nb_link_close_comm(struct nb_link *link, uint32_t id) {
     put_ctl(link, (struct wire_ctl){.type = LINK_CLOSE, .comm = id}, NULL, 0);
 }
 
-void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity) {
-    put_ctl(link, (struct wire_ctl){.type = LINK_GRANT, .comm = id, .bytes = capacity}, NULL, 0);
+void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spare) {
+    const struct wire_ctl ctl = {.type = LINK_GRANT, .comm = id, .bytes = capacity};
+    if (!spare) {
+        put_ctl(link, ctl, NULL, 0);
+    } else if (!link->failing && link->state != NB_LINK_ENDED && out_reserve(link, sizeof ctl)) {
+        out_append(link, &(struct iovec){.iov_base = (void *)&ctl, .iov_len = sizeof ctl}, 0);
+        link->flush_due = true;
+    }
 }
 
 // Looks whether the peer has all of a lone send. A slow one keeps the next ones off the control connection, for longer
@@ -561,6 +574,8 @@ static void connect_later(struct nb_link *link) {
     link->in_bytes = 0;
     link->out_bytes = 0;
     link->out_begin = 0;
+    link->blocked = false;
+    link->flush_due = false;
     link->state = NB_LINK_CONNECT;
     link->retry_ns = nb_now_ns() + RETRY_NS;
 }
@@ -599,6 +614,12 @@ static void link_read(struct nb_link *link) {
         if ((size_t)n < room) {
             return; // the loop reports later data and the end
         }
+    }
+}
+
+void nb_link_poll(struct nb_link *link) {
+    if (link->state == NB_LINK_READY && !link->failing && lanes_idle(link)) {
+        link_read(link);
     }
 }
 
@@ -833,7 +854,7 @@ static void handshake_tick(struct nb_link *link, int64_t now) {
 
 static void ping_tick(struct nb_link *link, int64_t now) {
     int64_t quarter = (int64_t)link->net->settings.timeout_ms * 1000000 / 4;
-    if (now - link->pinged_ns >= (quarter < PING_MAX_NS ? quarter : (int64_t)PING_MAX_NS) && link->out_bytes == 0) {
+    if (now - link->pinged_ns >= (quarter < PING_MAX_NS ? quarter : (int64_t)PING_MAX_NS) && !link->blocked) {
         link->pinged_ns = now;
         put_ctl(link, (struct wire_ctl){.type = LINK_PING}, NULL, 0);
     }
@@ -908,6 +929,9 @@ void nb_links_progress(struct nb_net *net) {
             continue;
         }
         lone_look(link, now);
+        if (link->flush_due && !link->blocked && !link->failing && link->state != NB_LINK_ENDED) {
+            flush(link);
+        }
         if (link->state == NB_LINK_READY && lanes_idle(link) && now - link->polled_ns < POLL_NS) {
             continue;
         }

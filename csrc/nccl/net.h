@@ -288,6 +288,8 @@ struct nb_link {
     size_t out_room;
     size_t out_begin;
     size_t out_bytes;
+    bool blocked;   // the connection takes no more of the output now
+    bool flush_due; // with the next pass
 };
 
 // Handshake and control messages: link.c. All with the lock.
@@ -300,9 +302,12 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
                  struct nb_error *err);
 void nb_link_open_comm(struct nb_link *link, uint32_t id, uint64_t listener);
 void nb_link_close_comm(struct nb_link *link, uint32_t id);
-void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity);
+// spare: the peer has another grant of the comm, so this one leaves with the next pass, off the way of what follows.
+void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spare);
 // Announces a send. data NULL: a flow of this number follows.
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes);
+// Reads the control connection if nothing is on the lanes: sooner than a pass.
+void nb_link_poll(struct nb_link *link);
 // True if lanes and control connection are idle and the last lone send drained quickly: a send of up to NB_NET_LONE
 // bytes is sooner there than on the lanes.
 bool nb_link_alone(struct nb_link *link);

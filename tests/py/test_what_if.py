@@ -177,6 +177,67 @@ def test_codec_time_is_included_if_its_rate_is_given(files: tuple[str, str], tmp
     assert steps[1] - steps[0] == pytest.approx(2 * LOG.bytes / 10e9, rel=0.25)
 
 
+def rows_of(target: Path, *words: str) -> list[dict[str, object]]:
+    assert main(["what-if", *words, "--json", str(target)]) == 0
+    return json.loads(target.read_text())  # type: ignore[no-any-return]
+
+
+def test_a_chosen_plan_or_algorithm_leaves_the_recorded_run_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def own(*words: str) -> dict[str, dict[str, object]]:
+        rows = rows_of(tmp_path / "rows.json", str(TRACE), "--workers", "2", *words)
+        return {str(row["question"]): row for row in rows}
+
+    recorded = own()
+    assert "chosen" not in recorded
+    chosen = own("--plan", "horovod", "--algorithm", "tree")
+    assert chosen["now"] == {**recorded["now"], "notes": chosen["now"]["notes"]}
+    assert (chosen["chosen"]["plan"], chosen["chosen"]["algorithm"]) == ("horovod", "tree")
+    assert chosen["chosen"]["step_s"] != chosen["now"]["step_s"]
+    assert chosen["free"]["plan"] == "horovod"
+    output = " ".join(capsys.readouterr().out.split())
+    assert "With the plan horovod and the algorithm tree, the step would be" in output
+
+
+def test_operations_of_a_chosen_plan_share_the_link_as_those_of_the_run() -> None:
+    source = what_if.load(TRACE)
+    args = what_if.parser().parse_args([str(TRACE), "--plan", "ddp"])
+    recorded = what_if.make_job(args, source)
+    job, name = what_if.with_choices(args, recorded)
+    assert (job.plan.rule, job.plan.in_flight, name) == ("ddp", recorded.plan.in_flight, "the plan ddp")
+    assert recorded.fit is not None
+    assert recorded.plan.in_flight == recorded.fit.in_flight
+
+
+def test_sweeps_of_plans_are_at_the_named_workers_links_and_ratios(tmp_path: Path) -> None:
+    words = [str(TRACE), "--fusion-mib", "5,25", "--cycle-ms", "5"]
+    named = ["--workers", "4,8", "--link-gbps", "10", "--compression", "4", "--ranks-per-host", "2"]
+    kinds = ("fusion", "cycle")
+    plain = [row for row in rows_of(tmp_path / "a.json", *words) if row["question"] in kinds]
+    rows = [row for row in rows_of(tmp_path / "b.json", *words, *named) if row["question"] in kinds]
+    assert [(row["workers"], row["question"]) for row in rows] == [
+        (workers, kind) for workers in (4, 8) for kind in ("fusion", "fusion", "cycle")
+    ]
+    for row in rows:
+        assert (row["link_bps"], row["compression"], row["ranks_per_host"]) == (10e9, 4, 2)
+        assert "encoding and decoding are assumed to take no time" in row["notes"]  # type: ignore[operator]
+    assert all((row["workers"], row["compression"], row["ranks_per_host"]) == (2, 1, 1) for row in plain)
+
+
+def test_rows_of_a_grid_say_that_the_codec_is_free(files: tuple[str, str], tmp_path: Path) -> None:
+    log = ["--step-s", "0.02", "--workers", "4", "--link-gbps", "1"]
+    for words in ([files[0], *log], [str(TRACE), "--workers", "4"], [str(TRACE), "--link-gbps", "10"]):
+        for more, free in ([], True), (["--codec-gbytes", "10"], False):
+            rows = rows_of(tmp_path / "rows.json", *words, "--compression", "1,4", *more)
+            said = {
+                row["compression"]: "encoding and decoding are assumed to take no time" in row["notes"]  # type: ignore[operator]
+                for row in rows
+                if row["question"] in ("grid", "workers")
+            }
+            assert said == {1: False, 4: free}
+
+
 def bad_inputs() -> list[tuple[list[str], str]]:
     compat_ = ["--compat", "paper2020"]
     add = ["--add-table", "{add}"]
@@ -198,7 +259,10 @@ def bad_inputs() -> list[tuple[list[str], str]]:
         (["{log}"], "small.bk.log does not record the step of a single device"),
         (["{log}", "--step-s", "0.001"], "a step of 0.001 s, but 0.0075 s of backward pass"),
         (["{log}", "--step-s", "1", "--target-scaling", "1"], "--target-scaling: '1': must be a number from 0.001"),
-        (["{log}", "--step-s", "1", "--fusion-mib", "5"], "need one --workers N and one --link-gbps X"),
+        (["{log}", "--step-s", "1", "--fusion-mib", "5"], "need --workers and --link-gbps"),
+        (["{log}", "--step-s", "1", "--transport", "ofi"], "--transport: {log} records no network"),
+        (["{log}", "--step-s", "1", "--this-link-gbps", "1"], "--this-link-gbps: {log} records no network"),
+        (["{log}", *compat_, *add, "--step-s", "1", "--this-link-gbps", "1"], "--this-link-gbps cannot be combined"),
         (["{log}", "--step-s", "1", "--ranks-per-host", "0"], "--ranks-per-host: '0'"),
         ([str(TRACE), "--transport", "nccl"], "no all-reduce over nccl"),
         (["{newer}"], "{newer}, line 1: trace version 99"),

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -272,22 +273,51 @@ def _alone(args: argparse.Namespace, one: Trace, table: Table | None) -> Job:
     return questions.job(one, plan=_plan(args.plan) or _recorded(args, one) or Plan.horovod(), cost=cost)
 
 
-def make_job(args: argparse.Namespace, source: Source) -> Job:
-    """Return the run, or the log as a run of one rank, ready for questions."""
+# Options about what a run of several ranks records.
+OF_A_RUN = ("transport", "this_link_gbps")
+
+
+def _check_of_a_run(args: argparse.Namespace, source: Source) -> None:
+    """Raise ValueError for an option without a meaning for this input."""
     if args.step_s is not None and source.trace is not None:
         raise ValueError(f"--step-s: {source.path} is a run and has its own step: the option is for a layer log")
-    table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
+    if source.trace is not None and source.trace.size > 1:
+        return
+    for name in OF_A_RUN:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: {source.path} records no network: the option is for a run of several ranks")
+
+
+def make_job(args: argparse.Namespace, source: Source) -> Job:
+    """Return the run as recorded, or the log as a run of one rank, ready for questions."""
+    _check_of_a_run(args, source)
     if source.trace is None or source.findings is None or source.trace.size == 1:
+        table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
         return _alone(args, source.trace or layerlog.to_trace(layer_log(source, args.step_s)), table)
     transport, copies = args.transport or source.findings.base, _copy_byte_ns(args, source.trace.parameters)
     try:
-        made = questions.job(source.findings.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)
+        return questions.job(source.findings.trace, transport, copy_byte_ns=copies)
     except ValueError as error:
         raise ValueError(f"{source.path}: {error}") from error
+
+
+def with_choices(args: argparse.Namespace, recorded: Job) -> tuple[Job, str]:
+    """Return a run with the plan, the algorithm and the additions of the arguments, and their names; "": none."""
+    made, names = recorded, []
+    plan = _plan(args.plan)
+    if plan is not None:
+        made = replace(made, plan=replace(plan, in_flight=recorded.plan.in_flight))
+        names.append(f"the plan {args.plan}")
     if args.algorithm is not None and args.algorithm != made.cost.algorithm:
         note = f"a cost fitted to {made.cost.algorithm} is used for {args.algorithm}"
         made = replace(made, cost=replace(made.cost, algorithm=args.algorithm), notes=(*made.notes, note))
-    return made if table is None else replace(made, cost=replace(made.cost, add=table))
+        names.append(f"the algorithm {args.algorithm}")
+    if args.add_table is not None:
+        add = as_cost(layerlog.read_table(args.add_table))
+        made = replace(made, cost=replace(made.cost, add=add))
+        names.append("additions from the table")
+    return made, " and ".join(names)
 
 
 def link_bps(args: argparse.Namespace, source: Source, job: Job) -> float | None:
@@ -304,13 +334,15 @@ def codec(args: argparse.Namespace) -> Codec:
     return Codec() if args.codec_gbytes is None else Codec(1 / args.codec_gbytes, 1 / args.codec_gbytes)
 
 
-def _this_job(job: Job, nominal: float | None) -> AnswerTable:
-    as_it_was = questions.answer(job, sweeps.now(job))
+def _this_job(recorded: Job, job: Job, choices: str, nominal: float | None) -> AnswerTable:
+    as_it_was = questions.answer(recorded, sweeps.now(recorded))
+    chosen = [questions.answer(job, sweeps.chosen(job, choices))] if choices else []
     settings = [*sweeps.achievable(job), *([sweeps.full_use(job, nominal)] if nominal else [])]
     return "This job", (
         as_it_was,
+        *chosen,
         *sweeps.answers(job, settings),
-        sweeps.ideal_overlap(job, as_it_was),
+        sweeps.ideal_overlap(job, [as_it_was, *chosen][-1]),
         questions.answer(job, sweeps.free(job)),
     )
 
@@ -333,13 +365,29 @@ def _grid(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
         yield title, sweeps.answers(at, sweeps.workers(at, counts))
 
 
-def _with_one_setting(args: argparse.Namespace, job: Job) -> Job:
-    """Return the job; a layer log gets the one named number of workers and link. Raises ValueError for several."""
-    if job.fit is not None:
-        return job
-    if len(args.workers or ()) != 1 or len(args.link_gbps or ()) != 1:
-        raise ValueError("--fusion-mib and --cycle-ms of a layer log need one --workers N and one --link-gbps X")
-    return replace(job, workers=int(args.workers[0]), cost=sweeps.with_link(job.cost, args.link_gbps[0] * 1e9))
+def _settings(args: argparse.Namespace, job: Job) -> Iterator[tuple[str, Job]]:
+    """Yield the job at each combination of the named workers, links, ratios and ranks per host, and its title.
+
+    Raises ValueError for a layer log without workers or link: it has none of its own.
+    """
+    if job.fit is None and not (args.workers and args.link_gbps):
+        raise ValueError("--fusion-mib and --cycle-ms of a layer log need --workers and --link-gbps")
+    named = [getattr(args, name) or (None,) for name in ("workers", "link_gbps", "compression", "ranks_per_host")]
+    for count, gbps, ratio, ranks in product(*named):
+        at, words = job, []
+        if count is not None:
+            at = replace(at, workers=int(count))
+            words.append(f"{at.workers} workers")
+        if gbps is not None:
+            at = replace(at, cost=sweeps.with_link(at.cost, gbps * 1e9))
+            words.append(f"{gbps:g} Gbit/s")
+        if ratio is not None:
+            at = replace(at, cost=sweeps.compressed(at.cost, ratio, codec(args)))
+            words.append(f"compression {ratio:g}x")
+        if ranks is not None:
+            at = sweeps.with_ranks_per_host(at, int(ranks))
+            words.append(f"{ranks:.0f} ranks per host")
+        yield "".join(f", {word}" for word in words), at
 
 
 def _fitted_sweeps(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
@@ -356,13 +404,13 @@ def _hosts(job: Job, counts: Sequence[float]) -> Iterator[AnswerTable]:
         yield title, sweeps.answers(many, sweeps.ranks_per_host(many, [int(count) for count in counts]))
 
 
-def _fusion(job: Job, sizes_mib: Sequence[float], cycles_ms: Sequence[float]) -> Iterator[AnswerTable]:
+def _fusion(job: Job, sizes_mib: Sequence[float], cycles_ms: Sequence[float], where: str = "") -> Iterator[AnswerTable]:
     if sizes_mib:
         sizes = [round(mib * (1 << 20)) for mib in sizes_mib]
-        yield "DDP bucket size", sweeps.answers(job, sweeps.fusions(job, sizes))
+        yield f"DDP bucket size{where}", sweeps.answers(job, sweeps.fusions(job, sizes))
     if cycles_ms:
         cycles = [round(cycle_ms * 1e6) for cycle_ms in cycles_ms]
-        yield "Horovod cycle, 64 MiB fusion buffer", sweeps.answers(job, sweeps.cycles(job, cycles))
+        yield f"Horovod cycle, 64 MiB fusion buffer{where}", sweeps.answers(job, sweeps.cycles(job, cycles))
 
 
 def _others(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
@@ -375,7 +423,8 @@ def _others(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
     if not _wants_grid(args, job):
         yield from _hosts(job, args.ranks_per_host or ())
     if args.fusion_mib or args.cycle_ms:
-        yield from _fusion(_with_one_setting(args, job), args.fusion_mib or (), args.cycle_ms or ())
+        for where, at in _settings(args, job):
+            yield from _fusion(at, args.fusion_mib or (), args.cycle_ms or (), where)
 
 
 def _wants_grid(args: argparse.Namespace, job: Job) -> bool:
@@ -404,12 +453,13 @@ def _least_values(args: argparse.Namespace, job: Job, nominal: float | None) -> 
 
 def answer_all(args: argparse.Namespace, source: Source) -> Answers:
     """Return all requested answers. Raises OSError, and ValueError for an impossible question."""
-    job = make_job(args, source)
+    recorded = make_job(args, source)
+    job, choices = with_choices(args, recorded) if recorded.fit is not None else (recorded, "")
     nominal = link_bps(args, source, job)
     missing = []
     tables: list[AnswerTable] = []
     if job.fit is not None:
-        tables.append(_this_job(job, nominal))
+        tables.append(_this_job(recorded, job, choices, nominal))
         if nominal is None:
             missing.append("the run does not record its link: pass --this-link-gbps X to predict its full use")
     if args.target_scaling is not None and args.codec_gbytes is None:
@@ -510,6 +560,7 @@ NOT_IN_COMPAT = (
     "algorithm",
     "codec_gbytes",
     "copy_table",
+    *OF_A_RUN,
 )
 
 

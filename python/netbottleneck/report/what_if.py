@@ -157,6 +157,7 @@ def sentences(answers: Answers) -> list[str]:
     """The answers in sentences; each number is labelled measured or predicted."""
     texts = list(_recorded_step(answers))
     for question, opening in (
+        ("chosen", "With {what}"),
         ("achievable", "At {what}"),
         ("full use", "With {what}"),
         ("overlap", "With {what}"),

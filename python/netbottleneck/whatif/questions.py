@@ -242,9 +242,9 @@ def job(
 ) -> Job:
     """Prepare a run for questions. cost: given if no cost is to be fitted, as for a layer log.
 
-    transport: None: the first that recorded its operations. copy_byte_ns: as in fit. Uncertain clocks are aligned by
-    the operations. Raises ValueError if the run has no operation to fit a cost to, or no step with gradient readiness,
-    or lacks a rank.
+    plan: None: as recorded. With a fit, as many of its operations share the link as the fit found. transport: None: the
+    first that recorded its operations. copy_byte_ns: as in fit. Uncertain clocks are aligned by the operations. Raises
+    ValueError if the run has no operation to fit a cost to, or no step with gradient readiness, or lacks a rank.
     """
     trace = aligned(trace)
     if cost is not None:
@@ -275,7 +275,7 @@ def job(
     probed = achievable_bandwidth(trace)
     return replace(
         made,
-        plan=made.plan if plan is not None else replace(made.plan, in_flight=fitted.in_flight),
+        plan=replace(made.plan, in_flight=fitted.in_flight),
         fit=fitted,
         lane_bps=None if probed is None else probed.points[0][1] / probed.points[0][0],
         measured_ns=_measured(trace, fitted.transport),

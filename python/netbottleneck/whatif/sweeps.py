@@ -39,6 +39,7 @@ __all__ = [
     "Codec",
     "achievable",
     "answers",
+    "chosen",
     "compression",
     "cycles",
     "enough_link",
@@ -83,6 +84,11 @@ def now(job: Job) -> Setting:
     return _setting(job, "now", "as recorded")
 
 
+def chosen(job: Job, title: str) -> Setting:
+    """The recorded run with the job's plan and cost, which were given instead of its own."""
+    return _setting(job, "chosen", title)
+
+
 def full_use(job: Job, bps: float) -> Setting:
     """The job's link at its nominal or another rate, fully used."""
     return _setting(job, "full use", f"this link, {gbit(bps)}, fully used", with_link(job.cost, bps))
@@ -105,7 +111,7 @@ def links(job: Job, speeds_bps: Sequence[float]) -> Iterator[Setting]:
 def workers(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
     """Other numbers of workers, each on its own host unless the cost says otherwise."""
     for count in counts:
-        yield _setting(job, "workers", f"{count} workers", workers=count)
+        yield _setting(job, "workers", f"{count} workers", workers=count, remarks=_codec_remarks(job.cost))
 
 
 def with_ranks_per_host(job: Job, ranks: int) -> Job:
@@ -133,14 +139,15 @@ def fusions(job: Job, sizes_bytes: Sequence[int]) -> Iterator[Setting]:
     """DDP's rule with other limits."""
     for size in sizes_bytes:
         plan = Plan.ddp(size, min(Plan.ddp().first_bytes, size), job.plan.in_flight)
-        yield _setting(job, "fusion", f"buckets of {nbytes(size)}", plan=plan)
+        yield _setting(job, "fusion", f"buckets of {nbytes(size)}", plan=plan, remarks=_codec_remarks(job.cost))
 
 
 def cycles(job: Job, cycles_ns: Sequence[int]) -> Iterator[Setting]:
     """Horovod's rule with other cycles."""
     for cycle_ns in cycles_ns:
         plan = Plan.horovod(FUSION_BYTES, cycle_ns, job.plan.in_flight)
-        yield _setting(job, "cycle", f"Horovod, cycle {ms(cycle_ns)}", plan=plan)
+        title = f"Horovod, cycle {ms(cycle_ns)}"
+        yield _setting(job, "cycle", title, plan=plan, remarks=_codec_remarks(job.cost))
 
 
 def compressed(cost: Cost, ratio: float, codec: Codec) -> Cost:
@@ -150,12 +157,16 @@ def compressed(cost: Cost, ratio: float, codec: Codec) -> Cost:
     return replace(cost, ratio=ratio, encode_byte_ns=codec.encode_byte_ns, decode_byte_ns=codec.decode_byte_ns)
 
 
+def _codec_remarks(cost: Cost) -> tuple[str, ...]:
+    free = cost.ratio != 1.0 and cost.encode_byte_ns == cost.decode_byte_ns == 0.0
+    return ("encoding and decoding are assumed to take no time",) if free else ()
+
+
 def compression(job: Job, ratios: Sequence[float], codec: Codec) -> Iterator[Setting]:
     """Fewer bytes on the wire, by each ratio."""
     for ratio in ratios:
-        remarks = () if ratio == 1.0 or codec != Codec() else ("encoding and decoding are assumed to take no time",)
         made = compressed(job.cost, ratio, codec)
-        yield _setting(job, "compression", f"compression {ratio:g}x", made, remarks=remarks)
+        yield _setting(job, "compression", f"compression {ratio:g}x", made, remarks=_codec_remarks(made))
 
 
 def free(job: Job) -> Setting:
@@ -170,7 +181,8 @@ def grid(
     for ratio, count, bps in product(ratios, counts, speeds_bps):
         title = f"{count} workers, {bps / 1e9:g} Gbit/s, {ratio:g}x"
         cost = compressed(with_link(job.cost, bps), ratio, codec)
-        yield _setting(job, "grid", title, cost, workers=count, remarks=_host_remarks(job))
+        remarks = (*_host_remarks(job), *_codec_remarks(cost))
+        yield _setting(job, "grid", title, cost, workers=count, remarks=remarks)
 
 
 def ideal_overlap(job: Job, base: Answer) -> Answer:

@@ -125,6 +125,32 @@ def test_ranks_that_differ_from_the_launchers_variables_are_left_alone_over_our_
         assert said in result.stderr
 
 
+OTHER_SIZE = """
+import os
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def trained():
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+
+dist.init_process_group("gloo")
+trained()
+dist.destroy_process_group()
+os.environ |= {"WORLD_SIZE": "1", "RANK": "0"}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+trained()
+dist.destroy_process_group()
+"""
+
+
+def test_a_second_group_of_another_size_is_left_alone_with_the_reason(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": "stock,tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    for result in warm_ranks(2, OTHER_SIZE, env):
+        assert f"measured before as rank {result.rank} of 2, torch.distributed says 0 of 1" in result.stderr
+
+
 NO_FOLDER = """
 import os, resource, signal, sys
 import netbottleneck, torch, torch.distributed as dist
@@ -167,7 +193,7 @@ def after(number):
             model(torch.ones(2, 4)).sum().backward()
         del model
     until = time.monotonic() + 100  # runs that the other rank has not joined are closed later
-    while time.monotonic() < until and ddp._sessions_of_gone:
+    while time.monotonic() < until and ddp._of_gone:
         ddp._close_sessions_of_gone()
         time.sleep(0.05)
     return descriptors()

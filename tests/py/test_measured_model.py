@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from netbottleneck.hooks.measured_model import compiled
+from netbottleneck.runtime import job
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.ring_reader import load
 
@@ -239,3 +241,12 @@ assert (Ranges.open, Ranges.seen) == ([], [f"step {step} over null" for step in 
 
 def test_each_step_of_a_gpu_is_an_nvtx_range_with_its_arm(plain_ranks: Ranks) -> None:
     plain_ranks(1, RANGES)
+
+
+def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job.uncaught() is None
+    failure = NameError("of a cell")
+    monkeypatch.setattr(sys, "last_value", failure, raising=False)
+    assert job.uncaught() is failure
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert job.uncaught() is None

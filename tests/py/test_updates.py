@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from netbottleneck.hooks.measured_model import Updates
 
@@ -105,3 +106,17 @@ def test_counting_continues_after_a_step_that_raised() -> None:
     counted.updates.remove()
     assert counted.seen.count("after") == 3
     assert counted.seen[-2:] == ["before", "after"]
+
+
+def test_silenced_hooks_may_be_passed_through_and_removed_later() -> None:
+    mine = parameter()
+    counted = Counting(mine)
+    optimizer = torch.optim.SGD([mine], lr=1.0)
+    handle = register_optimizer_step_pre_hook(lambda *_: counted.updates.silence())
+    try:
+        optimizer.step()  # torch goes through its hooks while they are silenced
+    finally:
+        handle.remove()
+    optimizer.step()
+    counted.updates.remove()
+    assert counted.seen == ["before"]

@@ -152,9 +152,7 @@ class Gloo(Path):
         return {"provider": f"gloo (torch {self._torch.__version__})", "streams_used": self.streams}
 
     def close(self) -> None:
-        self._tensor = None
-        group, self._group = self._group, None
-        communicators.leave_group(group)
+        self._tensor = self._group = None
 
 
 def missing(transport: str, settings: Settings) -> str:

@@ -171,7 +171,7 @@ logger = logging.getLogger("netbottleneck")
 _measured: _ByModel[Measured] = _ByModel()
 
 
-_sessions_of_gone: list[Session] = []
+_of_gone: list[Measured] = []
 
 
 class LeftAlone(ValueError):
@@ -295,17 +295,20 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
 
 
 def _gone(measured: Measured) -> None:
-    measured.close()
-    _sessions_of_gone.append(measured.session)  # a finalizer must not block: close the session later
+    measured.close(in_finalizer=True)
+    _of_gone.append(measured)  # a finalizer must not block: close the session later
 
 
 def _close_sessions_of_gone() -> None:
     """Close the sessions of freed models: rings and connections. `netbottleneck report` makes their reports."""
-    for gone in [each for each in _sessions_of_gone if each.joining is None or each.joining.done]:
-        _sessions_of_gone.remove(gone)
-        gone.close()
-        if gone.place.rank == 0:
-            logger.info("a measured model is gone: netbottleneck report %s shows its run", gone.folder)
+    for gone in list(_of_gone):
+        gone.remove_hooks()
+        session = gone.session
+        if session.joining is None or session.joining.done:
+            _of_gone.remove(gone)
+            session.close()
+            if session.place.rank == 0:
+                logger.info("a measured model is gone: netbottleneck report %s shows its run", session.folder)
 
 
 def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Session:

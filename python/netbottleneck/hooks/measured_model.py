@@ -104,6 +104,11 @@ class Updates:
         self._handles.append(marks.register_step_pre_hook(self._before))
         self._before = _nothing
 
+    def silence(self) -> None:
+        """Let the hooks do nothing. A finalizer calls it: torch may be going through them, so they must stay."""
+        self._before = self._after = _nothing
+        self._beside = lambda _: None
+
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -257,19 +262,29 @@ class Measured:
         """Begin the optimizer phase of a step at the pre-hook of `marks` instead of the optimizer's."""
         self._updates.begun_by(marks)
 
-    def close(self) -> None:
-        """Remove all hooks and return the gradients to the user's own path."""
+    def close(self, *, in_finalizer: bool = False) -> None:
+        """Remove all hooks and return the gradients to the user's own path.
+
+        in_finalizer: the optimizers' hooks stay and do nothing until `remove_hooks`.
+        """
         if self.closed:
             return
         self.closed = True
         self.guarded(self._describe)
-        self._updates.remove()
+        if in_finalizer:
+            self._updates.silence()
+        else:
+            self._updates.remove()
         self._watch(False)
         self._stop_seeking()
         if self._own_sync:
             self.gradients.close()
         if self._bare is not None:
             self._bare(True)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks that a close in a finalizer has left."""
+        self._updates.remove()
 
     def failed(self, error: Exception) -> None:
         """Stop recording and log the reason once."""
@@ -586,7 +601,7 @@ def finish(session: Session, *, show: bool = True) -> None:
 
 def close(session: Session) -> None:
     """Close a session on this rank, which completes its records; copy them to rank 0's host if no folder is shared."""
-    failed = getattr(sys, "last_value", None)
+    failed = job.uncaught()
     session.close(f"{type(failed).__name__}: {failed}" if failed is not None else None)
     session.bring()
 

@@ -4,7 +4,6 @@
 the same buckets in the same order and write the same records.
 """
 
-import contextlib
 import logging
 import os
 import threading
@@ -173,7 +172,7 @@ class _StockWork:
 
 
 class Stock:
-    """torch.distributed as the user configured it, such as gloo on CPUs.
+    """gloo, as torch.distributed has it.
 
     Records submit, start and done by the engine's clock. Gloo does not report first byte, lanes and wire bytes, so they
     are left out.
@@ -181,47 +180,37 @@ class Stock:
 
     name = "stock"
 
-    def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None", *, owned: bool) -> None:
-        """owned: the group was made for this path alone; `close` destroys it."""
+    def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None") -> None:
+        """group: a stock_group."""
         self._group = group
-        self._owned = owned
         self._size = size
         self._recorder = recorder
         self._rounds: dict[str, int] = {}
-        self._info = self._describe()
+        self._info = {"provider": "gloo", "interfaces": os.environ.get("GLOO_SOCKET_IFNAME", "")}
 
     def target(self, gradients: FlatBuckets) -> None:
         average, predivide, op = gradients.factors
         gradients.target(self._sink(gradients, average, op), average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
-        import torch.distributed as dist
-
-        dist.barrier(group=self._group)
+        quietly(self._group.barrier).wait()
 
     def info(self) -> dict[str, Any]:
         return self._info
-
-    def _describe(self) -> dict[str, Any]:
-        import torch.distributed as dist
-
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        return {"provider": dist.get_backend(self._group), "interfaces": interfaces}
 
     def wire(self) -> int | None:
         return None
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if self._owned:
-            leave_group(group)
+        self._group = None
 
     def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], _StockWork]:
         import torch.distributed as dist
 
         core = connect.core()
         names = {None: "SUM", core.SUM: "SUM", core.MIN: "MIN", core.MAX: "MAX", core.PRODUCT: "PRODUCT"}
-        reduction = getattr(dist.ReduceOp, names[op])
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, names[op])
 
         made: list[tuple[int, list[Any]]] = []
 
@@ -232,8 +221,8 @@ class Stock:
             done = self._submitted(bucket.name, index, bucket.nbytes)
             if average:
                 flat.div_(self._size)  # before the sum, as DDP does
-            work = quietly(dist.all_reduce, flat, reduction, group=self._group, async_op=True)
-            if done is not None and work is not None:
+            work = quietly(self._group.allreduce, [flat], options)
+            if done is not None:
                 done(work)
             return _StockWork(work, bucket.name)
 
@@ -287,29 +276,18 @@ def key_of(name: str) -> int:
 
 
 def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[bytes], list[bytes]]) -> Any:
-    """Return a gloo group of all ranks with our deadline; initializes torch.distributed if it is not initialized.
+    """Return a gloo group of all ranks, of which torch.distributed knows nothing: it stays as the script has it.
 
-    exchange: all-gather of equal-length bytes over another communicator, used for the rendezvous.
+    An operation waits as long as in torch's own groups, or NETBOTTLENECK_TIMEOUT_S if that is set. exchange: all-gather
+    of equal-length bytes over another communicator, used for the rendezvous. The group's threads end with the last
+    reference to it. One that still needs Python while the interpreter shuts down would abort the process.
     """
-    import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-    limit = timedelta(seconds=settings.timeout_s)
-    if not dist.is_initialized():
-        store = _store(place, exchange, limit)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
-    return dist.new_group(backend="gloo", timeout=limit)
-
-
-def leave_group(group: Any) -> None:
-    """Destroy a group of stock_group. The caller keeps no other reference.
-
-    Its threads end with it. A thread that still needs Python while the interpreter shuts down would abort the process.
-    """
-    import torch.distributed as dist
-
-    with contextlib.suppress(ValueError):  # the user has ended all groups already
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+    limit = timedelta(seconds=settings.timeout_s) if "timeout_s" in settings.sources else default_pg_timeout
+    store = _store(place, exchange, timedelta(seconds=settings.start_timeout_s))
+    return ProcessGroupGloo(store, place.rank, place.size, limit)
 
 
 def _store(place: connect.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ __all__ = [
     "start",
     "stop",
     "together",
+    "uncaught",
 ]
 
 NOTICE_S = 5.0
@@ -274,6 +276,11 @@ def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
         )
         late.peer = error.peer
         raise late from error
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that ends this process; None if it is interactive, as it goes on after exceptions."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 def set_up_log(settings: Settings, place: connect.Place) -> None:

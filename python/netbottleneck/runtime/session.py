@@ -345,12 +345,20 @@ def same_ranks(settings: Settings, place: connect.Place) -> None:
 
     Such a process would wait for ranks that never come, or run as if it were alone.
     """
-    here = job.current().place if job.is_started() else connect.detect(settings)
-    if (here.rank, here.size) != (place.rank, place.size):
+    started = job.is_started()
+    here = job.current().place if started else connect.detect(settings)
+    if (here.rank, here.size) == (place.rank, place.size):
+        return
+    theirs = f"torch.distributed says {place.rank} of {place.size}"
+    if started:
         raise ValueError(
-            f"the launcher's variables say rank {here.rank} of {here.size}, torch.distributed says {place.rank} of "
-            f"{place.size}: set RANK and WORLD_SIZE in each process to the values of torch.distributed"
+            f"this process was measured before as rank {here.rank} of {here.size}, {theirs}: only groups of the same "
+            "ranks are measured in one process"
         )
+    raise ValueError(
+        f"the launcher's variables say rank {here.rank} of {here.size}, {theirs}: set RANK and WORLD_SIZE in each "
+        "process to the values of torch.distributed"
+    )
 
 
 def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
@@ -360,7 +368,6 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     ring: "_core.Recorder | None",
     recorder: "_core.Recorder",
     control: "_core.Comm",
-    group: Any,
     stock: Any,
 ) -> communicators.Communicator:
     if arm.over_nccl:
@@ -375,8 +382,7 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     if arm.transport == NULL:
         return communicators.Null()
     meet = functools.partial(together, control, limit_s=settings.start_timeout_s)
-    chosen = group if group is not None else communicators.stock_group(settings, place, meet)
-    return communicators.Stock(chosen, place.size, recorder, owned=group is None)
+    return communicators.Stock(communicators.stock_group(settings, place, meet), place.size, recorder)
 
 
 def _voted(control: "_core.Comm", limit_s: float, call: Callable[[], Any]) -> Any:
@@ -456,7 +462,6 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     settings: Settings,
     *,
     arms: tuple[str, ...] | None = None,
-    group: Any = None,
     stock: communicators.Communicator | None = None,
     directory: str | None = None,
     model: str = "",
@@ -467,10 +472,9 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     """Return a session of all ranks of the job; every rank calls this.
 
     arms: names of the arms that take turns; None: from the settings. "bare" is the user's own path, untouched: the
-    hooks that use the session must step aside. group: a torch.distributed group for stock. stock: the stock
-    communicator if it is not torch.distributed; arms over NCCL need its method over_nccl. alone: steps of one rank by
-    itself come first, see Session.by_itself. Raises as connect.connect and together, OSError if the folder cannot be
-    written, and ValueError for an arm over NCCL that cannot be used.
+    hooks that use the session must step aside. stock: the stock communicator; None: gloo. Arms over NCCL need its
+    method over_nccl. alone: steps of one rank by itself come first, see Session.by_itself. Raises as connect.connect
+    and together, OSError if the folder cannot be written, and ValueError for an arm over NCCL that cannot be used.
     """
     this = job.start(settings)
     place, control = this.place, this.comm
@@ -489,7 +493,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     made = _communicators(
         turns,
         stock,
-        lambda arm: _communicator(arm, settings, place, rings.get(arm.transport), recorder, control, group, stock),
+        lambda arm: _communicator(arm, settings, place, rings.get(arm.transport), recorder, control, stock),
     )
     opened = Session(
         settings,

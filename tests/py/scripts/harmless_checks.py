@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from named_checks import check, run_named
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp, left_alone
@@ -104,6 +105,26 @@ def a_model_that_is_gone_takes_its_memory_along() -> None:
         gc.collect()
         assert [reference() for reference in alive] == [None] * len(alive)
         assert not session.closed  # its end may wait for other ranks, so it comes with the process's
+
+
+@check
+def a_model_may_go_while_an_optimizer_calls_its_hooks() -> None:
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)  # before ours, so torch has those left to call
+    model = DistributedDataParallel(network())
+    measured(model, "stock")
+    train(model, 2)
+    model.module.parent = [model]  # freed by the garbage collector alone
+    gone = weakref.ref(model)
+    del model
+    other = network()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.125)
+    other(batch(0)).sum().backward()
+    optimizer.step()
+    handle.remove()
+    assert gone() is None
 
 
 @check

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -549,7 +548,7 @@ class Link:
             if self.rank:
                 self.store.add("netbottleneck/left", 1)
                 return
-            deadline = time.monotonic() + (0.0 if _has_failed() else LEAVE_S)
+            deadline = time.monotonic() + (0.0 if job.uncaught() is not None else LEAVE_S)
             pause_s = 0.001
             while self.store.add("netbottleneck/left", 0) < self.size - 1 and self._is_healthy():
                 if time.monotonic() >= deadline:
@@ -565,8 +564,3 @@ class Link:
             return bool(self.submit(alone, "netbottleneck/alone", False).wait())
         except (OSError, HorovodInternalError):
             return False
-
-
-def _has_failed() -> bool:
-    """True if this process ends because of an uncaught exception."""
-    return getattr(sys, "last_type", None) is not None

@@ -41,7 +41,7 @@ struct moment {
 struct nb_cuda_clock {
     const struct nb_cuda_device *device;
     struct CUstream_st *probes; // the stream of probes
-    struct CUstream_st *own;    // the stream for the caller
+    struct CUstream_st *own;    // the stream for the caller, which is kept
     struct CUevent_st *base;
     double base_gpu_ns;
     struct CUevent_st *probe;
@@ -284,6 +284,29 @@ static int open_stream(const struct nb_cuda_clock *clock, struct CUstream_st **o
                          "cuStreamCreate", 0, err);
 }
 
+// The device's kept stream, made if there is none. The context is retained for it, so that it outlives the device.
+static int keep_stream(const struct nb_cuda_clock *clock, struct nb_cuda_kept_streams *kept, struct CUstream_st **out,
+                       struct nb_error *err) {
+    const struct nb_cuda_device *device = clock->device;
+    const int ordinal = device->ordinal;
+    struct CUctx_st *context = NULL;
+    if (ordinal >= NB_CUDA_DEVICES_MAX) {
+        return nb_fail(err, -ENODEV, "CUDA: device %d is beyond the first %d", ordinal, NB_CUDA_DEVICES_MAX);
+    }
+    int rc = 0;
+    if (kept->of[ordinal] == NULL) {
+        struct CUstream_st *made = NULL;
+        rc = open_stream(clock, &made, err);
+        if (rc == 0 && (rc = nb_cuda_check(device, device->driver->primary_retain(&context, device->handle),
+                                           "cuDevicePrimaryCtxRetain", 0, err)) < 0) {
+            (void)device->driver->stream_destroy(made);
+        }
+        kept->of[ordinal] = rc == 0 ? made : NULL;
+    }
+    *out = kept->of[ordinal];
+    return rc;
+}
+
 // Takes probes until one bounds the offset well, for at most FIRST_SPIN_NS.
 static int first_probes(struct nb_cuda_clock *clock, struct nb_error *err) {
     const int64_t until_ns = nb_now_ns() + FIRST_SPIN_NS;
@@ -297,9 +320,9 @@ static int first_probes(struct nb_cuda_clock *clock, struct nb_error *err) {
 }
 
 // Records the first base, and the first probes behind it.
-static int start(struct nb_cuda_clock *clock, struct nb_error *err) {
+static int start(struct nb_cuda_clock *clock, struct nb_cuda_kept_streams *kept, struct nb_error *err) {
     int rc;
-    if ((rc = open_stream(clock, &clock->probes, err)) < 0 || (rc = open_stream(clock, &clock->own, err)) < 0 ||
+    if ((rc = open_stream(clock, &clock->probes, err)) < 0 || (rc = keep_stream(clock, kept, &clock->own, err)) < 0 ||
         (rc = take_event(clock, &clock->base, err)) < 0 || (rc = take_event(clock, &clock->probe, err)) < 0 ||
         (rc = record(clock, clock->base, clock->probes, err)) < 0) {
         return rc;
@@ -325,12 +348,10 @@ static void destroy(struct nb_cuda_clock *clock) {
     if (clock->probes != NULL) {
         (void)driver->stream_destroy(clock->probes);
     }
-    if (clock->own != NULL) {
-        (void)driver->stream_destroy(clock->own);
-    }
 }
 
-int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *device, struct nb_error *err) {
+int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *device,
+                       struct nb_cuda_kept_streams *kept, struct nb_error *err) {
     struct nb_cuda_clock *clock = calloc(1, sizeof *clock);
     if (clock == NULL) {
         return nb_fail(err, -ENOMEM, "CUDA: a clock of device %d", device->ordinal);
@@ -344,7 +365,7 @@ int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *
                  ? begin_calls(clock, &mode, err)
                  : nb_fail(err, -ENOMEM, "CUDA: %d marks of device %d", MARKS_MAX, device->ordinal);
     if (rc == 0) {
-        rc = start(clock, err);
+        rc = start(clock, kept, err);
         end_calls(clock, mode);
     }
     if (rc < 0) {

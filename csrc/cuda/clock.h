@@ -16,17 +16,26 @@
 #include "base/error.h"
 #include "cuda/driver.h"
 
-enum { NB_MARK_WORDS = 8 };
+enum { NB_MARK_WORDS = 8, NB_CUDA_DEVICES_MAX = 64 };
 
 struct nb_cuda_clock;
+
+// Streams that live as long as the process, by the ordinal of their device. torch's allocator keeps the stream on which
+// memory was used, and records an event on it when that memory is freed, perhaps long after the clock is closed. Zeroed
+// at first; nothing ends it. A stream retains its primary context. The lock of the clocks guards it.
+struct nb_cuda_kept_streams {
+    struct CUstream_st *of[NB_CUDA_DEVICES_MAX];
+};
 
 // What the caller gets back with the time of a mark.
 struct nb_cuda_mark {
     uint64_t words[NB_MARK_WORDS];
 };
 
-// `device` must outlive the clock. Takes the first probes, for at most 10 ms. Errors: those of nb_cuda_check, -ENOMEM.
-int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *device, struct nb_error *err);
+// `device` must outlive the clock. Keeps a stream of the device in `kept`, or uses the one that is there. Takes the first
+// probes, for at most 10 ms. Errors: those of nb_cuda_check, -ENOMEM, -ENODEV beyond NB_CUDA_DEVICES_MAX devices.
+int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *device,
+                       struct nb_cuda_kept_streams *kept, struct nb_error *err);
 // Marks that are not read are lost.
 void nb_cuda_clock_close(struct nb_cuda_clock *clock);
 
@@ -45,7 +54,7 @@ int64_t nb_cuda_clock_take_error_ns(struct nb_cuda_clock *clock);
 // Marks that are not read yet, and marks that were lost.
 size_t nb_cuda_clock_pending(const struct nb_cuda_clock *clock);
 uint64_t nb_cuda_clock_lost(const struct nb_cuda_clock *clock);
-// A stream of the clock's own: it waits for nothing that the training does.
+// The device's kept stream: it waits for nothing that the training does. Still valid after the clock is closed.
 struct CUstream_st *nb_cuda_clock_stream(const struct nb_cuda_clock *clock);
 
 #endif

@@ -20,6 +20,7 @@
 #include "base/list.h"           // IWYU pragma: export
 #include "base/sock.h"           // IWYU pragma: export
 #include "bootstrap/bootstrap.h" // IWYU pragma: export
+#include "cuda/clock.h"
 #include "engine/engine.h"       // IWYU pragma: export
 #include "trace/event.h"         // IWYU pragma: export
 #include "trace/ring.h"          // IWYU pragma: export
@@ -70,6 +71,7 @@ struct core_state {
     PyTypeObject *types[CORE_TYPES];
     PyObject *classes[CORE_CLASSES];
     PyObject *names[CORE_NAMES];
+    struct nb_cuda_kept_streams kept_streams;
 };
 
 // The state of the module that made `self`'s type.

@@ -28,8 +28,7 @@ struct core_device_stamps {
     uint64_t stated_lost;
 };
 
-struct core_device_stamps *core_device_stamps_open(const struct core_state *state, PyObject *tensor,
-                                                   const char *library) {
+struct core_device_stamps *core_device_stamps_open(struct core_state *state, PyObject *tensor, const char *library) {
     struct nb_error err = {0};
     struct core_device where = {0};
     if (core_tensor_device(tensor, &where) < 0) {
@@ -47,7 +46,7 @@ struct core_device_stamps *core_device_stamps_open(const struct core_state *stat
     self->where = where;
     int rc = nb_cuda_driver_open(&self->driver, library, &err);
     if (rc == 0 && (rc = nb_cuda_device_open(&self->device, &self->driver, where.number, &err)) == 0 &&
-        (rc = nb_cuda_clock_open(&self->clock, &self->device, &err)) < 0) {
+        (rc = nb_cuda_clock_open(&self->clock, &self->device, &state->kept_streams, &err)) < 0) {
         nb_cuda_device_close(&self->device);
     }
     if (rc < 0) {

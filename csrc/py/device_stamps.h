@@ -8,8 +8,7 @@
 struct core_device_stamps;
 
 // For the device of a tensor. `library`: the driver in place of libcuda.so.1, or NULL. NULL with an exception.
-struct core_device_stamps *core_device_stamps_open(const struct core_state *state, PyObject *tensor,
-                                                   const char *library);
+struct core_device_stamps *core_device_stamps_open(struct core_state *state, PyObject *tensor, const char *library);
 // Waits at most `limit_ns` for the device, writes what it has passed, and counts the rest as dropped. Accepts NULL.
 void core_device_stamps_close(struct core_device_stamps *self, struct nb_ring *ring, int64_t limit_ns);
 
@@ -22,7 +21,7 @@ Py_ssize_t core_device_stamps_read(struct core_device_stamps *self, const struct
 
 // False: stamps of single gradients are left out, because each costs an event on the device.
 void core_device_stamps_detail(struct core_device_stamps *self, bool detailed);
-// Address of a stream that waits for nothing that the training does.
+// Address of a stream that waits for nothing that the training does. It lives as long as the process.
 void *core_device_stamps_stream(const struct core_device_stamps *self);
 
 #endif

@@ -18,18 +18,30 @@ static const struct fake_controls *fake;
 static struct nb_cuda_driver driver;
 static struct nb_cuda_device device;
 static struct nb_cuda_clock *clock_;
+static struct nb_cuda_kept_streams kept;
 static struct CUstream_st *stream;
 
 static void begin(uint64_t seed, int64_t delay_ns, int64_t ppm) {
     struct nb_error err = {0};
     fake->reset(seed, delay_ns);
     fake->set_clock(ppm);
+    kept = (struct nb_cuda_kept_streams){0};
     CHECK(nb_cuda_driver_open(&driver, fake_path(), &err) == 0, "%s", err.text);
     CHECK(nb_cuda_device_open(&device, &driver, 0, &err) == 0, "%s", err.text);
-    CHECK(nb_cuda_clock_open(&clock_, &device, &err) == 0, "%s", err.text);
+    CHECK(nb_cuda_clock_open(&clock_, &device, &kept, &err) == 0, "%s", err.text);
     CHECK(nb_cuda_enter(&device, &err) == 0, "%s", err.text);
     CHECK(driver.stream_create(&stream, NB_CUDA_STREAM_NON_BLOCKING) == NB_CUDA_SUCCESS, "stream");
     nb_cuda_leave(&device);
+}
+
+// Only the kept stream is left, and what retains its context.
+static void close_clock(void) {
+    const int streams = kept.of[0] != NULL;
+    nb_cuda_clock_close(clock_);
+    nb_cuda_device_close(&device);
+    struct fake_live_objects alive = fake->live_objects();
+    CHECK(alive.events == 0 && alive.streams == streams && alive.contexts == streams,
+          "%d events, %d streams, %d contexts are left", alive.events, alive.streams, alive.contexts);
 }
 
 static void end(void) {
@@ -37,10 +49,7 @@ static void end(void) {
     CHECK(nb_cuda_enter(&device, &err) == 0, "%s", err.text);
     CHECK(driver.stream_destroy(stream) == NB_CUDA_SUCCESS, "stream");
     nb_cuda_leave(&device);
-    nb_cuda_clock_close(clock_);
-    struct fake_live_objects alive = fake->live_objects();
-    CHECK(alive.events == 0 && alive.streams == 0, "%d events, %d streams are left", alive.events, alive.streams);
-    nb_cuda_device_close(&device);
+    close_clock();
 }
 
 static void mark(uint64_t number, bool in_order) {
@@ -157,18 +166,38 @@ static void test_a_full_queue_keeps_its_marks(void) {
     end();
 }
 
-// Each call of the driver fails once: the failure is returned, and nothing is left at the end.
+// torch records an event on the stream when it frees memory that was used there, and the next clock has it again.
+static void test_the_stream_outlives_the_clock(void) {
+    struct nb_error err = {0};
+    struct CUevent_st *event = NULL;
+    begin(1, 0, 0);
+    struct CUstream_st *own = nb_cuda_clock_stream(clock_);
+    const struct nb_cuda_device left = device; // retains nothing once `device` is closed
+    end();
+    CHECK(nb_cuda_enter(&left, &err) == 0, "%s", err.text);
+    CHECK(driver.event_create(&event, 0) == NB_CUDA_SUCCESS, "event");
+    CHECK(driver.event_record(event, own) == NB_CUDA_SUCCESS, "the stream of a closed clock cannot be used");
+    CHECK(driver.event_destroy(event) == NB_CUDA_SUCCESS, "event");
+    nb_cuda_leave(&left);
+    CHECK(nb_cuda_device_open(&device, &driver, 0, &err) == 0, "%s", err.text);
+    CHECK(nb_cuda_clock_open(&clock_, &device, &kept, &err) == 0, "%s", err.text);
+    CHECK(nb_cuda_clock_stream(clock_) == own, "another clock has another stream");
+    close_clock();
+}
+
+// Each call of the driver fails once: the failure is returned, and nothing but the kept stream is left at the end.
 static void test_failed_calls(void) {
     for (int n = 1; n < 40; n++) {
         struct nb_error err = {0};
         struct nb_cuda_mark found;
         int64_t time_ns;
         fake->reset(1, 0);
+        kept = (struct nb_cuda_kept_streams){0};
         CHECK(nb_cuda_driver_open(&driver, fake_path(), &err) == 0, "%s", err.text);
         CHECK(nb_cuda_device_open(&device, &driver, 0, &err) == 0, "%s", err.text);
         fake->fail_call(n, NB_CUDA_OUT_OF_MEMORY);
         clock_ = NULL;
-        int rc = nb_cuda_clock_open(&clock_, &device, &err);
+        int rc = nb_cuda_clock_open(&clock_, &device, &kept, &err);
         for (uint64_t i = 0; rc >= 0 && i < 8; i++) {
             struct CUstream_st *own = nb_cuda_clock_stream(clock_);
             rc = nb_cuda_clock_mark(clock_, own, &(struct nb_cuda_mark){.words = {i}}, true, &err);
@@ -178,9 +207,7 @@ static void test_failed_calls(void) {
         CHECK(rc >= 0 || (rc == -ENOMEM && strstr(err.text, "CUDA: cu") == err.text), "call %d: %d, %s", n, rc,
               err.text);
         fake->fail_call(0, 0);
-        nb_cuda_clock_close(clock_);
-        CHECK(fake->live_objects().events == 0 && fake->live_objects().streams == 0, "call %d leaves objects", n);
-        nb_cuda_device_close(&device);
+        close_clock();
     }
 }
 
@@ -193,6 +220,7 @@ int main(void) {
     test_a_held_stream_is_measured(150);
     test_a_captured_stream_is_left_untouched();
     test_a_full_queue_keeps_its_marks();
+    test_the_stream_outlives_the_clock();
     test_failed_calls();
     fake->reset(1, 0);
     return 0;

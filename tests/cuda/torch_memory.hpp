@@ -1,6 +1,7 @@
 // Memory and streams of the torch device of torch_device.cpp, over the CUDA driver that NETBOTTLENECK_CUDA_LIBRARY names.
 //
-// Memory that is freed goes to the next allocation of this size on the same stream, as with torch's caching allocator.
+// Memory that is freed goes to the next allocation of this size on the same stream, as with torch's caching allocator. As
+// there, memory that was recorded as used on another stream has an event recorded on that stream when it is freed.
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 extern "C" {
@@ -83,6 +85,7 @@ struct Block {
     nb_cuda_address address;
     size_t bytes;
     CUstream_st *stream;
+    std::set<CUstream_st *> users; // other streams
 };
 
 std::mutex lock;
@@ -91,6 +94,13 @@ std::multimap<std::pair<size_t, CUstream_st *>, Block *> unused;
 void give_back(void *context) {
     auto *block = static_cast<Block *>(context);
     std::lock_guard<std::mutex> held(lock);
+    for (CUstream_st *user : std::exchange(block->users, {})) {
+        CUevent_st *event = nullptr;
+        Driver::check(driver().event_create(&event, NB_CUDA_EVENT_DISABLE_TIMING));
+        Driver::check(driver().event_record(event, user));
+        Driver::check(driver().stream_wait_event(block->stream, event, 0));
+        Driver::check(driver().event_destroy(event));
+    }
     unused.emplace(std::make_pair(block->bytes, block->stream), block);
 }
 
@@ -107,7 +117,7 @@ struct Memory final : c10::Allocator {
             block = found->second;
             unused.erase(found);
         } else {
-            block = new Block{0, bytes, stream};
+            block = new Block{0, bytes, stream, {}};
             Driver::check(driver().mem_alloc(&block->address, bytes));
         }
         return {reinterpret_cast<void *>(block->address), block, give_back, Device(TYPE, 0)};
@@ -181,6 +191,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void synchronizeStream(const Stream &stream) const override {
         Driver::check(driver().stream_synchronize(handle(stream)));
+    }
+    void recordDataPtrOnStream(const c10::DataPtr &data, const Stream &stream) const override {
+        auto *block = data.get_deleter() == give_back ? static_cast<Block *>(data.get_context()) : nullptr;
+        if (block != nullptr && block->stream != handle(stream)) {
+            std::lock_guard<std::mutex> held(lock);
+            block->users.insert(handle(stream));
+        }
     }
 };
 

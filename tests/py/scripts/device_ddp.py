@@ -4,6 +4,8 @@ Arguments: where (cpu, fakecuda), steps. The script's own process group copies t
 gloo, on a stream of its own, and its futures are complete at once, as NCCL's are.
 """
 
+import atexit
+import gc
 import sys
 from typing import Any
 
@@ -74,12 +76,20 @@ def open_group(device: Any) -> None:
     dist.init_process_group("staged")
 
 
+def free_model() -> None:
+    """Free the model and the buckets of its reducer, as the end of a script does."""
+    KEPT.clear()
+    gc.collect()
+
+
 def main() -> None:
     """Train, and print the digest."""
     where, steps = sys.argv[1], int(sys.argv[2])
+    atexit.register(free_model)  # runs after the end of the measured run, which registers later
     open_group(open_device() if where != "cpu" else None)
     model = model_on(where)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, init_sync=False)
+    KEPT.append(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -93,6 +103,7 @@ def main() -> None:
 
 
 DEVICE: Any = None
+KEPT: list[torch.nn.Module] = []
 
 if __name__ == "__main__":
     main()

@@ -59,20 +59,7 @@ struct nb_cuda_clock {
     size_t unused_count;
 };
 
-// ---- calls of the driver, in the device's context
-
-static int begin_calls(const struct nb_cuda_clock *clock, unsigned *mode, struct nb_error *err) {
-    int rc = nb_cuda_enter(clock->device, err);
-    if (rc == 0 && (rc = nb_cuda_relax(clock->device, mode, err)) < 0) {
-        nb_cuda_leave(clock->device);
-    }
-    return rc;
-}
-
-static void end_calls(const struct nb_cuda_clock *clock, unsigned mode) {
-    nb_cuda_unrelax(clock->device, mode);
-    nb_cuda_leave(clock->device);
-}
+// ---- calls of the driver, after nb_cuda_enter_relaxed()
 
 static int take_event(struct nb_cuda_clock *clock, struct CUevent_st **out, struct nb_error *err) {
     if (clock->unused_count > 0) {
@@ -178,7 +165,7 @@ int nb_cuda_clock_mark(struct nb_cuda_clock *clock, struct CUstream_st *stream, 
         clock->lost++;
         return 0;
     }
-    int rc = begin_calls(clock, &mode, err);
+    int rc = nb_cuda_enter_relaxed(clock->device, &mode, err);
     if (rc < 0) {
         return rc;
     }
@@ -195,16 +182,16 @@ int nb_cuda_clock_mark(struct nb_cuda_clock *clock, struct CUstream_st *stream, 
             return_event(clock, queued.event);
         }
     }
-    end_calls(clock, mode);
+    nb_cuda_leave_relaxed(clock->device, mode);
     return rc;
 }
 
 int nb_cuda_clock_look(struct nb_cuda_clock *clock, struct nb_error *err) {
     unsigned mode = 0;
-    int rc = begin_calls(clock, &mode, err);
+    int rc = nb_cuda_enter_relaxed(clock->device, &mode, err);
     if (rc == 0) {
         rc = probe(clock, is_coarse(clock) ? COARSE_PROBE_NS : PROBE_NS, PROBE_SPIN_NS, err);
-        end_calls(clock, mode);
+        nb_cuda_leave_relaxed(clock->device, mode);
     }
     return rc;
 }
@@ -240,7 +227,7 @@ int nb_cuda_clock_next(struct nb_cuda_clock *clock, struct nb_cuda_mark *mark, i
     if (clock->count == 0 || clock->last.error_ns < 0) {
         return 0;
     }
-    int rc = begin_calls(clock, &mode, err);
+    int rc = nb_cuda_enter_relaxed(clock->device, &mode, err);
     if (rc < 0) {
         return rc;
     }
@@ -255,7 +242,7 @@ int nb_cuda_clock_next(struct nb_cuda_clock *clock, struct nb_cuda_mark *mark, i
         release_mark(clock, queued.event, gpu_ns);
         rc = 1;
     }
-    end_calls(clock, mode);
+    nb_cuda_leave_relaxed(clock->device, mode);
     return rc;
 }
 
@@ -362,11 +349,11 @@ int nb_cuda_clock_open(struct nb_cuda_clock **out, const struct nb_cuda_device *
     clock->unused = calloc(MARKS_MAX + 2, sizeof(*clock->unused)); // those of the queue, the base and the probe
     unsigned mode = 0;
     int rc = clock->queue != NULL && clock->unused != NULL
-                 ? begin_calls(clock, &mode, err)
+                 ? nb_cuda_enter_relaxed(clock->device, &mode, err)
                  : nb_fail(err, -ENOMEM, "CUDA: %d marks of device %d", MARKS_MAX, device->ordinal);
     if (rc == 0) {
         rc = start(clock, kept, err);
-        end_calls(clock, mode);
+        nb_cuda_leave_relaxed(clock->device, mode);
     }
     if (rc < 0) {
         nb_cuda_clock_close(clock);
@@ -382,9 +369,9 @@ void nb_cuda_clock_close(struct nb_cuda_clock *clock) {
     if (clock == NULL) {
         return;
     }
-    if (clock->queue != NULL && clock->unused != NULL && begin_calls(clock, &mode, &ignored) == 0) {
+    if (clock->queue != NULL && clock->unused != NULL && nb_cuda_enter_relaxed(clock->device, &mode, &ignored) == 0) {
         destroy(clock);
-        end_calls(clock, mode);
+        nb_cuda_leave_relaxed(clock->device, mode);
     }
     free(clock->queue);
     free(clock->unused);

@@ -13,6 +13,9 @@
 static const char usual_library[] = "libcuda.so.1";
 
 static int code_of(unsigned result) {
+    if (result >= NB_CUDA_CAPTURE_UNSUPPORTED && result <= NB_CUDA_CAPTURED_EVENT) {
+        return -EBUSY;
+    }
     switch (result) {
     case NB_CUDA_SUCCESS:
         return 0;
@@ -161,23 +164,26 @@ void nb_cuda_leave(const struct nb_cuda_device *device) {
     (void)device->driver->context_pop(&popped);
 }
 
-int nb_cuda_relax(const struct nb_cuda_device *device, unsigned *before, struct nb_error *err) {
-    *before = NB_CUDA_CAPTURE_RELAXED;
-    return nb_cuda_check(device, device->driver->exchange_capture_mode(before), "cuThreadExchangeStreamCaptureMode", 0,
-                         err);
+int nb_cuda_enter_relaxed(const struct nb_cuda_device *device, unsigned *mode, struct nb_error *err) {
+    int rc = nb_cuda_enter(device, err);
+    if (rc < 0) {
+        return rc;
+    }
+    *mode = NB_CUDA_CAPTURE_RELAXED;
+    rc =
+        nb_cuda_check(device, device->driver->exchange_capture_mode(mode), "cuThreadExchangeStreamCaptureMode", 0, err);
+    if (rc < 0) {
+        nb_cuda_leave(device);
+    }
+    return rc;
 }
 
-void nb_cuda_unrelax(const struct nb_cuda_device *device, unsigned before) {
-    (void)device->driver->exchange_capture_mode(&before);
+void nb_cuda_leave_relaxed(const struct nb_cuda_device *device, unsigned mode) {
+    (void)device->driver->exchange_capture_mode(&mode);
+    nb_cuda_leave(device);
 }
 
 int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err) {
-    unsigned before;
-    int rc = nb_cuda_relax(device, &before, err);
-    if (rc == 0) {
-        rc = nb_cuda_check(device, device->driver->event_query(event), "cuEventQuery", 0, err);
-        nb_cuda_unrelax(device, before);
-        rc = rc == -EAGAIN ? 0 : rc < 0 ? rc : 1;
-    }
-    return rc;
+    int rc = nb_cuda_check(device, device->driver->event_query(event), "cuEventQuery", 0, err);
+    return rc == -EAGAIN ? 0 : rc < 0 ? rc : 1;
 }

@@ -33,7 +33,9 @@ enum {
     NB_CUDA_ILLEGAL_ADDRESS = 700,
     NB_CUDA_HOST_ALREADY_REGISTERED = 712,
     NB_CUDA_HOST_NOT_REGISTERED = 713,
+    NB_CUDA_CAPTURE_UNSUPPORTED = 900, // the first of the results by which a capture refuses a call
     NB_CUDA_CAPTURE_IMPLICIT = 906,
+    NB_CUDA_CAPTURED_EVENT = 907, // the last of them
 };
 
 enum {
@@ -118,15 +120,16 @@ void nb_cuda_device_close(struct nb_cuda_device *device);
 int nb_cuda_enter(const struct nb_cuda_device *device, struct nb_error *err);
 void nb_cuda_leave(const struct nb_cuda_device *device);
 
-// Allow this thread the calls that are forbidden while any thread captures a CUDA graph, such as the query of an event,
-// and restore what was allowed before. They touch no captured stream.
-int nb_cuda_relax(const struct nb_cuda_device *device, unsigned *before, struct nb_error *err);
-void nb_cuda_unrelax(const struct nb_cuda_device *device, unsigned before);
-// 1: the device has passed the event; 0: not yet; negative: a failure. Allowed during captures.
+// The same, and allow this thread the calls that are forbidden while any thread captures a CUDA graph, such as the query
+// of an event. They touch no captured stream. `mode`: what was allowed before.
+int nb_cuda_enter_relaxed(const struct nb_cuda_device *device, unsigned *mode, struct nb_error *err);
+void nb_cuda_leave_relaxed(const struct nb_cuda_device *device, unsigned mode);
+// 1: the device has passed the event; 0: not yet; negative: a failure. After nb_cuda_enter_relaxed().
 int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err);
 
 // Turns the result of a call into 0 or a failure that names the call, its bytes (0: it has none) and the device.
-// -EAGAIN (not ready) is returned and not recorded. Others: -ENOMEM, -EINVAL, -ENODEV, else -EIO.
+// -EAGAIN (not ready) is returned and not recorded. Others: -ENOMEM, -EINVAL, -ENODEV, -EBUSY (refused because of a
+// capture), else -EIO.
 int nb_cuda_check(const struct nb_cuda_device *device, unsigned result, const char *call, size_t bytes,
                   struct nb_error *err);
 

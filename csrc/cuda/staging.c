@@ -68,6 +68,7 @@ struct nb_staging {
     struct nb_list returning; // in the order of `back`
     struct nb_list waiting;   // transfers that have bytes to be granted
     struct nb_error failure;
+    unsigned capture_mode; // of the user's thread, inside one of its calls
     struct slot slots[];
 };
 
@@ -92,13 +93,13 @@ static int check(struct nb_staging *staging, unsigned result, const char *call, 
 static int begin(struct nb_staging *staging, struct nb_error *err) {
     int rc = staging->failure.code;
     if (rc == 0) {
-        rc = nb_cuda_enter(staging->device, &staging->failure);
+        rc = nb_cuda_enter_relaxed(staging->device, &staging->capture_mode, &staging->failure);
     }
     return rc < 0 ? nb_fail(err, rc, "%s", staging->failure.text) : 0;
 }
 
 static int end(struct nb_staging *staging, int rc, struct nb_error *err) {
-    nb_cuda_leave(staging->device);
+    nb_cuda_leave_relaxed(staging->device, staging->capture_mode);
     return rc < 0 ? nb_fail(err, rc, "%s", staging->failure.text) : rc;
 }
 
@@ -150,10 +151,17 @@ static int create_events(struct nb_staging *staging) {
     return rc;
 }
 
+// A capture that refuses a call does not show that the memory cannot be pinned or the kernels cannot be loaded.
+static int check_refusals(struct nb_staging *staging) {
+    const struct nb_error *why = staging->unpinned.code == -EBUSY ? &staging->unpinned : &staging->ungathered;
+    return why->code == -EBUSY ? nb_fail(&staging->failure, -EBUSY, "%s", why->text) : 0;
+}
+
 static int prepare(struct nb_staging *staging) {
     const struct nb_cuda_driver *driver = staging->device->driver;
+    unsigned mode = 0;
     int rc = nb_arena_open(&staging->arena, arena_bytes(&staging->config), &staging->failure);
-    if (rc < 0 || (rc = nb_cuda_enter(staging->device, &staging->failure)) < 0) {
+    if (rc < 0 || (rc = nb_cuda_enter_relaxed(staging->device, &mode, &staging->failure)) < 0) {
         return rc;
     }
     const unsigned flags =
@@ -164,8 +172,9 @@ static int prepare(struct nb_staging *staging) {
     if (staging->config.gather_bytes > 0) {
         prepare_kernels(staging);
     }
-    rc = create_events(staging);
-    nb_cuda_leave(staging->device);
+    rc = check_refusals(staging);
+    rc = rc < 0 ? rc : create_events(staging);
+    nb_cuda_leave_relaxed(staging->device, mode);
     return rc;
 }
 
@@ -208,8 +217,9 @@ void nb_staging_close(struct nb_staging *staging) {
     }
     const struct nb_cuda_driver *driver = staging->device->driver;
     struct nb_error ignored = {0};
+    unsigned mode = 0;
     bool ours = !staging->registered; // nothing of the device may reach the memory any more
-    if (nb_cuda_enter(staging->device, &ignored) == 0) {
+    if (nb_cuda_enter_relaxed(staging->device, &mode, &ignored) == 0) {
         bool idle = nb_list_empty(&staging->leaving) && nb_list_empty(&staging->returning) && !staging->unseen;
         bool settled = idle || settle_streams(staging);
         for (int i = 0; i < staging->config.chunks; i++) {
@@ -223,7 +233,7 @@ void nb_staging_close(struct nb_staging *staging) {
         if (staging->registered && settled) {
             ours = driver->host_unregister(staging->arena.base) == NB_CUDA_SUCCESS;
         }
-        nb_cuda_leave(staging->device);
+        nb_cuda_leave_relaxed(staging->device, mode);
     }
     if (ours) { // else it is kept for good: a late copy must not reach memory of another use
         nb_arena_close(&staging->arena);
@@ -513,14 +523,15 @@ static bool fence_copies(struct nb_staging *staging, const struct nb_staging_tra
 
 void nb_staging_cancel(struct nb_staging *staging, struct nb_staging_transfer *transfer) {
     struct nb_error ignored = {0};
+    unsigned mode = 0;
     if (transfer->done) {
         return;
     }
-    if ((transfer->granted > 0 || staging->unseen) && nb_cuda_enter(staging->device, &ignored) == 0) {
+    if ((transfer->granted > 0 || staging->unseen) && nb_cuda_enter_relaxed(staging->device, &mode, &ignored) == 0) {
         if (!fence_copies(staging, transfer)) {
             (void)settle_streams(staging);
         }
-        nb_cuda_leave(staging->device);
+        nb_cuda_leave_relaxed(staging->device, mode);
     }
     for (int i = 0; i < staging->config.chunks; i++) {
         struct slot *slot = &staging->slots[i];

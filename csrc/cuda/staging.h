@@ -95,7 +95,7 @@ struct nb_staging_chunk {
 int nb_staging_cut(struct nb_staging_cut *cut, size_t bytes, int parts, size_t element_bytes, size_t chunk_bytes,
                    struct nb_error *err);
 
-// `device` and the streams must outlive the staging.
+// `device` and the streams must outlive the staging. Errors: -EBUSY if a capture refuses a call: open it again later.
 int nb_staging_open(struct nb_staging **staging, const struct nb_cuda_device *device,
                     const struct nb_staging_config *config, struct nb_error *err);
 // Waits until the copies under way are done.

@@ -48,8 +48,8 @@ void nb_devices_close(struct nb_job *job);
 int nb_device_check(const struct nb_comm *comm, const struct nb_op *op, size_t bytes, struct nb_error *err);
 // The number of windows of an operation, and the bytes of the largest one: all of them on host memory.
 uint64_t nb_device_windows(const struct nb_job *job, const struct op_descriptor *desc, int size, size_t *bytes);
-// Opens the device at its first use, and records the fences. Any thread. A missing driver or device and a captured stream
-// are refused; any other failure of the driver ends the job.
+// Opens the device at its first use, and records the fences. Any thread. A missing driver or device, a captured stream,
+// and a device that a capture keeps from opening are refused; any other failure of the driver ends the job.
 int nb_device_attach(struct nb_work *work, const struct nb_op *op, struct nb_error *err);
 // True if its fences are not reached.
 bool nb_device_is_unready(const struct nb_work *work);

@@ -40,15 +40,16 @@ static int chunk_count(const struct nb_job *job) {
 static void device_free(struct nb_device *device) {
     const struct nb_cuda_driver *driver = device->cuda.driver;
     struct nb_error ignored = {0};
+    unsigned mode = 0;
     nb_staging_close(device->staging);
-    if (device->cuda.context != NULL && nb_cuda_enter(&device->cuda, &ignored) == 0) {
+    if (device->cuda.context != NULL && nb_cuda_enter_relaxed(&device->cuda, &mode, &ignored) == 0) {
         if (device->out != NULL) {
             (void)driver->stream_destroy(device->out);
         }
         if (device->back != NULL) {
             (void)driver->stream_destroy(device->back);
         }
-        nb_cuda_leave(&device->cuda);
+        nb_cuda_leave_relaxed(&device->cuda, mode);
     }
     nb_cuda_device_close(&device->cuda);
     free(device);
@@ -65,7 +66,8 @@ void nb_devices_close(struct nb_job *job) {
 
 static int streams_create(struct nb_device *device, struct nb_error *err) {
     const struct nb_cuda_driver *driver = device->cuda.driver;
-    int rc = nb_cuda_enter(&device->cuda, err);
+    unsigned mode = 0;
+    int rc = nb_cuda_enter_relaxed(&device->cuda, &mode, err);
     if (rc < 0) {
         return rc;
     }
@@ -75,7 +77,7 @@ static int streams_create(struct nb_device *device, struct nb_error *err) {
         rc = nb_cuda_check(&device->cuda, driver->stream_create(&device->back, NB_CUDA_STREAM_NON_BLOCKING),
                            "cuStreamCreate", 0, err);
     }
-    nb_cuda_leave(&device->cuda);
+    nb_cuda_leave_relaxed(&device->cuda, mode);
     return rc;
 }
 
@@ -111,8 +113,36 @@ static int staging_open(struct nb_job *job, struct nb_device *device, struct nb_
     return nb_job_map_arena(job, nb_staging_memory(device->staging), err);
 }
 
-// With the lock of the devices.
-static int device_open(struct nb_job *job, int ordinal, struct nb_device **out, struct nb_error *err) {
+// 1: a stream is captured into a graph, so its work runs later, perhaps often, or never; 0: none is.
+static int is_captured(const struct nb_device *device, const struct nb_op *op, struct nb_error *err) {
+    const struct nb_cuda_driver *driver = device->cuda.driver;
+    for (int i = 0; i < op->stream_count; i++) {
+        unsigned status = 0;
+        unsigned result = driver->stream_is_capturing(op->streams[i], &status);
+        if (status != 0 || result == NB_CUDA_CAPTURE_IMPLICIT) {
+            return 1;
+        }
+        int rc = nb_cuda_check(&device->cuda, result, "cuStreamIsCapturing", 0, err);
+        if (rc < 0) {
+            return rc;
+        }
+    }
+    return 0;
+}
+
+// The same, before the device is open.
+static int begins_captured(const struct nb_device *device, const struct nb_op *op, struct nb_error *err) {
+    int rc = nb_cuda_enter(&device->cuda, err);
+    if (rc == 0) {
+        rc = is_captured(device, op, err);
+        nb_cuda_leave(&device->cuda);
+    }
+    return rc;
+}
+
+// With the lock of the devices. 1: a stream of the operation is captured, and the device is not opened.
+static int device_open(struct nb_job *job, const struct nb_op *op, struct nb_device **out, struct nb_error *err) {
+    const int ordinal = op->device - 1;
     struct nb_devices *devices = &job->devices;
     int rc = devices->loaded ? 0 : nb_cuda_driver_open(&devices->driver, job->config.cuda_library, err);
     if (rc < 0) {
@@ -124,10 +154,11 @@ static int device_open(struct nb_job *job, int ordinal, struct nb_device **out, 
         return nb_fail(err, -ENOMEM, "cannot allocate CUDA device %d", ordinal);
     }
     rc = nb_cuda_device_open(&device->cuda, &devices->driver, ordinal, err);
+    rc = rc < 0 ? rc : begins_captured(device, op, err);
     if (rc == 0 && job->size > 1) {
         rc = staging_open(job, device, err);
     }
-    if (rc < 0) {
+    if (rc != 0) {
         device_free(device);
         return rc;
     }
@@ -145,13 +176,14 @@ static struct nb_device *device_find(const struct nb_job *job, int ordinal) {
     return device;
 }
 
-static int device_get(struct nb_job *job, int ordinal, struct nb_device **out, struct nb_error *err) {
+// 1: as device_open().
+static int device_get(struct nb_job *job, const struct nb_op *op, struct nb_device **out, struct nb_error *err) {
     int rc = 0;
-    *out = device_find(job, ordinal);
+    *out = device_find(job, op->device - 1);
     if (*out == NULL) {
         pthread_mutex_lock(&job->devices.lock);
-        *out = device_find(job, ordinal);
-        rc = *out == NULL ? device_open(job, ordinal, out, err) : 0;
+        *out = device_find(job, op->device - 1);
+        rc = *out == NULL ? device_open(job, op, out, err) : 0;
         pthread_mutex_unlock(&job->devices.lock);
     }
     return rc;
@@ -206,23 +238,6 @@ uint64_t nb_device_windows(const struct nb_job *job, const struct op_descriptor 
     int rc = nb_staging_cut(&cut, desc->bytes, parts, nb_dtype_size(desc->dtype), nb_device_chunk_bytes(job), NULL);
     *bytes = (size_t)parts * cut.slice_bytes;
     return rc == 0 && cut.chunks > 0 ? cut.chunks : 1;
-}
-
-// 1: a stream is captured into a graph, so its work runs later, perhaps often, or never; 0: none is.
-static int is_captured(const struct nb_device *device, const struct nb_op *op, struct nb_error *err) {
-    const struct nb_cuda_driver *driver = device->cuda.driver;
-    for (int i = 0; i < op->stream_count; i++) {
-        unsigned status = 0;
-        unsigned result = driver->stream_is_capturing(op->streams[i], &status);
-        if (status != 0 || result == NB_CUDA_CAPTURE_IMPLICIT) {
-            return 1;
-        }
-        int rc = nb_cuda_check(&device->cuda, result, "cuStreamIsCapturing", 0, err);
-        if (rc < 0) {
-            return rc;
-        }
-    }
-    return 0;
 }
 
 // Records an event in each of the streams.
@@ -287,11 +302,11 @@ int nb_device_attach(struct nb_work *work, const struct nb_op *op, struct nb_err
     }
     struct nb_job *job = work->comm->job;
     struct nb_error failure = {0};
-    int rc = device_get(job, op->device - 1, &made->device, &failure);
-    if (rc == NB_ENOLIB || rc == -ENODEV) {
+    int rc = device_get(job, op, &made->device, &failure);
+    if (rc == NB_ENOLIB || rc == -ENODEV || rc == -EBUSY) {
         return nb_fail(err, rc, "%s", failure.text);
     }
-    rc = rc < 0 ? rc : attach_streams(made, op, &failure);
+    rc = rc != 0 ? rc : attach_streams(made, op, &failure);
     if (rc == 1) {
         return nb_fail(err, -EINVAL,
                        "gradient %s was made while its stream is captured into a CUDA graph: keep backward out of "
@@ -314,7 +329,8 @@ static void fences_drop(struct nb_device_op *op, int from) {
 
 int nb_device_fences_reached(struct nb_device_op *op, struct nb_error *err) {
     const struct nb_cuda_device *cuda = &op->device->cuda;
-    int rc = nb_cuda_enter(cuda, err);
+    unsigned mode = 0;
+    int rc = nb_cuda_enter_relaxed(cuda, &mode, err);
     if (rc < 0) {
         return rc;
     }
@@ -325,7 +341,7 @@ int nb_device_fences_reached(struct nb_device_op *op, struct nb_error *err) {
             fences_drop(op, op->fence_count - 1);
         }
     }
-    nb_cuda_leave(cuda);
+    nb_cuda_leave_relaxed(cuda, mode);
     return rc;
 }
 

@@ -327,15 +327,56 @@ static void invalid_operations(struct test_rank *me) {
     op = right;
     op.kind = NB_OP_BARRIER;
     CHECK(submit_refused(me, op, &err) == -EINVAL, "%s", err.text);
+    test_barrier(me, "prepared"); // a capture of one rank forbids the others to allocate memory
+    const int registrations = fake->live_objects().registrations;
     fake->capture(gpu.stream, true);
     CHECK(submit_refused(me, right, &err) == -EINVAL &&
               strcmp(err.text, "gradient w was made while its stream is captured into a CUDA graph: keep backward out "
                                "of the capture") == 0,
           "%s", err.text);
+    CHECK(fake->live_objects().registrations == registrations, "the device was opened in a capture");
+    test_barrier(me, "refused");
     fake->capture(gpu.stream, false);
+    test_barrier(me, "released");
+    if (me->rank == 0 && me->size > 1) {
+        fake->fail_named("cuMemHostRegister", 0, NB_CUDA_CAPTURE_UNSUPPORTED);
+        CHECK(submit_refused(me, right, &err) == -EBUSY, "%s", err.text);
+    }
     collective(me, &gpu, right, 5, 1); // the name can be used again
+    test_barrier(me, "done");
+    CHECK(fake->pageable_copies() == 0, "%d copies block", fake->pageable_copies());
     buffer_close(&gpu, &buffer);
     gpu_close(&gpu);
+}
+
+// The device is opened by an operation on one stream while another one is captured.
+static void first_operation_beside_a_capture(struct test_rank *me) {
+    struct gpu gpu;
+    struct flight flight;
+    struct CUstream_st *captured = NULL;
+    char notice[NB_ERROR_TEXT];
+    const struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+    gpu_open(&gpu, me);
+    check_success(gpu.driver.stream_create(&captured, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    flight_prepare(me, &gpu, &flight, op, CHUNK, PIECES);
+    test_barrier(me, "prepared");
+    fake->capture(captured, true);
+    flight.work = test_submit(me, flight.op);
+    test_barrier(me, "submitted");
+    fake->capture(captured, false);
+    test_barrier(me, "released");
+    flight_end(me, &gpu, &flight);
+    CHECK(!nb_job_notice(me->job, notice, sizeof notice), "%s", notice);
+    test_barrier(me, "done");
+    CHECK(fake->pageable_copies() == 0, "%d copies block", fake->pageable_copies());
+    check_success(gpu.driver.stream_destroy(captured), "cuStreamDestroy");
+    gpu_close(&gpu);
+}
+
+static void test_first_operation_beside_a_capture(const char *network) {
+    struct test_rank template = ranks_on(network, 2);
+    template.device_gather_bytes = CHUNK;
+    CHECK(run_job(&template, 1, 0, first_operation_beside_a_capture) == 0, "open the job");
 }
 
 static void test_refusals(const char *network) {
@@ -358,6 +399,7 @@ int main(int argc, char **argv) {
     test_streams(network);
     test_mismatch(network);
     test_refusals(network);
+    test_first_operation_beside_a_capture(network);
     fake->reset(0, 0);
     return 0;
 }

@@ -730,6 +730,36 @@ static void test_kernels_that_do_not_load(void) {
     world_close(&w);
 }
 
+// A capture of any thread, which forbids other threads to pin memory and to load code.
+static void test_a_capture_does_not_change_what_is_opened(void) {
+    struct world w;
+    gather_bytes = 100;
+    world_open(&w, 1);
+    add_job(&w, 5 * CHUNK + 3);
+    fake->capture(w.jobs[0].caller, true);
+    CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
+    CHECK(nb_staging_unpinned(w.staging) == NULL, "%s", nb_staging_unpinned(w.staging));
+    CHECK(nb_staging_ungathered(w.staging) == NULL, "%s", nb_staging_ungathered(w.staging));
+    nb_staging_close(w.staging);
+    const struct fake_live_objects left = fake->live_objects();
+    CHECK(left.registrations == 2 && left.modules == 0, "%d registrations, %d modules", left.registrations,
+          left.modules);
+    fake->capture(w.jobs[0].caller, false);
+    static const char *const calls[] = {"cuMemHostRegister", "cuModuleLoadData"};
+    for (int i = 0; i < 2; i++) {
+        w.err = (struct nb_error){0};
+        enter(&w);
+        fake->fail_named(calls[i], 0, i == 0 ? NB_CUDA_CAPTURE_UNSUPPORTED : NB_CUDA_CAPTURED_EVENT);
+        CHECK(open_staging(&w, CHUNK, 2, false) == -EBUSY, "%s: %s", calls[i], w.err.text);
+        CHECK(strstr(w.err.text, calls[i]) != NULL, "%s", w.err.text);
+    }
+    w.err = (struct nb_error){0};
+    enter(&w);
+    CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
+    CHECK(run_jobs(&w) == 0, "%s", w.err.text);
+    world_close(&w);
+}
+
 static void test_transfers(uint64_t seeds) {
     test_invalid_arguments();
     test_empty_transfer();
@@ -752,6 +782,7 @@ int main(void) {
     test_transfers(SEEDS / 4);
     test_one_kernel_a_chunk();
     test_kernels_that_do_not_load();
+    test_a_capture_does_not_change_what_is_opened();
     fake->reset(0, 0);
     return 0;
 }

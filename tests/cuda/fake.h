@@ -60,7 +60,8 @@ struct fake_controls {
     int (*pending)(const struct CUstream_st *stream);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
-    // The stream reports that it is captured into a graph. A thread whose capture mode is not relaxed cannot query events.
+    // The stream reports that it is captured into a graph, in the global mode. A thread whose capture mode is not relaxed
+    // then cannot query events, allocate or register memory, or load a module.
     void (*capture)(struct CUstream_st *stream, bool captured);
     // Speed of the devices' clock relative to the host's, from the next event on: parts per million faster.
     void (*set_clock)(int64_t ppm);

@@ -30,7 +30,6 @@ NB_CUDA_CALLS(DECLARED)
 
 enum {
     NOT_INITIALIZED = 3,
-    CAPTURE_UNSUPPORTED = 900,
     CONTEXTS_MAX = 16,
     OPENED_MAX = 8192,
     GARBAGE = 0xee,
@@ -362,6 +361,15 @@ static unsigned enter(const char *symbol) {
     return check_context(enter_initialized(symbol));
 }
 
+static bool is_forbidden(void) {
+    return fake.capturing > 0 && current.capture_mode != NB_CUDA_CAPTURE_RELAXED;
+}
+
+static unsigned enter_unsafe(const char *symbol) {
+    unsigned result = enter(symbol);
+    return result == NB_CUDA_SUCCESS && is_forbidden() ? leave(NB_CUDA_CAPTURE_UNSUPPORTED) : result;
+}
+
 // Calls that polling repeats have their own count, so that the numbers of all other calls are the same in each run.
 static unsigned enter_push(const char *symbol) {
     return check_initialized(enter_counted(symbol, &fake.poll_calls, &fake.fail_poll_in));
@@ -419,6 +427,8 @@ static const struct {
     {NB_CUDA_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {NB_CUDA_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {NB_CUDA_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {NB_CUDA_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
 };
 
 static const char *result_text(unsigned result, bool name) {
@@ -598,8 +608,8 @@ unsigned cuEventQuery(struct CUevent_st *event) {
     if (!event_is_valid(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
-    if (fake.capturing > 0 && current.capture_mode != NB_CUDA_CAPTURE_RELAXED) {
-        return leave(CAPTURE_UNSUPPORTED);
+    if (is_forbidden()) {
+        return leave(NB_CUDA_CAPTURE_UNSUPPORTED);
     }
     bool done =
         event->completed >= event->recorded || (fake.reported_done != NULL && event->stream == fake.reported_done);
@@ -633,7 +643,7 @@ unsigned cuThreadExchangeStreamCaptureMode(unsigned *mode) {
 }
 
 unsigned cuMemAlloc_v2(nb_cuda_address *address, size_t bytes) {
-    ENTER(enter);
+    ENTER(enter_unsafe);
     if (bytes == 0) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
@@ -670,7 +680,7 @@ unsigned cuMemFree_v2(nb_cuda_address address) {
 }
 
 unsigned cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
-    ENTER(enter);
+    ENTER(enter_unsafe);
     if (memory == NULL || bytes == 0 || (flags & ~((unsigned)NB_CUDA_HOST_PORTABLE | NB_CUDA_HOST_MAPPED)) != 0) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
@@ -688,7 +698,7 @@ unsigned cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
 }
 
 unsigned cuMemHostUnregister(void *memory) {
-    ENTER(enter);
+    ENTER(enter_unsafe);
     struct registration **at = &fake.registrations;
     while (*at != NULL && (*at)->base != memory) {
         at = &(*at)->next;
@@ -746,7 +756,7 @@ unsigned cuMemcpyHtoDAsync_v2(nb_cuda_address to, const void *from, size_t bytes
 }
 
 unsigned cuModuleLoadData(struct CUmod_st **module, const void *image) {
-    ENTER(enter);
+    ENTER(enter_unsafe);
     int magic = 0;
     memcpy(&magic, image, sizeof magic);
     if (magic != MODULE_MAGIC) {

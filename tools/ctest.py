@@ -47,6 +47,7 @@ WRAPPED = {
     "test_clock": ("clock_gettime",),
     "test_lane_rate": ("clock_gettime",),
     "test_control": ("epoll_wait",),
+    "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make",),

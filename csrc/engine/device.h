@@ -74,7 +74,7 @@ int nb_device_start_next(struct nb_job *job);
 
 // Of device_progress.c.
 
-// Submits a work to rank 0 once its memory holds its values.
+// Submits a work to rank 0 once its memory holds its values: a work on a device in a later nb_device_progress().
 void nb_device_submit(struct nb_job *job, struct nb_work *work);
 // Looks at fences and copies, and starts windows and works. Returns how much has moved.
 int nb_device_progress(struct nb_job *job);

@@ -12,6 +12,7 @@
 
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/list.h"
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
 #include "cuda/staging.h"
@@ -327,21 +328,53 @@ static void fences_drop(struct nb_device_op *op, int from) {
     op->fence_count = from;
 }
 
-int nb_device_fences_reached(struct nb_device_op *op, struct nb_error *err) {
-    const struct nb_cuda_device *cuda = &op->device->cuda;
+// Streams with a fence that is not reached. Fences of one stream are reached in the order in which they were recorded.
+struct behind {
+    const struct CUstream_st *streams[NB_OP_STREAMS_MAX];
+    int count;
+};
+
+static bool is_behind(const struct behind *behind, const struct CUstream_st *stream) {
+    int i = 0;
+    while (i < behind->count && behind->streams[i] != stream) {
+        i++;
+    }
+    return i < behind->count;
+}
+
+// A fence of the caller may be of any stream.
+static int fences_look(struct nb_device_op *op, struct behind *behind, struct nb_error *err) {
+    int rc = 1;
+    while (rc > 0 && op->fence_count > 0) {
+        const int last = op->fence_count - 1;
+        const struct CUstream_st *stream = op->streams[last];
+        if (op->fences_ours && is_behind(behind, stream)) {
+            return 0;
+        }
+        rc = nb_cuda_is_passed(&op->device->cuda, op->fences[last], err);
+        if (rc > 0) {
+            fences_drop(op, last);
+        } else if (rc == 0 && op->fences_ours && behind->count < NB_OP_STREAMS_MAX) {
+            behind->streams[behind->count++] = stream;
+        }
+    }
+    return rc < 0 ? rc : 0;
+}
+
+int nb_device_look(const struct nb_device *device, struct nb_list *works, struct nb_error *err) {
+    struct behind behind = {.count = 0};
     unsigned mode = 0;
-    int rc = nb_cuda_enter_relaxed(cuda, &mode, err);
+    int rc = nb_cuda_enter_relaxed(&device->cuda, &mode, err);
     if (rc < 0) {
         return rc;
     }
-    rc = 1;
-    while (rc > 0 && op->fence_count > 0) {
-        rc = nb_cuda_is_passed(cuda, op->fences[op->fence_count - 1], err);
-        if (rc > 0) {
-            fences_drop(op, op->fence_count - 1);
+    NB_LIST_EACH(it, works) {
+        struct nb_device_op *op = NB_CONTAINER(it, struct nb_work, order)->device;
+        if (rc == 0 && op->device == device) {
+            rc = fences_look(op, &behind, err);
         }
     }
-    nb_cuda_leave_relaxed(cuda, mode);
+    nb_cuda_leave_relaxed(&device->cuda, mode);
     return rc;
 }
 

@@ -6,6 +6,7 @@
 #include <stddef.h>
 
 #include "base/error.h"
+#include "base/list.h"
 #include "cuda/driver.h"
 #include "cuda/staging.h"
 #include "engine/engine.h"
@@ -44,8 +45,8 @@ size_t nb_device_chunk_bytes(const struct nb_job *job);
 int nb_device_parts(int kind, int size);
 // Gives a work its device operation, on no device. NULL: out of memory.
 struct nb_device_op *nb_device_op_make(struct nb_work *work, struct nb_error *err);
-// 1: the memory holds its values; 0: not yet; negative: a failure of the driver.
-int nb_device_fences_reached(struct nb_device_op *op, struct nb_error *err);
+// Drops the reached fences of those works that are on the device. `works`: by `order`, as they were submitted.
+int nb_device_look(const struct nb_device *device, struct nb_list *works, struct nb_error *err);
 // A failed call of the driver ends the job.
 void nb_device_fail(struct nb_job *job, const struct nb_error *failure);
 // The same from any thread. Adds this rank to the failure.

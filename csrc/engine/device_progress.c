@@ -17,45 +17,51 @@
 
 enum { PAUSE_NS = 20 * 1000 }; // between two looks at fences and copies
 
-static bool submit_if_ready(struct nb_job *job, struct nb_work *work) {
-    struct nb_error err = {0};
-    int ready = nb_device_fences_reached(work->device, &err);
-    if (ready < 0) {
-        nb_device_fail(job, &err);
-    } else if (ready > 0) {
-        nb_list_remove(&work->order);
-        nb_list_remove(&work->link);
-        nb_work_record_submit(work, nb_now_ns());
-        nb_negotiation_submit(job, work);
-    }
-    return ready > 0;
-}
-
 void nb_device_submit(struct nb_job *job, struct nb_work *work) {
     if (work->device == NULL) {
         nb_negotiation_submit(job, work);
     } else {
         nb_list_insert(&job->ops.waiting, &work->link);
         nb_list_insert(&job->devices.unready, &work->order);
-        (void)submit_if_ready(job, work);
     }
 }
 
-int nb_device_progress(struct nb_job *job) {
-    struct nb_devices *devices = &job->devices;
-    int moved = 0;
-    for (struct nb_device *it = atomic_load(&devices->opened); it != NULL && !job->failed; it = it->next) {
-        struct nb_error err = {0};
-        int rc = it->staging != NULL && nb_staging_polls(it->staging) ? nb_staging_poll(it->staging, &err) : 0;
-        if (rc < 0) {
-            nb_device_fail(job, &err);
-        }
-        moved += rc > 0 ? rc : 0;
+// Looks at the fences of a device once, and at the copies of its staging. Returns how much has moved.
+static int look(struct nb_job *job, struct nb_device *device) {
+    struct nb_error err = {0};
+    struct nb_staging *staging = device->staging;
+    int moved = staging != NULL && nb_staging_polls(staging) ? nb_staging_poll(staging, &err) : 0;
+    int rc = moved < 0 ? moved : 0;
+    if (rc == 0 && !nb_list_empty(&job->devices.unready)) {
+        rc = nb_device_look(device, &job->devices.unready, &err);
     }
+    if (rc < 0) {
+        nb_device_fail(job, &err);
+    }
+    return rc < 0 ? 0 : moved;
+}
+
+static bool submit_ready(struct nb_job *job) {
     bool submitted = false;
-    NB_LIST_EACH_SAFE(it, nx, &devices->unready) {
-        submitted = (!job->failed && submit_if_ready(job, NB_CONTAINER(it, struct nb_work, order))) || submitted;
+    NB_LIST_EACH_SAFE(it, nx, &job->devices.unready) {
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, order);
+        if (!job->failed && !nb_device_is_unready(work)) {
+            nb_list_remove(&work->order);
+            nb_list_remove(&work->link);
+            nb_work_record_submit(work, nb_now_ns());
+            nb_negotiation_submit(job, work);
+            submitted = true;
+        }
     }
+    return submitted;
+}
+
+int nb_device_progress(struct nb_job *job) {
+    int moved = 0;
+    for (struct nb_device *it = atomic_load(&job->devices.opened); it != NULL && !job->failed; it = it->next) {
+        moved += look(job, it);
+    }
+    const bool submitted = submit_ready(job);
     if (submitted) {
         nb_watchdog_check(job);
     }

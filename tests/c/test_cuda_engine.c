@@ -2,6 +2,7 @@
 // each wait is necessary. Mismatches and invalid arguments are refused.
 #include <errno.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -228,6 +229,68 @@ static void operation_with_late_fence(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
+// ---- polling
+
+static _Atomic int late_works;
+static _Atomic int quiet_passes; // in which this many were late
+static _Atomic int polls_max;    // of such a pass
+
+int __real_nb_device_progress(struct nb_job *job);
+int __wrap_nb_device_progress(struct nb_job *job);
+
+int __wrap_nb_device_progress(struct nb_job *job) {
+    const bool late = atomic_load(&late_works) > 0;
+    const int before = fake->polls();
+    const int moved = __real_nb_device_progress(job);
+    const int polls = fake->polls() - before;
+    if (late) {
+        atomic_fetch_add(&quiet_passes, 1);
+        if (polls > atomic_load(&polls_max)) {
+            atomic_store(&polls_max, polls);
+        }
+    }
+    return moved;
+}
+
+// Many operations behind one fence: each pass enters the context once, and queries the first fence alone.
+static void many_operations_on_one_late_stream(struct test_rank *me) {
+    enum { WORKS = 20, PASSES = 100, SIZE = 5 };
+    struct gpu gpu;
+    struct flight flights[WORKS];
+    char names[WORKS][16];
+    gpu_open(&gpu, me);
+    collective(me, &gpu, (struct nb_op){.kind = NB_OP_ALLREDUCE, .dtype = NB_F32}, SIZE, 1);
+    for (int i = 0; i < WORKS; i++) {
+        snprintf(names[i], sizeof names[0], "late %d", i);
+        const struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = names[i]};
+        flight_prepare(me, &gpu, &flights[i], op, SIZE, 1);
+    }
+    test_barrier(me, "prepared");
+    fake->hold(gpu.stream, true);
+    for (int i = 0; i < WORKS; i++) {
+        flights[i].work = test_submit(me, flights[i].op);
+    }
+    test_barrier(me, "submitted"); // the engine has taken them
+    atomic_fetch_add(&late_works, 1);
+    while (atomic_load(&quiet_passes) < PASSES) {
+        (void)sched_yield();
+    }
+    test_barrier(me, "polled");
+    atomic_fetch_add(&late_works, -1);
+    test_barrier(me, "measured");
+    fake->hold(gpu.stream, false);
+    for (int i = 0; i < WORKS; i++) {
+        flight_end(me, &gpu, &flights[i]);
+    }
+    gpu_close(&gpu);
+}
+
+static void test_a_pass_makes_one_query_for_a_stream(const char *network) {
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(run_job(&template, 1, 0, many_operations_on_one_late_stream) == 0, "open the job");
+    CHECK(atomic_load(&polls_max) == 2, "%d calls in a pass, not a push and a query", atomic_load(&polls_max));
+}
+
 static void test_late_fence_blocks_no_other_operation(const char *network) {
     struct test_rank template = ranks_on(network, 2);
     CHECK(run_job(&template, 1, 0, operation_with_late_fence) == 0, "open the job");
@@ -396,6 +459,7 @@ int main(int argc, char **argv) {
     test_seeds(network, seeds != NULL ? atoi(seeds) : SEEDS);
     test_each_rule_is_necessary(network);
     test_late_fence_blocks_no_other_operation(network);
+    test_a_pass_makes_one_query_for_a_stream(network);
     test_streams(network);
     test_mismatch(network);
     test_refusals(network);

@@ -55,6 +55,7 @@ struct fake_controls {
     // The n-th operation that a stream executes from now fails the device: all later calls fail.
     void (*break_operation)(int n);
     int (*calls)(void); // number of calls, counted as by fail_call
+    int (*polls)(void); // number of cuEventQuery and cuCtxPushCurrent of this thread
     int (*operations)(void);
     // Number of operations that are enqueued in the stream and not executed.
     int (*pending)(const struct CUstream_st *stream);

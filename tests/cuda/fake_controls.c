@@ -236,6 +236,7 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .fail_named = control_fail_named,
         .break_operation = control_break_operation,
         .calls = control_calls,
+        .polls = fake_polls,
         .operations = control_operations,
         .pending = control_pending,
         .hold = control_hold,

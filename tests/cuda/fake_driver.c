@@ -45,6 +45,7 @@ static _Thread_local struct {
     struct CUctx_st *contexts[CONTEXTS_MAX];
     int depth;
     unsigned capture_mode;
+    int polls;
 } current;
 
 static uint64_t draw(uint64_t *state) {
@@ -344,6 +345,10 @@ void fake_contexts_forget(void) {
     current.depth = 0;
 }
 
+int fake_polls(void) {
+    return current.polls;
+}
+
 static unsigned check_context(unsigned result) {
     bool wrong = current_context() == NULL || current_context()->retained == 0;
     return result == NB_CUDA_SUCCESS && wrong ? leave(NB_CUDA_INVALID_CONTEXT) : result;
@@ -372,6 +377,7 @@ static unsigned enter_unsafe(const char *symbol) {
 
 // Calls that polling repeats have their own count, so that the numbers of all other calls are the same in each run.
 static unsigned enter_push(const char *symbol) {
+    current.polls++;
     return check_initialized(enter_counted(symbol, &fake.poll_calls, &fake.fail_poll_in));
 }
 

@@ -134,5 +134,7 @@ void fake_alias_close(struct allocation *it);
 
 // Drops the contexts that this thread has pushed.
 void fake_contexts_forget(void);
+// Number of polling calls of this thread.
+int fake_polls(void);
 
 #endif

@@ -61,7 +61,10 @@ enum { NB_CUDA_VERSION_MIN = 12000, NB_CUDA_PATH = 256, NB_CUDA_NAME = 96 };
     X(primary_release, cuDevicePrimaryCtxRelease_v2, (int device))                                                     \
     X(context_push, cuCtxPushCurrent_v2, (struct CUctx_st * context))                                                  \
     X(context_pop, cuCtxPopCurrent_v2, (struct CUctx_st * *context))                                                   \
+    X(context_priorities, cuCtxGetStreamPriorityRange, (int *least, int *greatest))                                    \
     X(stream_create, cuStreamCreate, (struct CUstream_st * *stream, unsigned flags))                                   \
+    X(stream_create_with_priority, cuStreamCreateWithPriority,                                                         \
+      (struct CUstream_st * *stream, unsigned flags, int priority))                                                    \
     X(stream_destroy, cuStreamDestroy_v2, (struct CUstream_st * stream))                                               \
     X(stream_wait_event, cuStreamWaitEvent, (struct CUstream_st * stream, struct CUevent_st * event, unsigned flags))  \
     X(stream_synchronize, cuStreamSynchronize, (struct CUstream_st * stream))                                          \

@@ -65,20 +65,27 @@ void nb_devices_close(struct nb_job *job) {
     }
 }
 
+static int stream_create(const struct nb_cuda_device *cuda, int priority, struct CUstream_st **out,
+                         struct nb_error *err) {
+    unsigned result = cuda->driver->stream_create_with_priority(out, NB_CUDA_STREAM_NON_BLOCKING, priority);
+    return nb_cuda_check(cuda, result, "cuStreamCreateWithPriority", 0, err);
+}
+
+// Of the greatest priority, so that copies and their kernels do not queue behind the backward pass.
 static int streams_create(struct nb_device *device, struct nb_error *err) {
-    const struct nb_cuda_driver *driver = device->cuda.driver;
+    const struct nb_cuda_device *cuda = &device->cuda;
     unsigned mode = 0;
-    int rc = nb_cuda_enter_relaxed(&device->cuda, &mode, err);
+    int least = 0;
+    int greatest = 0;
+    int rc = nb_cuda_enter_relaxed(cuda, &mode, err);
     if (rc < 0) {
         return rc;
     }
-    rc = nb_cuda_check(&device->cuda, driver->stream_create(&device->out, NB_CUDA_STREAM_NON_BLOCKING),
-                       "cuStreamCreate", 0, err);
-    if (rc == 0) {
-        rc = nb_cuda_check(&device->cuda, driver->stream_create(&device->back, NB_CUDA_STREAM_NON_BLOCKING),
-                           "cuStreamCreate", 0, err);
-    }
-    nb_cuda_leave_relaxed(&device->cuda, mode);
+    rc =
+        nb_cuda_check(cuda, cuda->driver->context_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange", 0, err);
+    rc = rc < 0 ? rc : stream_create(cuda, greatest, &device->out, err);
+    rc = rc < 0 ? rc : stream_create(cuda, greatest, &device->back, err);
+    nb_cuda_leave_relaxed(cuda, mode);
     return rc;
 }
 

@@ -229,6 +229,25 @@ static void operation_with_late_fence(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
+// Copies must not queue behind the training's kernels.
+static void copies_in_streams_of_priority(struct test_rank *me) {
+    struct gpu gpu;
+    gpu_open(&gpu, me);
+    collective(me, &gpu, (struct nb_op){.kind = NB_OP_ALLREDUCE, .dtype = NB_F32}, CHUNK, 1);
+    static const enum fake_kind copies[] = {FAKE_TO_HOST, FAKE_TO_DEVICE};
+    test_barrier(me, "copied");
+    for (int i = 0; i < 2 && me->rank == 0; i++) {
+        int priority = fake->priority(engine_stream(&gpu, copies[i]));
+        CHECK(priority == FAKE_PRIORITY_GREATEST, "a stream of copies has priority %d", priority);
+    }
+    gpu_close(&gpu);
+}
+
+static void test_priority(const char *network) {
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(run_job(&template, 1, 0, copies_in_streams_of_priority) == 0, "open the job");
+}
+
 // ---- polling
 
 static _Atomic int late_works;
@@ -459,6 +478,7 @@ int main(int argc, char **argv) {
     test_seeds(network, seeds != NULL ? atoi(seeds) : SEEDS);
     test_each_rule_is_necessary(network);
     test_late_fence_blocks_no_other_operation(network);
+    test_priority(network);
     test_a_pass_makes_one_query_for_a_stream(network);
     test_streams(network);
     test_mismatch(network);

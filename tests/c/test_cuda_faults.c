@@ -48,7 +48,8 @@ static const struct failing_call failing_calls[] = {
     {"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync of 4096 bytes on device 1", false, false},
     {"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync of 4096 bytes on device 1", false, false},
     {"cuStreamWaitEvent", "cuStreamWaitEvent on device 1", false, false},
-    {"cuStreamCreate", "cuStreamCreate on device 1", true, false},
+    {"cuCtxGetStreamPriorityRange", "cuCtxGetStreamPriorityRange on device 1", true, false},
+    {"cuStreamCreateWithPriority", "cuStreamCreateWithPriority on device 1", true, false},
 };
 
 // A call fails on rank 1, the only rank with device 1. Rank 0 may have finished before.

@@ -15,7 +15,7 @@
 #include "check.h"
 #include "cuda/driver.h"
 
-enum { FAKE_DEVICES = 2, FAKE_VERSION = 12040 };
+enum { FAKE_DEVICES = 2, FAKE_VERSION = 12040, FAKE_PRIORITY_GREATEST = -5 };
 
 // What the fake driver accepts as an image of the kernels: it begins as nvcc's do.
 __attribute__((unused)) static const unsigned char fake_image[] = {0x50, 0xed, 0x55, 0xba};
@@ -59,6 +59,7 @@ struct fake_controls {
     int (*operations)(void);
     // Number of operations that are enqueued in the stream and not executed.
     int (*pending)(const struct CUstream_st *stream);
+    int (*priority)(const struct CUstream_st *stream);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
     // The stream reports that it is captured into a graph, in the global mode. A thread whose capture mode is not relaxed

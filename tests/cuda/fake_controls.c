@@ -129,6 +129,10 @@ static int control_pending(const struct CUstream_st *stream) {
     return pending;
 }
 
+static int control_priority(const struct CUstream_st *stream) {
+    return stream->priority;
+}
+
 static void control_hold(struct CUstream_st *stream, bool held) {
     (void)pthread_mutex_lock(&fake.lock);
     stream->held = held;
@@ -239,6 +243,7 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .polls = fake_polls,
         .operations = control_operations,
         .pending = control_pending,
+        .priority = control_priority,
         .hold = control_hold,
         .capture = control_capture,
         .drop_wait = control_drop_wait,

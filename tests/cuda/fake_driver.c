@@ -514,8 +514,15 @@ unsigned cuCtxPopCurrent_v2(struct CUctx_st **context) {
     return NB_CUDA_SUCCESS;
 }
 
-unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
+unsigned cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     ENTER(enter);
+    *least = 0;
+    *greatest = FAKE_PRIORITY_GREATEST;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+// After ENTER.
+static unsigned create_stream(struct CUstream_st **stream, unsigned flags, int priority) {
     if ((flags & ~(unsigned)NB_CUDA_STREAM_NON_BLOCKING) != 0) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
@@ -525,6 +532,7 @@ unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
     }
     made->context = current_context();
     made->last = &made->first;
+    made->priority = priority;
     made->random = draw(&fake.seed);
     made->next = fake.streams;
     if (pthread_create(&made->thread, NULL, stream_main, made) != 0) {
@@ -534,6 +542,16 @@ unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
     fake.streams = made;
     *stream = made;
     return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
+    ENTER(enter);
+    return create_stream(stream, flags, 0);
+}
+
+unsigned cuStreamCreateWithPriority(struct CUstream_st **stream, unsigned flags, int priority) {
+    ENTER(enter);
+    return create_stream(stream, flags, priority);
 }
 
 unsigned cuStreamDestroy_v2(struct CUstream_st *stream) {

@@ -54,6 +54,7 @@ struct CUstream_st {
     uint64_t submitted;
     uint64_t executed;
     uint64_t random;
+    int priority; // has no effect
     bool held;
     bool captured;
     bool destroyed;

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TABLE_MAJOR = 1, DEVICE_CPU = 1 };
+enum { TABLE_MAJOR = 1, DEVICE_CPU = 1, DEVICE_PINNED = 3 };
 
 // DLTensor
 struct core_tensor {
@@ -66,6 +66,15 @@ void core_tensor_table_close(struct core_tensor_table *table) {
     Py_XDECREF((PyObject *)type);
 }
 
+static bool is_host(int32_t type) {
+    return type == DEVICE_CPU || type == DEVICE_PINNED;
+}
+
+static struct core_device device_of(int32_t type, int32_t number,
+                                    int (*stream)(int32_t type, int32_t number, void **out)) {
+    return (struct core_device){is_host(type) ? 0 : type, is_host(type) ? 0 : number, stream};
+}
+
 static bool is_contiguous(const struct core_tensor *tensor, size_t *count) {
     int64_t next = 1;
     bool contiguous = true;
@@ -89,10 +98,9 @@ bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, s
     }
     size_t count;
     out->contiguous = is_contiguous(&tensor, &count) && tensor.lanes == 1;
-    out->plain = out->contiguous && tensor.device == DEVICE_CPU;
+    out->plain = out->contiguous && is_host(tensor.device);
     out->base = out->contiguous ? (char *)tensor.data + tensor.byte_offset : NULL;
-    out->device =
-        (struct core_device){tensor.device == DEVICE_CPU ? 0 : tensor.device, tensor.device_id, table->stream};
+    out->device = device_of(tensor.device, tensor.device_id, table->stream);
     out->bytes = count * (tensor.bits / 8U);
     out->element = tensor.lanes == 1 ? (uint16_t)(tensor.code << 8 | tensor.bits) : 0;
     return true;
@@ -124,9 +132,9 @@ static int find_slowly(PyObject *tensor, struct core_tensor_place *out) {
     Py_DECREF(device);
     *out = (struct core_tensor_place){.base = (void *)base,
                                       .bytes = count * element,
-                                      .plain = contiguous != 0 && type == DEVICE_CPU,
+                                      .plain = contiguous != 0 && is_host(type),
                                       .contiguous = contiguous != 0,
-                                      .device = {type == DEVICE_CPU ? 0 : type, number, stream_slowly}};
+                                      .device = device_of(type, number, stream_slowly)};
     return 0;
 }
 

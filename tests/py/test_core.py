@@ -317,6 +317,38 @@ def test_two_ranks_add_over_pieces(pair: list[_core.Comm]) -> None:
     assert on_ranks(pair, add) == [[3.0, 5.0]] * 2
 
 
+class Pinned:
+    """A tensor in pinned memory of the host, in a torch without DLPack's table."""
+
+    def __init__(self, line: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        self._line = line
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 3, 0
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return self._line.ctypes.data
+
+    def numel(self) -> int:
+        return self._line.size
+
+    def element_size(self) -> int:
+        return self._line.itemsize
+
+
+def test_pinned_memory_travels_as_memory_of_the_host(pair: list[_core.Comm]) -> None:
+    def add(comm: _core.Comm) -> list[float]:
+        lines = [np.full(3, comm.rank + 1, np.float32), np.full(2, comm.rank + 2, np.float32)]
+        memory: Any = [Pinned(lines[0]), lines[1]]
+        comm.submit("pinned", _core.ALLREDUCE, memory, _core.FLOAT32).wait()
+        return [*set(lines[0].tolist()), *set(lines[1].tolist())]
+
+    assert on_ranks(pair, add) == [[3.0, 5.0]] * 2
+
+
 def test_blobs_are_exchanged_by_rank(pair: list[_core.Comm]) -> None:
     for _ in range(3):
         assert on_ranks(pair, lambda comm: comm.exchange(b"rank%d" % comm.rank)) == [[b"rank0", b"rank1"]] * 2

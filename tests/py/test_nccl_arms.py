@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -18,6 +19,7 @@ from netbottleneck import config
 from netbottleneck.report import Run
 from netbottleneck.runtime import nccl
 from netbottleneck.trace.transports import OVER_NCCL, STOCK, Arm
+from test_nccl_profiler import compiled
 
 SCRIPT = Path(__file__).parent / "scripts" / "nccl_arms.py"
 STEPS, BLOCK = 24, 3
@@ -203,6 +205,7 @@ def test_a_transport_over_nccl_is_refused_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, transport: str, version: tuple[int, ...] | None, environ: dict[str, str], why: str
 ) -> None:
     monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", version))
+    monkeypatch.setattr(nccl, "_nccl_here", lambda built: built)
     monkeypatch.setattr(nccl, "_arranged", None)
     monkeypatch.setattr(nccl, "not_sockets", lambda _: "")
     for name in ("NCCL_NET", "NCCL_NET_PLUGIN", nccl.MARK, "NCCL_NET_PLUGIN_REF_COUNT"):
@@ -215,6 +218,44 @@ def test_a_transport_over_nccl_is_refused_with_its_reason(
 
 def test_arms_that_were_named_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", (2, 29, 7)))
+    monkeypatch.setattr(nccl, "_nccl_here", lambda built: built)
     monkeypatch.setattr(nccl, "_arranged", None)
     why = nccl.refusal(["nccl+tcp"], config.settings({}, {}))
     assert why == "nccl+tcp: it was not asked for when netbottleneck was imported: set it before that"
+
+
+ASKED = """
+import ctypes, sys
+from netbottleneck.config import settings
+from netbottleneck.runtime import nccl
+from netbottleneck.trace.transports import Arm
+libraries, built = sys.argv[1:-1], tuple(map(int, sys.argv[-1].split(".")))
+nccl._nccl_of_torch = lambda: ("2.13.0", built)
+nccl.not_sockets = lambda _: ""
+nccl.arrange([Arm("nccl+tcp"), Arm("nccl+ofi")])
+for library in libraries:
+    ctypes.CDLL(library)
+print(nccl.refusal(["nccl+tcp", "nccl+ofi"], settings({}, {})))
+"""
+ONE = "one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "built", "why"),
+    [
+        (None, "2.29.7", ""),
+        (None, "2.22.3", f"NCCL 2.22.3 has {ONE}"),
+        ("22203", "2.29.7", f"NCCL 2.22.3 has {ONE}"),
+        ("2803", "2.29.7", "NCCL 2.8.3 is too old: 2.18 or later is needed"),
+        ("22907", "2.22.3", f"torch 2.13.0 was built with NCCL 2.22.3, so it has {ONE}"),
+        ("22907", "2.28.9", ""),
+    ],
+)
+def test_the_version_is_that_of_the_loaded_library(tmp_path: Path, loaded: str | None, built: str, why: str) -> None:
+    soname = f"-Wl,-soname,{nccl.LIBRARY}"
+    make = ("-shared", "-fPIC", soname, f"-DVERSION={loaded}")
+    libraries = [str(compiled("version.c", tmp_path / "any.so", *make))] if loaded is not None else []
+    command = [sys.executable, "-c", ASKED, *libraries, built]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "NETBOTTLENECK_"))}
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
+    assert (done.returncode, done.stdout) == (0, f"nccl+tcp: {why}\n" if why else "\n"), done.stderr

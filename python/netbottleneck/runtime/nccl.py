@@ -25,6 +25,7 @@ __all__ = ["OverNccl", "arrange", "backend_of", "open_arm", "refusal", "stock_re
 
 NAME = "NetBottleneck"  # of our network in NCCL
 PLUGIN = Path(__file__).parents[1] / "libnccl-net-netbottleneck.so"
+LIBRARY = "libnccl.so.2"
 LEAST = (2, 18)
 BOTH = (2, 28)  # the first that tells a plugin the traffic class of a communicator
 # csrc/nccl/net.h: kinds of nets. A traffic class names the transport of one communicator.
@@ -182,22 +183,28 @@ def _conflict(network: str, plugin: str) -> str:
 
 def refusal(transports: Sequence[str], settings: Settings) -> str:
     """Return the reason not to use these transports over NCCL in this process, with the remedy; "": there is none."""
-    version, nccl = _nccl_of_torch()
-    number = ".".join(map(str, nccl or ()))
+    version, built = _nccl_of_torch()
+    nccl = built and _nccl_here(built)
+    number = _dotted(nccl or ())
     arranged = _arranged or _Arranged(why="it was not asked for when netbottleneck was imported: set it before that")
     conflict = _conflict(arranged.network, arranged.plugin)
-    if nccl is None:
+    if built is None or nccl is None:
         why = f"torch {version} has no NCCL: use tcp or ofi"
     elif _is_rocm():
         why = f"torch {version} has RCCL, whose plugins are others: use tcp or ofi"
     elif nccl < LEAST:
-        why = f"NCCL {number} is too old: {'.'.join(map(str, LEAST))} or later is needed"
+        why = f"NCCL {number} is too old: {_dotted(LEAST)} or later is needed"
     elif conflict:
         why = conflict if conflict.startswith("NCCL_NET_PLUGIN") else f"NCCL {number} {conflict}"
     elif arranged.why:
         why = arranged.why
     elif nccl < BOTH and [*transports] != [arranged.first]:
         why = f"NCCL {number} has one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
+    elif built < BOTH and [*transports] != [arranged.first]:
+        why = (
+            f"torch {version} was built with NCCL {_dotted(built)}, so it has one of our networks in a process, the "
+            "first of NETBOTTLENECK_TRANSPORT: name one"
+        )
     else:
         return next((f"{name}: {why}" for name in transports if (why := native_refusal(lanes_of(name), settings))), "")
     return f"{transports[0]}: {why}"
@@ -208,13 +215,31 @@ def lanes_of(transport: str) -> str:
     return transport.removeprefix("nccl+")
 
 
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
 def _nccl_of_torch() -> tuple[str, tuple[int, ...] | None]:
-    """Return torch's version, and that of its NCCL; None: it has none."""
+    """Return torch's version, and that of the NCCL that it was built with; None: it has none.
+
+    torch has names for the options of that NCCL.
+    """
     import torch
     import torch.distributed as dist
 
     has = dist.is_available() and dist.is_nccl_available()
     return torch.__version__, tuple(torch.cuda.nccl.version()[:3]) if has else None
+
+
+def _nccl_here(built: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the version of the NCCL that this process has loaded. built: the version where none is found."""
+    for name, mode in ((LIBRARY, os.RTLD_NOLOAD), (None, ctypes.DEFAULT_MODE)):  # or linked into another library
+        with contextlib.suppress(OSError, AttributeError):
+            found = ctypes.c_int()
+            if ctypes.CDLL(name, mode=mode).ncclGetVersion(ctypes.byref(found)) == 0:
+                major, rest = divmod(found.value, 10_000 if found.value >= 10_000 else 1_000)
+                return major, rest // 100, rest % 100
+    return built
 
 
 def _is_rocm() -> bool:
@@ -322,10 +347,11 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> Callable[[
 
     assert _arranged is not None
     mine = backend_of(own, device)
-    _, nccl = _nccl_of_torch()
-    assert nccl is not None
-    number = ".".join(map(str, nccl))
-    kind = KINDS[name] if nccl >= BOTH else PLAIN
+    _, built = _nccl_of_torch()
+    assert built is not None
+    nccl = _nccl_here(built)
+    number = _dotted(nccl)
+    kind = KINDS[name] if min(nccl, built) >= BOTH else PLAIN
     _try_out(_arranged.library, name, kind)
     counters = _arranged.counters(kind)
     _opened.append(name)

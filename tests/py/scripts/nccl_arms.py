@@ -213,6 +213,9 @@ def main() -> None:
     import netbottleneck  # noqa: F401 - measures DDP models, by the environment
     from netbottleneck.hooks import ddp as hooks
 
+    arms: Any = sys.modules["netbottleneck.runtime.nccl"]
+    arms._nccl_here = lambda built: built  # torch may have loaded an NCCL of its own
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(37, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)

@@ -169,13 +169,12 @@ int nb_cuda_clock_mark(struct nb_cuda_clock *clock, struct CUstream_st *stream, 
     if (rc < 0) {
         return rc;
     }
-    unsigned status = 0;
-    unsigned result = clock->device->driver->stream_is_capturing(stream, &status);
+    rc = nb_cuda_is_captured(clock->device, stream, err);
     struct queued queued = {.mark = *mark, .recorded_ns = nb_now_ns(), .in_order = in_order};
-    if (result == NB_CUDA_CAPTURE_IMPLICIT || (result == NB_CUDA_SUCCESS && status != 0)) {
+    if (rc > 0) {
         clock->lost++;
-    } else if ((rc = nb_cuda_check(clock->device, result, "cuStreamIsCapturing", 0, err)) == 0 &&
-               (rc = take_event(clock, &queued.event, err)) == 0) {
+        rc = 0;
+    } else if (rc == 0 && (rc = take_event(clock, &queued.event, err)) == 0) {
         if ((rc = record(clock, queued.event, stream, err)) == 0) {
             clock->queue[(clock->first + clock->count++) % MARKS_MAX] = queued;
         } else {

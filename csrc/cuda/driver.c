@@ -183,6 +183,15 @@ void nb_cuda_leave_relaxed(const struct nb_cuda_device *device, unsigned mode) {
     nb_cuda_leave(device);
 }
 
+int nb_cuda_is_captured(const struct nb_cuda_device *device, struct CUstream_st *stream, struct nb_error *err) {
+    unsigned status = 0;
+    unsigned result = device->driver->stream_is_capturing(stream, &status);
+    if (status != 0 || result == NB_CUDA_CAPTURE_IMPLICIT) {
+        return 1;
+    }
+    return nb_cuda_check(device, result, "cuStreamIsCapturing", 0, err);
+}
+
 int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err) {
     int rc = nb_cuda_check(device, device->driver->event_query(event), "cuEventQuery", 0, err);
     return rc == -EAGAIN ? 0 : rc < 0 ? rc : 1;

@@ -468,12 +468,21 @@ int nb_staging_take(struct nb_staging *staging, struct nb_staging_transfer *tran
     return 1;
 }
 
+static int caller_waits(struct nb_staging *staging, struct CUstream_st *caller, const struct slot *slot) {
+    int rc = nb_cuda_is_captured(staging->device, caller, &staging->failure);
+    if (rc > 0) { // a wait for work outside of the graph would end the capture
+        return nb_fail(&staging->failure, -EBUSY, "CUDA: a stream that waits for a copy is captured");
+    }
+    return rc < 0 ? rc
+                  : check(staging, staging->device->driver->stream_wait_event(caller, slot->copied, 0),
+                          "cuStreamWaitEvent", 0);
+}
+
 // Makes the callers' streams wait for a slot's last copy.
 static int callers_wait(struct nb_staging *staging, const struct nb_staging_request *request, const struct slot *slot) {
     int rc = 0;
     for (int i = 0; rc == 0 && i < request->caller_count; i++) {
-        unsigned result = staging->device->driver->stream_wait_event(request->callers[i], slot->copied, 0);
-        rc = check(staging, result, "cuStreamWaitEvent", 0);
+        rc = caller_waits(staging, request->callers[i], slot);
     }
     return rc;
 }

@@ -120,7 +120,8 @@ int nb_staging_poll(struct nb_staging *staging, struct nb_error *err);
 int nb_staging_take(struct nb_staging *staging, struct nb_staging_transfer *transfer, struct nb_staging_chunk *chunk,
                     struct nb_error *err);
 
-// Takes a chunk back with its result. Chunks may be returned in any order. Errors: -EINVAL if it was not handed out.
+// Takes a chunk back with its result. Chunks may be returned in any order. Errors: -EINVAL if it was not handed out,
+// -EBUSY if a caller's stream is captured by now, so that it cannot wait.
 int nb_staging_return(struct nb_staging *staging, struct nb_staging_transfer *transfer, int index,
                       struct nb_error *err);
 

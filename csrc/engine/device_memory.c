@@ -121,21 +121,13 @@ static int staging_open(struct nb_job *job, struct nb_device *device, struct nb_
     return nb_job_map_arena(job, nb_staging_memory(device->staging), err);
 }
 
-// 1: a stream is captured into a graph, so its work runs later, perhaps often, or never; 0: none is.
+// 1: a stream of the operation is captured.
 static int is_captured(const struct nb_device *device, const struct nb_op *op, struct nb_error *err) {
-    const struct nb_cuda_driver *driver = device->cuda.driver;
-    for (int i = 0; i < op->stream_count; i++) {
-        unsigned status = 0;
-        unsigned result = driver->stream_is_capturing(op->streams[i], &status);
-        if (status != 0 || result == NB_CUDA_CAPTURE_IMPLICIT) {
-            return 1;
-        }
-        int rc = nb_cuda_check(&device->cuda, result, "cuStreamIsCapturing", 0, err);
-        if (rc < 0) {
-            return rc;
-        }
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < op->stream_count; i++) {
+        rc = nb_cuda_is_captured(&device->cuda, op->streams[i], err);
     }
-    return 0;
+    return rc;
 }
 
 // The same, before the device is open.

@@ -60,6 +60,13 @@ static void window_over(struct nb_work *window) {
     add_window(work, window);
     nb_work_discard(window);
     int rc = op->device != NULL ? nb_staging_return(op->device->staging, &op->transfer, chunk, &err) : 0;
+    if (rc == -EBUSY) {
+        err = (struct nb_error){0};
+        nb_fail(&err, rc,
+                "gradient %s was under way when its stream began to be captured into a CUDA graph: wait for it before "
+                "the capture",
+                work->desc.name);
+    }
     if (rc < 0) {
         nb_device_fail(job, &err);
     } else if (++op->over == op->cut.chunks) {

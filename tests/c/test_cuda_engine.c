@@ -449,6 +449,7 @@ static void first_operation_beside_a_capture(struct test_rank *me) {
     test_barrier(me, "released");
     flight_end(me, &gpu, &flight);
     CHECK(!nb_job_notice(me->job, notice, sizeof notice), "%s", notice);
+    CHECK(fake->refusals() == 0, "a call has ended the capture");
     test_barrier(me, "done");
     CHECK(fake->pageable_copies() == 0, "%d copies block", fake->pageable_copies());
     check_success(gpu.driver.stream_destroy(captured), "cuStreamDestroy");

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -142,6 +143,51 @@ static void test_broken_device(const char *network) {
     fake->reset(1, 0);
     template.run = device_fails;
     CHECK(test_job(&template) == 0, "open the job");
+}
+
+static _Atomic bool captures; // rank 0: which forbids rank 1 to free memory
+
+// The stream of an operation on rank 0 is captured while the operation is under way.
+static void stream_captured_under_way(struct test_rank *me) {
+    struct gpu gpu;
+    struct flight flight;
+    struct nb_error err = {0};
+    struct nb_op op = sum_of_floats;
+    op.name = "weight";
+    gpu_open(&gpu, me);
+    collective(me, &gpu, sum_of_floats, COUNT, 1);
+    flight_prepare(me, &gpu, &flight, op, COUNT, 1);
+    check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    atomic_store(&captures, true);
+    test_barrier(me, "prepared");
+    struct CUstream_st *out = me->rank == 0 ? engine_stream(&gpu, FAKE_TO_HOST) : NULL;
+    if (me->rank == 0) {
+        fake->hold(out, true);
+    }
+    flight.work = test_submit(me, flight.op);
+    if (me->rank == 0) {
+        fake->capture(gpu.stream, true);
+        fake->hold(out, false);
+    }
+    int rc = test_finish(flight.work, &err);
+    if (me->rank == 0) {
+        fake->capture(gpu.stream, false);
+        atomic_store(&captures, false);
+    }
+    CHECK((rc == 0 && me->rank == 1) ||
+              (rc == -EBUSY && err.peer == 0 &&
+               strcmp(err.text, "rank 0: gradient weight was under way when its stream began to be captured into a "
+                                "CUDA graph: wait for it before the capture") == 0),
+          "rank %d: %d %s", me->rank, rc, err.text);
+    CHECK(fake->refusals() == 0, "a call has ended the capture");
+    err = (struct nb_error){0};
+    rc = test_try(me, flight.op, &err);
+    CHECK(rc == -EBUSY, "rank %d goes on: %d %s", me->rank, rc, err.text);
+    while (atomic_load(&captures)) {
+        (void)sched_yield();
+    }
+    buffer_close(&gpu, &flight.buffer);
+    gpu_close(&gpu);
 }
 
 // ---- a killed rank
@@ -406,6 +452,7 @@ int main(int argc, char **argv) {
     }
     run_seeds(network, 1, CHUNKS, failing_call_of_one_rank);
     test_broken_device(network);
+    run_seeds(network, 2, CHUNKS, stream_captured_under_way);
     run_seeds(network, 2, CHUNKS, memory_not_pinned);
     run_seeds(network, 3, CHUNKS, ranks_join);
     run_seeds(network, 3, CHUNKS, operations_refused_after_join);

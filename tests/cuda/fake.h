@@ -63,7 +63,7 @@ struct fake_controls {
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
     // The stream reports that it is captured into a graph, in the global mode. A thread whose capture mode is not relaxed
-    // then cannot query events, allocate or register memory, or load a module.
+    // then cannot query events, allocate or register memory, or load a module. The stream cannot wait for an event.
     void (*capture)(struct CUstream_st *stream, bool captured);
     // Speed of the devices' clock relative to the host's, from the next event on: parts per million faster.
     void (*set_clock)(int64_t ppm);
@@ -74,6 +74,8 @@ struct fake_controls {
     // Read and write device memory at once, regardless of streams.
     void (*peek)(void *to, nb_cuda_address from, size_t bytes);
     void (*poke)(nb_cuda_address to, const void *from, size_t bytes);
+    // Number of calls that were refused because of a capture, which such a call ends.
+    int (*refusals)(void);
     // Number of copies from or to host memory that is not registered.
     int (*pageable_copies)(void);
     // Copies log entries from the n-th on, at most max. Returns the number of entries from the n-th on.

@@ -62,7 +62,7 @@ static void control_reset(uint64_t seed, int64_t delay_max_ns) {
     fake.log = NULL;
     fake.logged = fake.log_room = 0;
     fake.reported_done = NULL;
-    fake.capturing = 0;
+    fake.capturing = fake.refusals = 0;
     fake.clock_ppm = 0;
     fake.fail_symbol = NULL;
     memset(fake.contexts, 0, sizeof fake.contexts);
@@ -187,6 +187,13 @@ static void control_poke(nb_cuda_address to, const void *from, size_t bytes) {
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
+static int control_refusals(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int count = fake.refusals;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return count;
+}
+
 static int control_pageable_copies(void) {
     (void)pthread_mutex_lock(&fake.lock);
     int count = fake.pageable_copies;
@@ -251,6 +258,7 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .report_done = control_report_done,
         .peek = control_peek,
         .poke = control_poke,
+        .refusals = control_refusals,
         .pageable_copies = control_pageable_copies,
         .log = control_log,
         .live_objects = control_live_objects,

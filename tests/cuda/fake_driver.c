@@ -30,6 +30,7 @@ NB_CUDA_CALLS(DECLARED)
 
 enum {
     NOT_INITIALIZED = 3,
+    CAPTURE_ISOLATION = 905,
     CONTEXTS_MAX = 16,
     OPENED_MAX = 8192,
     GARBAGE = 0xee,
@@ -370,9 +371,14 @@ static bool is_forbidden(void) {
     return fake.capturing > 0 && current.capture_mode != NB_CUDA_CAPTURE_RELAXED;
 }
 
+static unsigned refuse(unsigned result) {
+    fake.refusals++;
+    return leave(result);
+}
+
 static unsigned enter_unsafe(const char *symbol) {
     unsigned result = enter(symbol);
-    return result == NB_CUDA_SUCCESS && is_forbidden() ? leave(NB_CUDA_CAPTURE_UNSUPPORTED) : result;
+    return result == NB_CUDA_SUCCESS && is_forbidden() ? refuse(NB_CUDA_CAPTURE_UNSUPPORTED) : result;
 }
 
 // Calls that polling repeats have their own count, so that the numbers of all other calls are the same in each run.
@@ -569,6 +575,9 @@ unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event,
     if (!stream_is_valid(stream) || !event_is_valid(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
+    if (stream->captured) {
+        return refuse(CAPTURE_ISOLATION);
+    }
     bool drop = fake.drop_in > 0 && --fake.drop_in == 0;
     if (flags == 0 && event->recorded > 0 && !drop) {
         submit(stream, &(struct operation){.kind = FAKE_WAIT, .event = event, .ticket = event->recorded});
@@ -633,7 +642,7 @@ unsigned cuEventQuery(struct CUevent_st *event) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     if (is_forbidden()) {
-        return leave(NB_CUDA_CAPTURE_UNSUPPORTED);
+        return refuse(NB_CUDA_CAPTURE_UNSUPPORTED);
     }
     bool done =
         event->completed >= event->recorded || (fake.reported_done != NULL && event->stream == fake.reported_done);

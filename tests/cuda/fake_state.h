@@ -106,6 +106,7 @@ struct fake_state {
     int64_t delay_max_ns;
     int64_t clock_ppm; // how much faster the clock of the devices is than the host's
     int capturing;     // streams that are captured
+    int refusals;
     int version;
     int calls;
     int poll_calls;

@@ -50,7 +50,7 @@ WRAPPED = {
     "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
-    "test_join": ("nb_work_make",),
+    "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
     "test_start_order": (
         "nb_negotiation_flush",
         "nb_coordinator_collect",

@@ -227,11 +227,11 @@ void nb_coordinator_mask(struct nb_job *job, int rank, const uint64_t *words, si
 
 void nb_coordinator_collect(struct nb_job *job) {
     struct nb_submitted submitted = nb_negotiation_submitted(job);
+    if (submitted.mask_words > 0) { // in the order of nb_negotiation_flush()
+        nb_coordinator_mask(job, 0, submitted.mask, submitted.mask_words);
+    }
     for (size_t i = 0; i < submitted.fresh_count; i++) {
         nb_coordinator_submit(job, 0, &submitted.fresh[i]);
-    }
-    if (submitted.mask_words > 0) {
-        nb_coordinator_mask(job, 0, submitted.mask, submitted.mask_words);
     }
     nb_negotiation_clear(job);
 }
@@ -359,12 +359,20 @@ static void go(struct nb_job *job, struct entry *entry) {
     }
 }
 
+// True if `one` starts before `other`, which was complete first. The end of a join is last: joined ranks contribute
+// zeros only until then.
+static bool overtakes(const struct op_descriptor *one, const struct op_descriptor *other) {
+    bool one_joins = one->kind == NB_OP_JOIN;
+    bool other_joins = other->kind == NB_OP_JOIN;
+    return one_joins != other_joins ? other_joins : one->priority > other->priority;
+}
+
 // Returns the entry to start next: the highest priority, then the first to be complete.
 static struct entry *full_best(struct coordinator *a) {
     struct entry *best = NULL;
     NB_LIST_EACH(it, &a->full) {
         struct entry *entry = NB_CONTAINER(it, struct entry, link);
-        if (best == NULL || entry->desc.priority > best->desc.priority) {
+        if (best == NULL || overtakes(&entry->desc, &best->desc)) {
             best = entry;
         }
     }

@@ -36,7 +36,7 @@ struct nb_devices {       // of a job
     struct nb_device *_Atomic opened;
     // Fields of the progress owner.
     bool announced;         // rank 0: the ranks know that operations on device memory follow
-    struct nb_list unready; // works with fences that are not reached
+    struct nb_list unready; // works with fences that are not reached, and joins behind them
     struct nb_list order;   // works that are agreed and have not started, or have windows that have not
 };
 
@@ -74,7 +74,8 @@ int nb_device_start_next(struct nb_job *job);
 
 // Of device_progress.c.
 
-// Submits a work to rank 0 once its memory holds its values: a work on a device in a later nb_device_progress().
+// Submits a work to rank 0 once its memory holds its values, which a later nb_device_progress() sees; a join once the
+// works before it are submitted.
 void nb_device_submit(struct nb_job *job, struct nb_work *work);
 // Looks at fences and copies, and starts windows and works. Returns how much has moved.
 int nb_device_progress(struct nb_job *job);

@@ -369,7 +369,7 @@ int nb_device_look(const struct nb_device *device, struct nb_list *works, struct
     }
     NB_LIST_EACH(it, works) {
         struct nb_device_op *op = NB_CONTAINER(it, struct nb_work, order)->device;
-        if (rc == 0 && op->device == device) {
+        if (rc == 0 && op != NULL && op->device == device) {
             rc = fences_look(op, &behind, err);
         }
     }

@@ -11,6 +11,7 @@
 #include "engine/context.h"
 #include "engine/device.h"
 #include "engine/device_memory.h"
+#include "engine/engine.h"
 #include "engine/negotiation.h"
 #include "engine/operation.h"
 #include "engine/watchdog.h"
@@ -18,7 +19,8 @@
 enum { PAUSE_NS = 20 * 1000 }; // between two looks at fences and copies
 
 void nb_device_submit(struct nb_job *job, struct nb_work *work) {
-    if (work->device == NULL) {
+    bool follows = work->desc.kind == NB_OP_JOIN && !nb_list_empty(&job->devices.unready);
+    if (work->device == NULL && !follows) {
         nb_negotiation_submit(job, work);
     } else {
         nb_list_insert(&job->ops.waiting, &work->link);
@@ -41,14 +43,21 @@ static int look(struct nb_job *job, struct nb_device *device) {
     return rc < 0 ? 0 : moved;
 }
 
+// A join waits for the works before it, because a rank that has joined submits nothing.
+static bool may_submit(const struct nb_job *job, const struct nb_work *work) {
+    return work->device != NULL ? !nb_device_is_unready(work) : job->devices.unready.next == &work->order;
+}
+
 static bool submit_ready(struct nb_job *job) {
     bool submitted = false;
     NB_LIST_EACH_SAFE(it, nx, &job->devices.unready) {
         struct nb_work *work = NB_CONTAINER(it, struct nb_work, order);
-        if (!job->failed && !nb_device_is_unready(work)) {
+        if (!job->failed && may_submit(job, work)) {
             nb_list_remove(&work->order);
             nb_list_remove(&work->link);
-            nb_work_record_submit(work, nb_now_ns());
+            if (work->device != NULL) {
+                nb_work_record_submit(work, nb_now_ns());
+            }
             nb_negotiation_submit(job, work);
             submitted = true;
         }

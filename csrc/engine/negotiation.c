@@ -68,7 +68,7 @@ void nb_negotiation_submit(struct nb_job *job, struct nb_work *work) {
     nb_list_insert(&job->ops.waiting, &work->link);
     struct nb_hash_node *node = nb_hash_get(&m->by_key, work->desc.key);
     struct cached *cached = node != NULL ? NB_CONTAINER(node, struct cached, by_key) : NULL;
-    if (cached != NULL && nb_desc_equal(&cached->desc, &work->desc)) {
+    if (cached != NULL && work->desc.kind != NB_OP_JOIN && nb_desc_equal(&cached->desc, &work->desc)) {
         if (work->algorithm->announce != NULL && job->rank > 0 && work->algorithm->announce(work, cached->id)) {
             return;
         }
@@ -106,13 +106,13 @@ void nb_negotiation_clear(struct nb_job *job) {
 
 void nb_negotiation_flush(struct nb_job *job) {
     const struct negotiation *m = job->negotiation;
+    if (m->mask_words > 0) { // first, so that a join, which is never in it, does not overtake it
+        nb_control_queue(&job->controls[0], CTL_MASK, m->mask, m->mask_words * sizeof m->mask[0]);
+    }
     for (size_t at = 0; at < m->fresh_count; at += SUBMITS_MAX) {
         size_t left = m->fresh_count - at;
         size_t count = left < SUBMITS_MAX ? left : SUBMITS_MAX;
         nb_control_queue(&job->controls[0], CTL_SUBMIT, m->fresh + at, count * sizeof *m->fresh);
-    }
-    if (m->mask_words > 0) {
-        nb_control_queue(&job->controls[0], CTL_MASK, m->mask, m->mask_words * sizeof m->mask[0]);
     }
     if (job->controls[0].out_bytes > 0) {
         nb_control_flush(&job->controls[0]);

@@ -24,7 +24,7 @@ void nb_negotiation_submit(struct nb_job *job, struct nb_work *work);
 // Returns what was submitted since the last nb_negotiation_clear().
 struct nb_submitted nb_negotiation_submitted(const struct nb_job *job);
 void nb_negotiation_clear(struct nb_job *job);
-// Ranks other than 0: sends the submissions to rank 0.
+// Ranks other than 0: sends the submissions to rank 0, the mask first.
 void nb_negotiation_flush(struct nb_job *job);
 void nb_negotiation_go(struct nb_job *job, const struct wire_go *go);
 // Returns the operation that rank 0 starts now, or NULL: the job has failed.

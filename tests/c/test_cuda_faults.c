@@ -17,11 +17,13 @@
 #include <unistd.h>
 
 #include "../cuda/fake.h"
+#include "base/clock.h"
 #include "base/dtype.h"
 #include "base/error.h"
 #include "bootstrap/bootstrap.h"
 #include "check.h"
 #include "cuda/driver.h"
+#include "engine/context.h"
 #include "engine/engine.h"
 #include "gpu.h"
 #include "job.h"
@@ -324,6 +326,13 @@ static void memory_not_pinned(struct test_rank *me) {
 
 // ---- joined ranks
 
+static struct nb_work *join_submit(struct test_rank *me, int32_t *last) {
+    struct nb_segment all = {.base = last, .bytes = sizeof *last};
+    struct nb_op join = test_op("join", NB_OP_JOIN, &all);
+    join.dtype = NB_I32;
+    return test_submit(me, join);
+}
+
 // Rank r runs 2 * (r + 1) all-reduces and then joins.
 static void ranks_join(struct test_rank *me) {
     struct gpu gpu;
@@ -351,11 +360,64 @@ static void ranks_join(struct test_rank *me) {
             buffer_close(&gpu, &flight.buffer);
         }
         int32_t last = -1;
-        struct nb_segment all = {.base = &last, .bytes = sizeof last};
-        struct nb_op join = test_op("join", NB_OP_JOIN, &all);
-        join.dtype = NB_I32;
-        test_do(me, join);
+        test_done(me, join_submit(me, &last));
         CHECK(last == me->size - 1, "rank %d joined last", last);
+    }
+    gpu_close(&gpu);
+}
+
+// Waits until the progress owner has taken everything that this rank has submitted.
+static void await_taken(const struct test_rank *me) {
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    while (atomic_load(&me->job->inbox.filled)) {
+        CHECK(nb_now_ns() < until, "rank %d: no progress", me->rank);
+        sched_yield();
+    }
+}
+
+// Submits an all-reduce whose fence is not reached, and joins. The others contribute zeros.
+static void sum_and_join(struct test_rank *me, struct gpu *gpu) {
+    struct flight flight;
+    int32_t last = -1;
+    struct nb_op op = sum_of_floats;
+    op.name = "own";
+    fake->hold(gpu->stream, true);
+    flight_prepare(me, gpu, &flight, op, COUNT, PIECES);
+    flight.work = test_submit(me, flight.op);
+    struct nb_work *joins = join_submit(me, &last);
+    await_taken(me);
+    fake->hold(gpu->stream, false);
+    test_done(me, flight.work);
+    test_done(me, joins);
+    buffer_copy(gpu, &flight.buffer, true);
+    check_success(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
+    for (size_t i = 0; i < flight.count; i++) {
+        double got = element_get((const char *)flight.buffer.host + i * sizeof(float), NB_F32);
+        CHECK(got == input_value(me->rank, i), "rank %d: [%zu] is %g, not %d", me->rank, i, got,
+              input_value(me->rank, i));
+    }
+    buffer_close(gpu, &flight.buffer);
+}
+
+// Each rank joins before the fence of its own all-reduce is reached: the all-reduce comes first. It joins before the
+// others or after them.
+static void join_behind_unreached_fence(struct test_rank *me) {
+    struct gpu gpu;
+    gpu_open(&gpu, me);
+    for (int joiner = 0; joiner < me->size; joiner++) {
+        for (int joins_last = 0; joins_last < 2; joins_last++) {
+            if ((me->rank == joiner) == joins_last) {
+                test_barrier(me, "in order"); // it ends when the other ranks have joined
+            }
+            if (me->rank == joiner) {
+                sum_and_join(me, &gpu);
+            } else {
+                int32_t last = -1;
+                test_done(me, join_submit(me, &last));
+                CHECK(!joins_last || last == joiner, "rank %d joined last", last);
+            }
+            test_barrier(me, "together");
+        }
     }
     gpu_close(&gpu);
 }
@@ -364,9 +426,6 @@ static void ranks_join(struct test_rank *me) {
 static void operations_refused_after_join(struct test_rank *me) {
     struct gpu gpu;
     int32_t last = -1;
-    struct nb_segment all = {.base = &last, .bytes = sizeof last};
-    struct nb_op join = test_op("join", NB_OP_JOIN, &all);
-    join.dtype = NB_I32;
     gpu_open(&gpu, me);
     for (int k = 0; k < KINDS && me->rank > 0; k++) {
         struct flight flight;
@@ -380,7 +439,7 @@ static void operations_refused_after_join(struct test_rank *me) {
         CHECK(rc == NB_EMISMATCH && strstr(err.text, "after rank 0 has joined") != NULL, "%d: %s", rc, err.text);
         buffer_close(&gpu, &flight.buffer);
     }
-    test_do(me, join);
+    test_done(me, join_submit(me, &last));
     collective(me, &gpu, sum_of_floats, COUNT, 1);
     gpu_close(&gpu);
 }
@@ -455,6 +514,7 @@ int main(int argc, char **argv) {
     run_seeds(network, 2, CHUNKS, stream_captured_under_way);
     run_seeds(network, 2, CHUNKS, memory_not_pinned);
     run_seeds(network, 3, CHUNKS, ranks_join);
+    run_seeds(network, 3, CHUNKS, join_behind_unreached_fence);
     run_seeds(network, 3, CHUNKS, operations_refused_after_join);
     run_seeds(network, 4, 1, same_name_in_all_groups);
     run_seeds(network, 4, CHUNKS, same_name_in_all_groups);

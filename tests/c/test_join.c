@@ -1,9 +1,14 @@
 // Join: ranks without further data join, and the others' all-reduces use zeros for them until all ranks have joined.
 // All ranks get the rank that joined last, and continue together.
 #include <errno.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
+#include "engine/context.h"
+#include "engine/coordinator.h"
+#include "engine/negotiation.h"
 #include "engine/operation.h"
 #include "sums.h"
 
@@ -14,34 +19,53 @@ static int sums_before_join(int rank, int round) {
     return EACH * ((rank + round) % SIZE + 1);
 }
 
-static int join(struct test_rank *me) {
-    int32_t last = -1;
-    struct nb_segment all = {.base = &last, .bytes = sizeof last};
+static struct nb_work *join_submit(struct test_rank *me, int32_t *last) {
+    struct nb_segment all = {.base = last, .bytes = sizeof *last};
     struct nb_op op = test_op("join", NB_OP_JOIN, &all);
     op.dtype = NB_I32;
-    test_do(me, op);
+    return test_submit(me, op);
+}
+
+static int join(struct test_rank *me) {
+    int32_t last = -1;
+    test_done(me, join_submit(me, &last));
     return last;
 }
 
-static void sum(struct test_rank *me, int round, int k, float *data, size_t count) {
+static struct nb_work *sum_submit(struct test_rank *me, const char *name, float *data, size_t count) {
     struct nb_segment all = {.base = data, .bytes = count * sizeof *data};
-    char name[32];
-    snprintf(name, sizeof name, "sum.%d", k);
     struct pattern input = pattern_of_input(NB_F32, me->rank);
     pattern_write(&input, &all, 0, count);
     struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
     op.prescale = 2;
-    test_do(me, op);
+    op.priority = -1;
+    return test_submit(me, op);
+}
+
+// `ranks`: those that contribute, one bit each; the others contribute zeros.
+static void sum_finish(struct test_rank *me, struct nb_work *work, float *data, size_t count, unsigned ranks) {
+    struct nb_segment all = {.base = data, .bytes = count * sizeof *data};
+    test_done(me, work);
     double values[PERIOD] = {0};
     for (int r = 0; r < me->size; r++) {
-        for (size_t i = 0; i < PERIOD && sums_before_join(r, round) > k; i++) {
+        for (size_t i = 0; i < PERIOD && (ranks >> r & 1) != 0; i++) {
             values[i] += 2 * input_value(r, i);
         }
     }
     struct pattern want = pattern_of(NB_F32, values);
     size_t at = pattern_compare(&want, &all, 0, count);
-    CHECK(at == count, "rank %d, round %d, %s: [%zu] is %g, not %g", me->rank, round, name, at, (double)data[at],
+    CHECK(at == count, "rank %d, sum of ranks %x: [%zu] is %g, not %g", me->rank, ranks, at, (double)data[at],
           values[at % PERIOD]);
+}
+
+static void sum(struct test_rank *me, int round, int k, float *data, size_t count) {
+    char name[32];
+    unsigned ranks = 0;
+    snprintf(name, sizeof name, "sum.%d", k);
+    for (int r = 0; r < me->size; r++) {
+        ranks |= (unsigned)(sums_before_join(r, round) > k) << r;
+    }
+    sum_finish(me, sum_submit(me, name, data, count), data, count, ranks);
 }
 
 static void ranks_join_in_turn(struct test_rank *me) {
@@ -57,6 +81,84 @@ static void ranks_join_in_turn(struct test_rank *me) {
         test_barrier(me, "together");
     }
     free(data);
+}
+
+// The rank whose submissions leave in one batch, once it joins.
+static _Atomic int batched_rank = -1;
+
+static bool batch_is_complete(const struct nb_job *job) {
+    struct nb_submitted submitted = nb_negotiation_submitted(job);
+    bool complete = atomic_load(&batched_rank) != job->rank;
+    for (size_t i = 0; i < submitted.fresh_count; i++) {
+        complete = complete || submitted.fresh[i].kind == NB_OP_JOIN;
+    }
+    return complete;
+}
+
+void __real_nb_negotiation_flush(struct nb_job *job);
+void __wrap_nb_negotiation_flush(struct nb_job *job);
+void __real_nb_coordinator_collect(struct nb_job *job);
+void __wrap_nb_coordinator_collect(struct nb_job *job);
+
+void __wrap_nb_negotiation_flush(struct nb_job *job) {
+    if (batch_is_complete(job)) {
+        __real_nb_negotiation_flush(job);
+    }
+}
+
+void __wrap_nb_coordinator_collect(struct nb_job *job) {
+    if (batch_is_complete(job)) {
+        __real_nb_coordinator_collect(job);
+    }
+}
+
+enum { OWN_COUNT = 5003, CACHED_ROUNDS = 3 };
+enum join_order { JOINS_FIRST, JOINS_FIRST_ALONE, JOINS_LAST, JOIN_ORDERS };
+
+// Submits an all-reduce and joins, in one batch.
+static void sum_and_join(struct test_rank *me, const char *name, float *data, unsigned ranks) {
+    int32_t last = -1;
+    atomic_store(&batched_rank, me->rank);
+    struct nb_work *own = sum_submit(me, name, data, OWN_COUNT);
+    struct nb_work *joins = join_submit(me, &last);
+    sum_finish(me, own, data, OWN_COUNT, ranks);
+    test_done(me, joins);
+    atomic_store(&batched_rank, -1);
+}
+
+static void join_in_order(struct test_rank *me, const char *name, int joiner, enum join_order order, float *data) {
+    unsigned everyone = (1U << me->size) - 1;
+    bool shared = order == JOINS_FIRST;
+    struct nb_work *work = shared && me->rank != joiner ? sum_submit(me, name, data, OWN_COUNT) : NULL;
+    if (shared || (me->rank == joiner) == (order == JOINS_LAST)) {
+        test_barrier(me, "in order"); // it ends when the other ranks have submitted the sum, or have joined
+    }
+    if (me->rank == joiner) {
+        sum_and_join(me, name, data, shared ? everyone : 1U << joiner);
+    } else {
+        if (work != NULL) {
+            sum_finish(me, work, data, OWN_COUNT, everyone);
+        }
+        (void)join(me);
+    }
+    test_barrier(me, "together");
+}
+
+// Each rank joins while its own all-reduce is outstanding, under a cached and under a new name: the all-reduce comes
+// first. It joins before the others, who submit the all-reduce or do not, or after them.
+static void join_behind_own_operation(struct test_rank *me) {
+    float data[OWN_COUNT];
+    for (int k = 0; k < CACHED_ROUNDS; k++) {
+        sum_finish(me, sum_submit(me, "cached", data, OWN_COUNT), data, OWN_COUNT, (1U << me->size) - 1);
+    }
+    for (int joiner = 0; joiner < me->size; joiner++) {
+        for (int order = 0; order < JOIN_ORDERS; order++) {
+            char name[32];
+            snprintf(name, sizeof name, "new.%d.%d", joiner, order);
+            join_in_order(me, "cached", joiner, (enum join_order)order, data);
+            join_in_order(me, name, joiner, (enum join_order)order, data);
+        }
+    }
 }
 
 // Operations that need data of a joined rank are refused. Barriers of the other ranks and later operations succeed.
@@ -141,8 +243,12 @@ static void invalid_join(struct test_rank *me) {
 
 int main(int argc, char **argv) {
     static const enum nb_algorithm_id pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_HALVING};
-    void (*const parts[])(struct test_rank *) = {ranks_join_in_turn, operations_that_need_all_ranks,
-                                                 communicator_with_joined_rank, contribution_fails, invalid_join};
+    void (*const parts[])(struct test_rank *) = {ranks_join_in_turn,
+                                                 join_behind_own_operation,
+                                                 operations_that_need_all_ranks,
+                                                 communicator_with_joined_rank,
+                                                 contribution_fails,
+                                                 invalid_join};
     struct test_rank template = test_on(argc > 1 ? argv[1] : "tcp");
     template.size = SIZE;
     for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {

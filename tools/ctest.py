@@ -60,7 +60,10 @@ WRAPPED = {
         *("nb_thread_main", "nb_progress_pass", "nb_work_finish", "nb_progress_sleep", "nb_progress_hand_over"),
     ),
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
-    "test_leave": ("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),
+    "test_leave": (
+        *("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),
+        *("nb_control_broadcast", "nb_watchdog_tick"),
+    ),
     "test_cancel": ("nb_work_start", "nb_lanes_add"),
     "test_interface_down": ("clock_gettime", "nb_sock_interface_down"),
     "test_handshake": ("send",),

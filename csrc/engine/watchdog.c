@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "engine/communicator.h"
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/engine.h"
@@ -35,6 +36,16 @@ static const struct nb_work *waiting_operation(const struct nb_job *job, int pee
         found = work->algorithm->waits_for(work, peer, moved_ns) && found == NULL ? work : found;
     }
     return found;
+}
+
+// True if an operation that has not started needs the peer.
+static bool is_awaited(const struct nb_job *job, int peer) {
+    NB_LIST_EACH(it, &job->ops.waiting) {
+        if (nb_comm_has(NB_CONTAINER(it, struct nb_work, link)->comm, peer)) {
+            return true;
+        }
+    }
+    return false;
 }
 
 // Handles a rank that left in good order. Its last data is in the kernel, on any of its lanes. So an operation fails
@@ -75,7 +86,8 @@ static void lost_lanes_report(struct nb_job *job, int peer) {
     s->raised = false;
 }
 
-// Handles a rank with broken lanes that has not left. If a lane is left, this is only a notice.
+// Handles a rank with broken lanes that has not left, or whose departure rank 0 has not announced yet. If a lane is
+// left, this is only a notice.
 static void broken_tick(struct nb_job *job, int peer, int64_t now) {
     struct suspicion *s = &job->watchdog.suspicions[peer];
     int64_t moved = s->since_ns;
@@ -89,7 +101,7 @@ static void broken_tick(struct nb_job *job, int peer, int64_t now) {
     if (job->watchdog.peer_left[0]) { // no rank announces any more which others have left
         nb_lanes_peer_left(job->lanes, peer);
     }
-    if (waiting_operation(job, peer, &moved) != NULL || !nb_list_empty(&job->ops.waiting)) {
+    if (waiting_operation(job, peer, &moved) != NULL || is_awaited(job, peer)) {
         nb_job_fail(job, &s->why, true);
     }
 }

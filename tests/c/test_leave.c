@@ -1,8 +1,10 @@
 // Ranks that leave the job. A rank that has finished may leave while other ranks still process its data: their
-// operation completes. A rank that leaves before an operation completes fails it, and the error names that rank.
+// operation completes. A rank that leaves before an operation completes fails it, and the error names that rank. It
+// does not fail an operation of a communicator without it.
 //
 // Three ranks share memory. Rank 2 makes progress only in nb_shared_tick. Rank 1 delays the last part until rank 2 has
 // done its own part. So ranks 0 and 1 finish, and rank 0 leaves, before rank 2 reads the data that are ready for it.
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -46,7 +48,7 @@ void __wrap_nb_shared_tick(struct nb_job *job, int64_t now) {
         return;
     }
     __real_nb_shared_tick(job, now);
-    if (job->rank == SLOW && atomic_load(&nb_shared_area(job->shared, SLOW)->reduced) > 0) {
+    if (job->rank == SLOW && job->shared != NULL && atomic_load(&nb_shared_area(job->shared, SLOW)->reduced) > 0) {
         atomic_store(&slow_is_ready, true);
     }
 }
@@ -58,6 +60,50 @@ void __wrap_nb_fold_reduce(struct shared *l, struct nb_work *work, uint64_t wind
         nb_pause();
     }
     __real_nb_fold_reduce(l, work, window);
+}
+
+enum { LEAVER = 2, WAITER = 1, GRACE_OVER_NS = 1000 * 1000 * 1000 };
+
+static _Atomic bool leave_is_late;   // rank 0's announcement of the leaver does not arrive
+static _Atomic bool grace_has_ended; // the waiter knows only that its lanes to the leaver are broken
+
+void __real_nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes);
+void __wrap_nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes);
+void __real_nb_watchdog_tick(struct nb_job *job, int64_t now);
+void __wrap_nb_watchdog_tick(struct nb_job *job, int64_t now);
+
+void __wrap_nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes) {
+    if (type != CTL_LEFT || !atomic_load(&leave_is_late)) {
+        __real_nb_control_broadcast(job, type, body, bytes);
+    }
+}
+
+void __wrap_nb_watchdog_tick(struct nb_job *job, int64_t now) {
+    const struct suspicion *s = &job->watchdog.suspicions[LEAVER];
+    bool over = job->rank == WAITER && job->size > LEAVER && s->raised && now - s->since_ns > GRACE_OVER_NS;
+    __real_nb_watchdog_tick(job, now);
+    if (over) {
+        atomic_store(&grace_has_ended, true);
+    }
+}
+
+// Rank 1 waits for rank 0 in a communicator without rank 2, which leaves meanwhile.
+static void rank_outside_leaves(struct test_rank *me) {
+    static const int ranks[] = {0, WAITER};
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    struct test_rank member = *me;
+    struct nb_error err = {0};
+    test_barrier(me, "all are here");
+    if (me->rank == LEAVER) {
+        return;
+    }
+    CHECK(nb_comm_make(me->job, 3, ranks, 2, &err) == 0, "%s", err.text);
+    member.comm = nb_comm_find(me->job, 3);
+    while (me->rank == 0 && !atomic_load(&grace_has_ended)) {
+        CHECK(nb_now_ns() < until, "rank %d has not lost its lanes to rank %d", WAITER, LEAVER);
+        sched_yield();
+    }
+    test_barrier(&member, "without the leaver");
 }
 
 static void broadcast_and_leave(struct test_rank *me) {
@@ -105,5 +151,10 @@ int main(void) {
     atomic_store(&holder_idle, true);
     template.size = 2;
     template.run = leave_during_operation;
+    rc = rc == 0 ? test_job(&template) : rc;
+    atomic_store(&leave_is_late, true);
+    template = test_on("tcp");
+    template.size = SIZE;
+    template.run = rank_outside_leaves;
     return rc == 0 ? test_job(&template) : rc;
 }

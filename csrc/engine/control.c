@@ -247,8 +247,13 @@ bool nb_control_arm(struct nb_job *job) {
     }
     nb_shared_sleep(job);
     for (int i = 0; i < job->control_count; i++) {
-        const struct control *control = &job->controls[i];
-        if (control->pipe_in != NULL && control->watch.fd >= 0 && !nb_shm_pipe_is_empty(control->pipe_in)) {
+        struct control *control = &job->controls[i];
+        if (control->pipe_in == NULL || control->watch.fd < 0) {
+            continue;
+        }
+        size_t queued = control->out_bytes;
+        control_write(control); // the reader may have made room before it could see that this rank sleeps
+        if (control->out_bytes < queued || !nb_shm_pipe_is_empty(control->pipe_in)) {
             return false;
         }
     }

@@ -48,7 +48,7 @@ void nb_control_failed(struct nb_job *job);
 // Reads messages from shared memory and writes those that had no room there. Returns the number of connections that
 // received something.
 int nb_control_poll(struct nb_job *job);
-// Call before the progress owner sleeps. False: a message has arrived meanwhile.
+// Call before the progress owner sleeps. False: a message has arrived meanwhile, or queued bytes have found room.
 bool nb_control_arm(struct nb_job *job);
 // Writes what is queued, until deadline_ns at most.
 void nb_control_drain(struct control *control, int64_t deadline_ns);

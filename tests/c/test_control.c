@@ -11,8 +11,12 @@
 
 #include "base/clock.h"
 #include "engine/context.h"
+#include "engine/control.h"
 #include "engine/negotiation.h"
+#include "engine/shared.h"
+#include "engine/shared_fold.h"
 #include "job.h"
+#include "transport/shm_pipe.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 size_t __sanitizer_get_current_allocated_bytes(void); // gcc ships no header that declares it
@@ -437,6 +441,49 @@ static void thread_sleeps_when_idle(struct test_rank *me) {
     free(data);
 }
 
+static const struct nb_job *pipe_writer; // its peer reads at the last moment before it sleeps
+static struct nb_shm_pipe written_pipe;
+
+void __real_nb_shared_sleep(const struct nb_job *job);
+void __wrap_nb_shared_sleep(const struct nb_job *job);
+void __real_nb_shared_wake(const struct nb_job *job, int peer);
+void __wrap_nb_shared_wake(const struct nb_job *job, int peer);
+
+void __wrap_nb_shared_sleep(const struct nb_job *job) {
+    static unsigned char read[NB_SHM_PIPE_BYTES];
+    bool writer_waits;
+    if (job != pipe_writer) {
+        __real_nb_shared_sleep(job);
+        return;
+    }
+    CHECK(nb_shm_pipe_read(&written_pipe, read, sizeof read, &writer_waits) == NB_SHM_PIPE_BYTES && writer_waits,
+          "the pipe was not full");
+}
+
+void __wrap_nb_shared_wake(const struct nb_job *job, int peer) {
+    if (job != pipe_writer) {
+        __real_nb_shared_wake(job, peer);
+    }
+}
+
+// The peer makes room in a full pipe while its writer is about to sleep: the writer does not sleep on queued bytes.
+static void test_room_before_sleep(void) {
+    static const unsigned char body[NB_SHM_PIPE_BYTES];
+    static struct nb_shm_pipe empty_pipe;
+    struct shared shared = {0};
+    struct control control = {
+        .watch = {.fd = STDIN_FILENO, .events = EPOLLIN}, .pipe_in = &empty_pipe, .pipe_out = &written_pipe};
+    struct nb_job job = {.shared = &shared, .controls = &control, .control_count = 1};
+    control.job = &job;
+    pipe_writer = &job;
+    nb_control_send(&control, CTL_PING, body, sizeof body);
+    CHECK(control.out_bytes == sizeof(struct wire_control), "%zu bytes are queued", control.out_bytes);
+    CHECK(!nb_control_arm(&job) && control.out_bytes == 0, "the writer sleeps with %zu bytes queued",
+          control.out_bytes);
+    pipe_writer = NULL;
+    free(control.out);
+}
+
 // Several threads submit and wait concurrently; each thread uses one name.
 struct submitter {
     struct test_rank *me;
@@ -481,6 +528,7 @@ int main(void) {
     test_invalid_messages_to_rank_0();
     test_invalid_messages_from_rank_0();
     test_floods();
+    test_room_before_sleep();
     template.run = implausible_stream_counts;
     test_job(&template);
     template.run = kinds_differ;

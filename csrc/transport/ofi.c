@@ -679,6 +679,7 @@ static void lane_close(struct nb_lane *base) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
     lane->dead = true;
     nb_ofi_endpoint_close(lane);
+    nb_fork_disown_sockets(lane);
     while (!nb_list_empty(&lane->regions)) {
         struct nb_region region = {.handle = NB_CONTAINER(lane->regions.next, struct nb_ofi_region, link)};
         nb_ofi_unmap(base, &region);

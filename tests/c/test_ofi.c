@@ -1,7 +1,14 @@
 // libfabric lanes: unauthenticated arrivals and messages are dropped and counted. No bytes land, no lane is lost and no
-// rank is blamed. NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose the library and the provider.
+// rank is blamed. The fork guard forgets the address of a closed lane. NETBOTTLENECK_LIBFABRIC and
+// NETBOTTLENECK_PROVIDER choose the library and the provider.
 #include "flows.h"
 #ifdef NB_HAVE_OFI
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "raw_endpoint.h"
 #include "transport/credits.h"
 
@@ -155,6 +162,33 @@ static void test_forged_and_replayed_messages(void) {
     check_forged_message("a replayed message", boots[0].session, 0, true);
 }
 
+// A user's socket at the address of a closed lane, which had no peer, stays open in a forked child.
+static void test_address_of_closed_lane(void) {
+    struct raw_endpoint lane;
+    struct nb_error err = {0};
+    unsigned char address[NB_LANE_ADDR_MAX];
+    struct wire_ofi_address at;
+    struct sockaddr_in user;
+    size_t bytes;
+    int status;
+    const int on = 1;
+    CHECK(raw_endpoint_open(&lane, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+    nb_ofi_ops.address(lane.lane, address, &bytes);
+    nb_ofi_ops.close(lane.lane);
+    memcpy(&at, address, sizeof at);
+    memcpy(&user, at.name, sizeof user);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0 && setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0, "socket: %m");
+    CHECK(bind(fd, (const struct sockaddr *)&user, sizeof user) == 0, "bind: %m");
+    pid_t child = fork();
+    if (child == 0) {
+        _exit(fcntl(fd, F_GETFD) < 0);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child, "fork: %m");
+    CHECK(status == 0, "the user's socket was closed in a child: %x", (unsigned)status);
+    close(fd);
+}
+
 int main(void) {
     struct raw_endpoint attacker;
     struct nb_error err = {0};
@@ -167,6 +201,7 @@ int main(void) {
     test_forged_arrivals(false);
     test_forged_arrivals(true);
     test_forged_and_replayed_messages();
+    test_address_of_closed_lane();
     return 0;
 }
 #else

@@ -340,10 +340,6 @@ static int connect_all(struct core_comm *self, struct open_plan *plan, const str
         core_listener_release(plan->listener);
     }
     if (rc < 0) {
-        if (self->recording) {
-            self->recording = false;
-            core_recorder_release(self->recorder);
-        }
         core_raise(state, rc, &err);
         return -1;
     }
@@ -361,5 +357,10 @@ int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {
         get_recorder(self, in.recorder, state, &plan) < 0) {
         return -1;
     }
-    return connect_all(self, &plan, state);
+    int rc = connect_all(self, &plan, state);
+    if (rc < 0 && self->recording) {
+        self->recording = false;
+        core_recorder_release(self->recorder);
+    }
+    return rc;
 }

@@ -291,6 +291,17 @@ def test_a_comm_keeps_its_recorder_open(tmp_path: Path) -> None:
     assert _core.EVENTS["OP_DONE"] in kinds
 
 
+def test_a_comm_that_does_not_open_releases_its_recorder(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 64, 0)
+    listener = _core.Listener("127.0.0.1")
+    listener.close()
+    with pytest.raises(ValueError, match="listener is closed"):
+        _core.Comm(0, 2, secret=bytes(16), listener=listener, recorder=recorder)
+    recorder.close()
+    assert ring_reader.read_ring(path).closed
+
+
 # operations
 
 

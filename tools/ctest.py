@@ -46,7 +46,7 @@ WRAPPED = {
     **{name: ("nb_ofi_lib_open",) for name in ("test_transport", "test_ofi_double")},
     "test_clock": ("clock_gettime",),
     "test_lane_rate": ("clock_gettime",),
-    "test_control": ("epoll_wait", "nb_shared_sleep", "nb_shared_wake"),
+    "test_control": ("epoll_wait", "close", "nb_control_init", "nb_shared_sleep", "nb_shared_wake"),
     "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),

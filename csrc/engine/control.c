@@ -286,16 +286,16 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
 }
 
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err) {
-    // Room for one read behind the start of a message, and for one write.
-    if (!room_for(&control->in, &control->in_room, (size_t)2 * CONTROL_READ) ||
-        !room_for(&control->out, &control->out_room, CONTROL_READ)) {
-        return nb_fail(err, -ENOMEM, "cannot allocate messages of rank %d", peer);
-    }
     control->job = job;
     control->peer = peer;
     control->watch.fd = fd;
     control->watch.ready = control_ready;
     control->received_ns = nb_now_ns();
+    // Room for one read behind the start of a message, and for one write.
+    if (!room_for(&control->in, &control->in_room, (size_t)2 * CONTROL_READ) ||
+        !room_for(&control->out, &control->out_room, CONTROL_READ)) {
+        return nb_fail(err, -ENOMEM, "cannot allocate messages of rank %d", peer);
+    }
     if (nb_shared_everywhere(job)) {
         nb_shared_pipes(job, peer, &control->pipe_in, &control->pipe_out);
     }

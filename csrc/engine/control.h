@@ -35,6 +35,7 @@ struct control {
 typedef void nb_control_handler_fn(struct nb_job *job, int peer, enum control_type type, const unsigned char *body,
                                    size_t bytes);
 
+// Takes over `fd`, also on failure: nb_control_fini() closes it.
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);
 void nb_control_fini(struct control *control);
 void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes);

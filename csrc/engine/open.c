@@ -166,11 +166,12 @@ static int controls_open(struct nb_job *job, struct nb_error *err) {
         job->controls[i].watch.fd = -1;
     }
     for (int i = job->rank == 0; i < job->control_count; i++) {
-        int rc = nb_control_init(&job->controls[i], job, i, job->boot.control[i], err);
+        int fd = job->boot.control[i];
+        job->boot.control[i] = -1; // the job owns it now
+        int rc = nb_control_init(&job->controls[i], job, i, fd, err);
         if (rc < 0) {
             return rc;
         }
-        job->boot.control[i] = -1; // the job owns it now
     }
     return 0;
 }

@@ -484,6 +484,52 @@ static void test_room_before_sleep(void) {
     free(control.out);
 }
 
+static atomic_bool watch_fails; // of rank 1's control connection
+static _Thread_local int unwatched_fd = -1;
+static _Atomic int unwatched_closes;
+
+int __real_nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);
+int __wrap_nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);
+int __real_close(int fd);
+int __wrap_close(int fd);
+
+int __wrap_nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err) {
+    int epoll_fd = job->loop.epoll_fd;
+    if (job->rank == 1 && atomic_load(&watch_fails)) {
+        unwatched_fd = fd;
+        job->loop.epoll_fd = -1;
+    }
+    int rc = __real_nb_control_init(control, job, peer, fd, err);
+    job->loop.epoll_fd = epoll_fd;
+    return rc;
+}
+
+int __wrap_close(int fd) {
+    if (fd >= 0 && fd == unwatched_fd) {
+        atomic_fetch_add(&unwatched_closes, 1);
+    }
+    return __real_close(fd);
+}
+
+static void rank_1_does_not_open(struct test_rank *me) {
+    struct nb_error err = {0};
+    int rc = test_try(me, test_op("a", NB_OP_BARRIER, NULL), &err);
+    CHECK(me->rank == 0 && rc == NB_EPEER && err.peer == 1, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
+          err.text);
+}
+
+// A descriptor that is closed twice may be another thread's the second time.
+static void test_unwatched_connection_closes_once(void) {
+    struct test_rank template = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    struct test_rank ranks[TEST_RANKS_MAX];
+    template.run = rank_1_does_not_open;
+    atomic_store(&watch_fails, true);
+    test_run(&template, ranks);
+    atomic_store(&watch_fails, false);
+    CHECK(ranks[0].rc == 0 && ranks[1].rc == -EBADF, "%d %s", ranks[1].rc, ranks[1].err.text);
+    CHECK(atomic_load(&unwatched_closes) == 1, "the connection was closed %d times", atomic_load(&unwatched_closes));
+}
+
 // Several threads submit and wait concurrently; each thread uses one name.
 struct submitter {
     struct test_rank *me;
@@ -529,6 +575,7 @@ int main(void) {
     test_invalid_messages_from_rank_0();
     test_floods();
     test_room_before_sleep();
+    test_unwatched_connection_closes_once();
     template.run = implausible_stream_counts;
     test_job(&template);
     template.run = kinds_differ;

@@ -25,6 +25,7 @@ struct gradhook_param {
     bool dense : 1;     // the view is contiguous, as is a gradient that memcpy can copy
     bool ordered : 1;   // is in `order`
     bool sparse : 1;    // a gradient was sparse
+    bool absent : 1;    // with flags: it had no gradient when its bucket was sent
     PyObject *alias;    // of a direct one in progress on a Comm: keeps the memory, see gradhook_hold
     void *storage;      // with `alias`: torch's storage that had the memory
     void *storage_base; // with `alias`: where that storage began
@@ -49,6 +50,7 @@ struct gradhook_bucket {
     int stream_count;
     struct core_hold *hold; // sent to a Comm
     PyObject *future;       // sent to a callable
+    PyObject *flags;        // a tensor over the end of the memory, an element for each member; or NULL
 };
 
 // Tracks which parameter has taken which memory in this pass.
@@ -131,9 +133,12 @@ enum gradhook_moved {
 };
 enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now);
 
-// Brings the gradient of a parameter to the memory from which its bucket is sent; a missing gradient becomes zeros.
-// arrived: the gradient that autograd has just accumulated, or NULL. 0, or -1 with an exception.
+// Brings the gradient of a parameter to the memory from which its bucket is sent. A missing gradient is sent as zeros;
+// without flags, it also becomes zeros. arrived: the gradient that autograd has just accumulated, or NULL. 0, or -1 with
+// an exception.
 int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *arrived);
+// Notes the stream on which the memory of a bucket is written. 0, or -1 with an exception.
+int gradhook_note_stream(const struct core_gradhook *self, struct gradhook_bucket *bucket);
 // Releases the gradient that was to receive the sum.
 void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param);
 int gradhook_is_sparse(const struct core_gradhook *self, PyObject *tensor); // 1, 0, or -1 with an exception
@@ -143,6 +148,16 @@ void gradhook_claims_close(struct core_gradhook *self);
 // gradhook_result.c: writes the sum to the gradient that was taken, and to the parameter's `grad` if that is another
 // tensor by now. 0, or -1 with an exception.
 int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
+
+// gradhook_flags.c: a bucket ends with a flag for each member, summed with the gradients: not zero if a rank has that
+// gradient. Each returns 0, or -1 with an exception.
+
+// Takes a tensor for each bucket.
+int gradhook_flags_open(struct core_gradhook *self, PyObject *flags);
+// Writes this rank's flags before the bucket is sent.
+int gradhook_flags_write(const struct core_gradhook *self, struct gradhook_bucket *bucket);
+// Sets the gradient of an absent member to the sum, if another rank has that gradient.
+int gradhook_flags_give(const struct core_gradhook *self, const struct gradhook_bucket *bucket, uint32_t member);
 
 // gradhook.c
 

@@ -72,7 +72,10 @@ static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *
 }
 
 int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    int rc = 0;
+    int rc = bucket->flags != NULL ? gradhook_flags_write(self, bucket) : 0;
+    if (rc < 0) {
+        return -1;
+    }
     if (self->target != NULL && !self->native) {
         rc = send_to_callable(self, bucket);
     } else if (self->native) {
@@ -102,7 +105,9 @@ static int give_back(const struct core_gradhook *self, const struct gradhook_buc
     PyObject *value = NULL;
     PyObject *trace = NULL;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
-        if (gradhook_give_back(self, &self->params[bucket->members[i]]) == 0) {
+        const struct gradhook_param *param = &self->params[bucket->members[i]];
+        int rc = param->absent ? gradhook_flags_give(self, bucket, i) : gradhook_give_back(self, param);
+        if (rc == 0) {
             continue;
         }
         if (type == NULL) {

@@ -306,17 +306,18 @@ static int fill_from(struct core_gradhook *self, PyObject *const sequences[5]) {
 }
 
 int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"parameters", "views",        "bucket_of", "offset", "buckets",
-                                           "recorder",   "direct_bytes", "passes",    "keep",   NULL};
+    static const char *const keywords[] = {"parameters",   "views",  "bucket_of", "offset", "buckets", "recorder",
+                                           "direct_bytes", "passes", "keep",      "flags",  NULL};
     const struct core_state *state = self->state;
     PyObject *in[5];
     PyObject *recorder = Py_None;
     PyObject *direct = NULL;
     PyObject *passes_value = NULL;
+    PyObject *flags = Py_None;
     long bytes = 256L * 1024;
     long passes = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOO:GradHook", (char **)keywords, &in[0], &in[1], &in[2],
-                                     &in[3], &in[4], &recorder, &direct, &passes_value, &self->keep)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOO:GradHook", (char **)keywords, &in[0], &in[1], &in[2],
+                                     &in[3], &in[4], &recorder, &direct, &passes_value, &self->keep, &flags)) {
         self->keep = NULL;
         return -1;
     }
@@ -334,5 +335,8 @@ int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs) 
     }
     self->direct_bytes = (size_t)bytes;
     self->passes = (uint32_t)passes;
-    return fill_from(self, in);
+    if (fill_from(self, in) < 0) {
+        return -1;
+    }
+    return flags != Py_None ? gradhook_flags_open(self, flags) : 0;
 }

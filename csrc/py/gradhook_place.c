@@ -357,8 +357,7 @@ static int copy_any(const struct core_gradhook *self, struct gradhook_param *par
     return view != NULL ? 0 : -1;
 }
 
-// Notes the stream on which a gradient was copied to its bucket.
-static int note_stream(const struct core_gradhook *self, struct gradhook_bucket *bucket) {
+int gradhook_note_stream(const struct core_gradhook *self, struct gradhook_bucket *bucket) {
     void *now = NULL;
     if (self->device.type == 0) {
         return 0;
@@ -458,7 +457,8 @@ static int take(struct core_gradhook *self, struct gradhook_param *param, PyObje
     if (locate(self, param, gradient, arrived, may_stay(self, param), &found) < 0) {
         return -1;
     }
-    if (!found.plain && (copy_any(self, param, gradient) < 0 || note_stream(self, &self->buckets[param->bucket]) < 0)) {
+    if (!found.plain &&
+        (copy_any(self, param, gradient) < 0 || gradhook_note_stream(self, &self->buckets[param->bucket]) < 0)) {
         return -1;
     }
     if (found.plain && !found.stays) {
@@ -473,9 +473,21 @@ static int take(struct core_gradhook *self, struct gradhook_param *param, PyObje
     return 0;
 }
 
+// view.zero_()
+static int place_zeros(struct core_gradhook *self, const struct gradhook_param *param) {
+    PyObject *zeros = PyObject_CallMethod(param->view, "zero_", NULL);
+    Py_XDECREF(zeros);
+    return zeros != NULL ? gradhook_note_stream(self, &self->buckets[param->bucket]) : -1;
+}
+
 static int place_of(struct core_gradhook *self, struct gradhook_param *param, PyObject *parameter, PyObject *arrived) {
     PyObject *name = self->state->names[CORE_GRAD];
     PyObject *gradient = PyObject_GetAttr(parameter, name);
+    if (gradient == Py_None && self->buckets[param->bucket].flags != NULL) {
+        Py_DECREF(gradient);
+        param->absent = true;
+        return place_zeros(self, param);
+    }
     if (gradient == Py_None) {
         Py_DECREF(gradient);
         gradient = make_zeros(parameter, name);
@@ -490,6 +502,7 @@ static int place_of(struct core_gradhook *self, struct gradhook_param *param, Py
 
 int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *arrived) {
     gradhook_drop(self, param);
+    param->absent = false;
     if (param->bytes == 0) {
         return 0;
     }
@@ -498,9 +511,8 @@ int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyO
         return -1;
     }
     if (parameter == Py_None) { // the parameter is gone: nobody will read the sum
-        PyObject *zeros = PyObject_CallMethod(param->view, "zero_", NULL);
-        Py_XDECREF(zeros);
-        return zeros != NULL ? note_stream(self, &self->buckets[param->bucket]) : -1;
+        param->absent = self->buckets[param->bucket].flags != NULL;
+        return place_zeros(self, param);
     }
     Py_INCREF(parameter);
     int rc = place_of(self, param, parameter, arrived);

@@ -42,6 +42,7 @@ static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
     }
     for (uint32_t b = 0; b < self->bucket_count; b++) {
         Py_VISIT(self->buckets[b].future);
+        Py_VISIT(self->buckets[b].flags);
     }
     return 0;
 }
@@ -64,6 +65,7 @@ static int gradhook_clear(PyObject *object) {
     }
     for (uint32_t b = 0; b < buckets; b++) {
         Py_CLEAR(self->buckets[b].future);
+        Py_CLEAR(self->buckets[b].flags);
     }
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->target);
@@ -239,7 +241,7 @@ static int gradhook_set_on_first(PyObject *object, PyObject *value, void *Py_UNU
 
 static const char gradhook_doc[] =
     "GradHook(parameters, views, bucket_of, offset, buckets, *, recorder=None, direct_bytes=262144,\n"
-    "         passes=1, keep=None)\n--\n\n"
+    "         passes=1, keep=None, flags=None)\n--\n\n"
     "The gradient hook backend: stamps \"gradient ready\", counts buckets down and submits them, all in C.\n\n"
     "parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over\n"
     "that memory. buckets: (name, dtype, address, bytes, priority) each.\n\n"
@@ -254,7 +256,9 @@ static const char gradhook_doc[] =
     "A hook that fires again before its bucket is submitted replaces that gradient. One that fires while its\n"
     "bucket is on its way raises RuntimeError: autograd has added to memory that is being reduced. After wait()\n"
     "a second backward sends its buckets once more; the result is that of the values the parameters hold, the\n"
-    "average of (already averaged + new), as in DDP. Parameters are held weakly; one that is gone counts as zeros.";
+    "average of (already averaged + new), as in DDP. Parameters are held weakly; one that is gone counts as zeros.\n\n"
+    "flags: a tensor over the end of each bucket's memory, with an element for each of its parameters. A missing\n"
+    "gradient is then sent as zeros, and stays None if no rank has that gradient. Without flags it becomes zeros.";
 
 PyTypeObject *core_gradhook_type(PyObject *module) {
     static const PyMethodDef methods[] = {
@@ -268,7 +272,7 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
         {"flush", gradhook_method_flush, METH_NOARGS,
          "flush($self)\n--\n\n"
          "Submit every bucket that is not, with what the parameters' `grad` holds. Where it is None it becomes\n"
-         "zeros."},
+         "zeros, unless the buckets have flags."},
         {"wait", gradhook_method_wait, METH_NOARGS,
          "wait($self)\n--\n\n"
          "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed. In the others\n"

@@ -378,8 +378,10 @@ class GradHook:
         direct_bytes: int = 262144,
         passes: int = 1,
         keep: Any = None,
+        flags: Sequence[Any] | None = None,
     ) -> None:
-        """buckets: a tuple (name, dtype, address, bytes, priority) for each."""
+        """buckets: a tuple (name, dtype, address, bytes, priority) for each. flags: a tensor over the end of each
+        bucket's memory, with an element for each of its parameters; then a gradient that no rank has stays None."""
 
     def hook(self, index: int) -> Callable[[Any], None]:
         """The C callable for a hook of the node that accumulates the gradient of parameters[index]."""
@@ -397,7 +399,7 @@ class GradHook:
         destination (null). Only between steps."""
 
     def flush(self) -> None:
-        """Submits every bucket that is not submitted; missing gradients become zeros."""
+        """Submits every bucket that is not submitted; without flags, missing gradients become zeros."""
 
     def wait(self) -> None:
         """Waits for all buckets, GIL released; re-arms the hook. Raises as Work.wait, and RuntimeError

@@ -105,6 +105,43 @@ def test_without_a_target_gradients_are_unchanged() -> None:
             assert torch.equal(parameter.grad, plain)
 
 
+class Peer:
+    """A sink that simulates a rank whose gradients and flags are all `value`."""
+
+    def __init__(self, gradients: Gradients, value: float) -> None:
+        self.gradients, self.value = gradients, value
+
+    def __call__(self, index: int) -> Any:
+        sink = self
+
+        class Future:
+            def wait(self) -> None:
+                sink.gradients.flat(index).add_(sink.value)
+
+        return Future()
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 1 << 20])
+def test_with_flags_a_gradient_exists_where_a_rank_has_it(direct_bytes: int) -> None:
+    used, unused = (torch.nn.Parameter(torch.ones(2, 3).t()) for _ in range(2))
+    gradients = Gradients([("used", used), ("unused", unused)], direct_bytes=direct_bytes, flagged=True)
+    found = []
+    for value in (0.0, 2.0, 0.0):
+        gradients.target(Peer(gradients, value))
+        used.grad = unused.grad = None
+        (used * 3).sum().backward()
+        gradients.flush()
+        gradients.wait()
+        found.append(None if unused.grad is None else unused.grad.tolist())
+        assert used.grad.tolist() == [[3.0 + value] * 2] * 3
+    assert found == [None, [[2.0, 2.0]] * 3, None]
+    gradients.target(None)
+    used.grad = None
+    gradients.flush()
+    gradients.wait()
+    assert used.grad is unused.grad is None
+
+
 def test_parameters_without_gradient_or_elements_are_left_out() -> None:
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     empty = torch.nn.Parameter(torch.ones(0, 3))

@@ -71,6 +71,55 @@ def test_a_step_is_one_pass_of_the_loop_for_any_place_of_its_updates(
     assert record["ends"] == [[True, None]]
 
 
+UNUSED = """
+import copy
+import sys
+import torch
+import netbottleneck
+
+torch.manual_seed(1)
+layers = {name: torch.nn.Linear(4, 4) for name in ("first", "unused", "last")}
+model = torch.nn.ModuleDict(layers)
+model.forward = lambda x: model["last"](model["first"](x))
+twin = copy.deepcopy(model)
+twin.forward = lambda x: twin["last"](twin["first"](x))
+
+
+def train(model, optimizer):
+    for step in range(6):
+        optimizer.zero_grad()
+        if step == 3:
+            model["first"].requires_grad_(False)
+        if step != 4:
+            model(torch.full((2, 4), step + 1.0)).square().mean().backward()
+        optimizer.step()
+    return [parameter.grad is None for parameter in model.parameters()]
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+
+
+theirs = adam(twin)
+expected = train(twin, theirs)
+optimizer = adam(model)
+with netbottleneck.profile(model, optimizer, transport=sys.argv[1]):
+    assert train(model, optimizer) == expected, expected
+for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+    assert torch.equal(mine, plain)
+assert len(optimizer.state) == len(theirs.state) == 4
+print("alike")
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "stock", "stock,tcp"])
+def test_one_rank_trains_as_without_us_with_parameters_that_have_no_gradient(
+    warm_ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    env = {"NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_BLOCK_STEPS": "1"}
+    assert "alike" in warm_ranks(1, UNUSED, env, args=[transport])[0].stdout
+
+
 def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
     plain, part = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     part.compile()

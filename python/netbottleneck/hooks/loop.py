@@ -94,6 +94,7 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
         direct_bytes=session.settings.direct_bytes,
         limits=bucket_limits(session.settings),
         agree=lambda mine: session.control.exchange(mine)[0],
+        flagged=True,
     )
     return Measured(session, gradients, optimizer, model=model)
 

@@ -117,6 +117,7 @@ class Bucket:
     """Gradients that are sent together. parameters: indices into GradientSink.names; empty while unknown.
 
     offset: place in the memory of our own buckets, whose parameters are in the order of their memory; in bytes.
+    nbytes includes the flags of such a bucket.
     """
 
     name: str
@@ -221,7 +222,9 @@ class Gradients(GradientSink):
     collective that returns rank 0's bytes on all ranks, of equal length. It is called once, at the end of the first
     step, so that all ranks re-order their buckets alike. None: through the Comm; without a destination, buckets keep
     backward order. among: the ranks of a Comm's sums; None: all. Sparse gradients are made dense. drop_sparse:
-    parameters with a sparse gradient in rank 0's first step are left out from then on, and named in `dropped`.
+    parameters with a sparse gradient in rank 0's first step are left out from then on, and named in `dropped`. flagged:
+    each bucket ends with a flag for each gradient, and a gradient that no rank has stays None; otherwise a missing
+    gradient becomes zeros, as with Horovod.
 
     Raises ValueError for a parameter outside host and CUDA memory, for parameters on several devices, and for one with
     a dtype that cannot be reduced, or with gradients of another dtype. If only the backward pass shows another dtype,
@@ -240,6 +243,7 @@ class Gradients(GradientSink):
         label: str = "gradients",
         among: Members | None = None,
         drop_sparse: bool = False,
+        flagged: bool = False,
     ) -> None:
         chosen = [(name, p) for name, p in parameters if p.requires_grad and p.numel() > 0]
         for name, parameter in chosen:
@@ -262,6 +266,7 @@ class Gradients(GradientSink):
         self._agree = agree
         self._among = among
         self._drop_sparse = drop_sparse
+        self._flagged = flagged
         self._settled = False
         self._handles: list[Any] = []
         self._build(self._plan(None))
@@ -357,7 +362,7 @@ class Gradients(GradientSink):
     def _build(self, chosen: list[list[int]]) -> None:
         core = job.core()
         self.close()
-        self.buckets, total = _lay_out(chosen, self.parameters, f"{self.label}.{self.version}")
+        self.buckets, total = _lay_out(chosen, self.parameters, f"{self.label}.{self.version}", self._flagged)
         self._memory = _memory(self.parameters, max(total, ALIGNMENT))
         views = list(self.parameters)
         bucket_of = [0] * len(self.parameters)
@@ -377,6 +382,7 @@ class Gradients(GradientSink):
             direct_bytes=self._direct_bytes,
             passes=self._passes,
             keep=self._memory,
+            flags=[_flags(self._memory, bucket) for bucket in self.buckets] if self._flagged else None,
         )
         self.hook.paused = self._paused
         self.hook.on_first = self._on_first
@@ -461,7 +467,9 @@ def own_type(parameter: Any) -> bool:
     return getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype)
 
 
-def _lay_out(chosen: list[list[int]], parameters: Sequence[torch.Tensor], label: str) -> tuple[tuple[Bucket, ...], int]:
+def _lay_out(
+    chosen: list[list[int]], parameters: Sequence[torch.Tensor], label: str, flagged: bool
+) -> tuple[tuple[Bucket, ...], int]:
     """Place each bucket in the arena, page-aligned; return the buckets and the bytes of the arena."""
     made = []
     start = 0
@@ -469,8 +477,10 @@ def _lay_out(chosen: list[list[int]], parameters: Sequence[torch.Tensor], label:
         sizes = [parameters[index].numel() * parameters[index].element_size() for index in members]
         ends = list(accumulate(sizes))
         offsets = tuple(end - size for end, size in zip(ends, sizes, strict=True))
-        made.append(Bucket(f"{label}/{number}", parameters[members[0]].dtype, ends[-1], tuple(members), start, offsets))
-        start += -(-ends[-1] // ALIGNMENT) * ALIGNMENT
+        dtype = parameters[members[0]].dtype
+        nbytes = ends[-1] + (len(members) * dtype.itemsize if flagged else 0)
+        made.append(Bucket(f"{label}/{number}", dtype, nbytes, tuple(members), start, offsets))
+        start += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(made), start
 
 
@@ -487,6 +497,13 @@ def _flat(memory: "_core.Arena | torch.Tensor", offset: int, dtype: torch.dtype,
     if isinstance(memory, torch.Tensor):
         return memory[offset : offset + count * dtype.itemsize].view(dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+
+
+def _flags(memory: "_core.Arena | torch.Tensor", bucket: Bucket) -> torch.Tensor:
+    """Return the flags at the end of a bucket."""
+    count = len(bucket.parameters)
+    offset = bucket.offset + bucket.nbytes - count * bucket.dtype.itemsize
+    return _flat(memory, offset, bucket.dtype, count)
 
 
 def _view(memory: "_core.Arena | torch.Tensor", offset: int, parameter: torch.Tensor) -> torch.Tensor:

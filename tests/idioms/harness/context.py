@@ -64,9 +64,15 @@ class Context:
             dist.broadcast(tensor.detach(), 0)
 
         def average() -> None:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= self.size
+            parameters = list(model.parameters())
+            used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            for parameter in [parameter for parameter, somewhere in zip(parameters, used, strict=True) if somewhere]:
+                if parameter.grad is None:
+                    zeros = torch.zeros_like(parameter)
+                    self.watch.add(parameter, zeros)
+                    parameter.grad = zeros
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.size
 
         yield average

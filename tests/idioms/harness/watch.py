@@ -107,9 +107,12 @@ class Watch:
         for parameter in parameters:
             if self._sums and parameter.requires_grad and id(parameter) not in self._known:
                 self._known[id(parameter)] = parameter
-                parameter.register_hook(lambda gradient, parameter=parameter: self._add(parameter, gradient))
+                parameter.register_hook(lambda gradient, parameter=parameter: self.add(parameter, gradient))
 
-    def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add what autograd, or a script without DDP, adds to a gradient before it is averaged."""
+        if id(parameter) not in self._known:
+            return
         # What this rank hands to the sum is all that its .grad will hold.
         held = gradient.detach() if parameter.grad is None else parameter.grad.detach() + gradient.detach()
         size = (held.to_dense() if held.layout == torch.sparse_coo else held).abs().double()

@@ -56,10 +56,11 @@ def equal(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def average(model: torch.nn.Module) -> None:
-    """Average gradients by hand; one that is missing counts as zeros."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
+    """Average gradients by hand; one that only other ranks have counts as zeros."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    for parameter in [parameter for parameter, somewhere in zip(parameters, used, strict=True) if somewhere]:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         flat = (gradient / 2).contiguous().reshape(-1)
         dist.all_reduce(flat)

@@ -88,6 +88,7 @@ struct core_gradhook {
     bool busy;   // waiting without the GIL
     bool paused; // gradients are only stamped
     bool began;  // on_first was called in this pass
+    bool drops;  // gradients do not get the sums of this pass
     double prescale;
     double postscale;
     int redop;
@@ -170,6 +171,8 @@ PyObject *gradhook_hook_new(PyObject *gradhook, uint32_t index);
 int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket);
 int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
+// Ends a pass that has failed: sends what is missing, waits, and gives no gradient its sum. 0, or -1 with an exception.
+int gradhook_discard(struct core_gradhook *self);
 // Resets every parameter and bucket to the start of a step. Nothing may be pending.
 void gradhook_rearm(struct core_gradhook *self);
 // Leaves operations in progress to the Comm.

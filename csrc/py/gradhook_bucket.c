@@ -155,7 +155,7 @@ static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
         rc = wait_future(self, bucket);
     }
     bool moved = bucket->hold != NULL || bucket->future != NULL;
-    if (rc == 0 && moved) {
+    if (rc == 0 && moved && !self->drops) {
         rc = give_back(self, bucket);
     }
     struct core_hold *hold = bucket->hold;
@@ -293,6 +293,19 @@ void gradhook_rearm(struct core_gradhook *self) {
     }
     self->order_count = 0;
     end_pass(self);
+}
+
+int gradhook_discard(struct core_gradhook *self) {
+    if (gradhook_flush(self) < 0) {
+        return -1;
+    }
+    self->drops = true;
+    int rc = finish_all(self);
+    self->drops = false;
+    if (self->pending == 0) {
+        gradhook_rearm(self);
+    }
+    return rc;
 }
 
 // A new reference to the objects that a bucket in progress needs, or NULL.

@@ -156,6 +156,10 @@ static PyObject *gradhook_method_wait(PyObject *object, PyObject *Py_UNUSED(none
     return gradhook_wait(gradhook_of(object)) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *gradhook_method_discard(PyObject *object, PyObject *Py_UNUSED(none)) {
+    return gradhook_discard(gradhook_of(object)) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *gradhook_ready_order(PyObject *object, PyObject *Py_UNUSED(none)) {
     const struct core_gradhook *self = gradhook_of(object);
     PyObject *list = PyList_New(self->last_count);
@@ -278,6 +282,10 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed. In the others\n"
          "what was ready must fire again, or is taken by flush().\n\n"
          "Raises the first failure, as Work.wait. A wait that a signal ends leaves the rest pending."},
+        {"discard", gradhook_method_discard, METH_NOARGS,
+         "discard($self)\n--\n\n"
+         "End a pass that has failed: flush(), wait for all buckets, and re-arm them. Copied gradients get no sum.\n"
+         "Every rank calls it, after any part of the pass. Raises as wait()."},
         {"ready_order", gradhook_ready_order, METH_NOARGS,
          "ready_order($self)\n--\n\n"
          "Return indices of parameters in the order in which they became ready in the last complete step."},

@@ -405,6 +405,10 @@ class GradHook:
         """Waits for all buckets, GIL released; re-arms the hook. Raises as Work.wait, and RuntimeError
         for a gradient that was deleted in flight."""
 
+    def discard(self) -> None:
+        """Ends a pass that has failed: flush(), then wait for all buckets without copying sums back; re-arms the hook.
+        Every rank calls it. Raises as wait()."""
+
     def ready_order(self) -> list[int]:
         """Indices of the parameters in the order in which they became ready in the last complete step."""
 

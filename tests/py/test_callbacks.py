@@ -66,6 +66,41 @@ def test_each_step_is_recorded_and_no_weight_changes(warm_ranks: Ranks, tmp_path
         assert step.optimizer[0][0] >= max(ns for _, ns in step.grad_ready)
 
 
+AGAIN = """
+import sys
+import types
+import torch
+
+sys.modules["transformers"] = types.SimpleNamespace(TrainerCallback=object)
+from netbottleneck.callbacks import TransformersCallback
+
+model = torch.nn.Linear(4, 4)
+callback = TransformersCallback()
+sessions = []
+for attempt in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    sessions.append(callback._run.session)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        if attempt == 0:
+            break  # out of memory
+        optimizer.step()
+print([[session.closed, session.error] for session in sessions])
+callback.on_train_end(None, None, None)
+print([session.error for session in sessions], [session.step for session in sessions])
+"""
+
+
+def test_a_trainer_that_begins_again_ends_its_earlier_run(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {**MEASURED, "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRANSPORT": "tcp"}
+    lines = warm_ranks(1, AGAIN, env)[0].stdout.splitlines()
+    error = "RuntimeError: the trainer began again"
+    assert str([[True, error], [False, None]]) in lines
+    assert str([error, None]) + " [0, 3]" in lines
+
+
 def test_what_cannot_be_measured_is_refused_and_an_error_is_recorded(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**MEASURED, "LOOP": "failing", "OUT": str(tmp_path), "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     for result in warm_ranks(2, SCRIPT, env):

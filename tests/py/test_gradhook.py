@@ -577,6 +577,25 @@ def test_adding_to_a_gradient_in_flight_is_an_error() -> None:
     assert sink.seen == sink.waited == [0, 0]
 
 
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_pass_that_failed_is_discarded_on_all_ranks(direct_bytes: int) -> None:
+    def work(comm: _core.Comm) -> list[list[float]]:
+        plan = Plan(chain(4), direct_bytes=direct_bytes)
+        plan.hook.target(comm, postscale=0.5)
+        weighted_sum(plan.parameters[comm.rank :][:3], factor=7.0).backward()  # one rank has sent one bucket
+        for parameter in plan.parameters:
+            parameter.grad = None
+        plan.hook.discard()
+        assert plan.hook.pending == 0
+        for parameter in plan.parameters:
+            parameter.grad = None
+        weighted_sum(plan.parameters, factor=2.0 * comm.rank).backward()
+        plan.finish()
+        return plan.grads()
+
+    assert on_two_ranks(work) == [[[i + 1.0] * 4 for i in range(4)]] * 2
+
+
 def test_the_first_gradient_of_each_pass_is_reported() -> None:
     plan = Plan(chain(3), passes=2)
     calls: list[int] = []

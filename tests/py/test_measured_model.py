@@ -120,6 +120,84 @@ def test_one_rank_trains_as_without_us_with_parameters_that_have_no_gradient(
     assert "alike" in warm_ranks(1, UNUSED, env, args=[transport])[0].stdout
 
 
+RAISES = """
+import copy
+import torch
+import torch.distributed as dist
+import netbottleneck
+
+raising, transport = {raising!r}, {transport!r}
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+twin = copy.deepcopy(model)
+
+
+def average():
+    for parameter in twin.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def train(model, averaged):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    yield optimizer
+    failing = []
+
+    def look(gradient):
+        if failing:
+            raise RuntimeError("of the script")
+
+    model[0].weight.register_hook(look)
+    for step in range(7):
+        failing[:] = [step] * (step in (0, 3, 4) and dist.get_rank() in raising)
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 8), step + 1.0 + dist.get_rank())).square().mean()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if str(error) != "of the script":
+                raise
+            continue
+        averaged()
+        optimizer.step()
+
+
+if len(raising) == dist.get_world_size():
+    for _ in train(twin, average):
+        pass
+loop = train(model, lambda: None)
+try:
+    with netbottleneck.profile(model, next(loop), transport=transport):
+        for _ in loop:
+            pass
+except netbottleneck.Error as error:
+    print("error", error)
+else:
+    for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    print("alike")
+"""
+RAISES_ENV = {"NETBOTTLENECK_BUCKET_BYTES": "300", "NETBOTTLENECK_BLOCK_STEPS": "1"}
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "tcp"), (2, "tcp"), (2, "stock,tcp")])
+def test_training_goes_on_after_a_backward_pass_that_raised_on_all_ranks(
+    warm_ranks: Ranks, tmp_path: Path, ranks: int, transport: str
+) -> None:
+    env = {**RAISES_ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TIMEOUT_S": "60"}
+    for result in warm_ranks(ranks, RAISES.format(raising=list(range(ranks)), transport=transport), env):
+        assert "alike" in result.stdout
+
+
+def test_a_backward_pass_that_raised_on_one_rank_is_an_error_there(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {**RAISES_ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TIMEOUT_S": "5"}
+    results = warm_ranks(2, RAISES.format(raising=[0], transport="tcp"), env)
+    assert "a backward pass of rank 0 raised an exception, and not that of every rank" in results[0].stdout
+    assert "error" in results[1].stdout
+
+
 def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
     plain, part = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     part.compile()

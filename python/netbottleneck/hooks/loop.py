@@ -449,7 +449,13 @@ def _transformers_callback() -> type:
         def on_train_begin(
             self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
         ) -> None:
-            """Begin the run. Raises the errors of Run."""
+            """Begin the run; an earlier one ends, as the trainer may begin again with smaller batches.
+
+            Raises the errors of Run.
+            """
+            if self._run is not None:
+                self._run.end(RuntimeError("the trainer began again"))
+                self._run = None
             self._run = Run(wrapper(model), optimizer)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -5,6 +5,7 @@ Python code runs a few times per step, never per gradient: C callables stamp the
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from netbottleneck.errors import FAILURES, Error, HorovodInternalError
 from netbottleneck.hooks.calls import Calls, eager
 from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.left_alone import held
@@ -339,6 +341,8 @@ class Measured:
 
     def _forward_begins(self) -> None:
         self._collectives.forward(True)
+        if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
+            self._drop_pass()  # not for an evaluation, which another thread may run during the pass
         if self._late and _c._current_graph_task_id() == -1:
             self._late = False
             self._next_step()
@@ -381,6 +385,24 @@ class Measured:
         if self._queued:
             self._queued = False
             self._sync()
+
+    def _drop_pass(self) -> None:
+        """End a backward pass that raised: autograd has dropped its callback.
+
+        Raises netbottleneck.Error unless the pass raised on all ranks.
+        """
+        place = self.session.place
+        if place.size > 1:
+            try:
+                self.session.control.exchange(b"dropped", limit_s=self.session.settings.timeout_s)
+            except (*FAILURES, HorovodInternalError) as error:
+                raise Error(
+                    errno.EPROTO,
+                    f"a backward pass of rank {place.rank} raised an exception, and not that of every rank: gradients "
+                    f"of this pass cannot be averaged ({error})",
+                ) from error
+        self.gradients.discard()
+        self._queued = False
 
     def _sync(self) -> None:
         self._synced = True

@@ -202,6 +202,9 @@ class GradientSink:
     def wait(self) -> None:
         """Wait until all gradients are reduced. Nothing where DDP or Horovod waits."""
 
+    def discard(self) -> None:
+        """End a pass that has failed, without its sums. Every rank calls it. Nothing where DDP or Horovod waits."""
+
     def close(self) -> None:
         """Remove the hooks."""
         raise NotImplementedError
@@ -348,6 +351,13 @@ class Gradients(GradientSink):
         self.hook.wait()
         if not self._settled:
             self._settle()
+
+    def discard(self) -> None:
+        """End a pass that has failed: send what is missing and wait for all buckets; copied gradients get no sum.
+
+        Every rank calls it, after any part of the pass. Raises the failure of a transfer.
+        """
+        self.hook.discard()
 
     def close(self) -> None:
         """Remove the hooks. Gradients stay where they are."""

@@ -14,6 +14,14 @@ static struct core_gradhook *gradhook_of(PyObject *object) {
     return (struct core_gradhook *)object;
 }
 
+// Records the order in which parameters become ready.
+static void note_order(struct core_gradhook *self, uint32_t index) {
+    if (!self->params[index].ordered) {
+        self->params[index].ordered = true;
+        self->order[self->order_count++] = index;
+    }
+}
+
 // Handles the last pass over a parameter.
 static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
     struct gradhook_param *param = &self->params[index];
@@ -30,10 +38,7 @@ static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arri
     if (first) {
         bucket->left--;
     }
-    if (!param->ordered) {
-        param->ordered = true;
-        self->order[self->order_count++] = index;
-    }
+    note_order(self, index);
     return bucket->left == 0 ? gradhook_send(self, bucket) : 0;
 }
 
@@ -71,6 +76,10 @@ static int fire(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
     }
     if (param->left > 1) {
         param->left--;
+        return 0;
+    }
+    if (self->held) {
+        note_order(self, index);
         return 0;
     }
     return make_ready(self, index, arrived);

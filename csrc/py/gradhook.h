@@ -88,6 +88,7 @@ struct core_gradhook {
     bool busy;   // waiting without the GIL
     bool paused; // gradients are only stamped
     bool began;  // on_first was called in this pass
+    bool held;   // in this pass nothing is sent before flush()
     bool drops;  // gradients do not get the sums of this pass
     double prescale;
     double postscale;

@@ -265,6 +265,7 @@ static void reopen_rest(struct core_gradhook *self) {
 
 static void end_pass(struct core_gradhook *self) {
     self->began = false;
+    self->held = false;
     self->claims.pass++;
 }
 

@@ -156,6 +156,11 @@ static PyObject *gradhook_method_wait(PyObject *object, PyObject *Py_UNUSED(none
     return gradhook_wait(gradhook_of(object)) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *gradhook_hold(PyObject *object, PyObject *Py_UNUSED(none)) {
+    gradhook_of(object)->held = true;
+    Py_RETURN_NONE;
+}
+
 static PyObject *gradhook_method_discard(PyObject *object, PyObject *Py_UNUSED(none)) {
     return gradhook_discard(gradhook_of(object)) < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -282,6 +287,9 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed. In the others\n"
          "what was ready must fire again, or is taken by flush().\n\n"
          "Raises the first failure, as Work.wait. A wait that a signal ends leaves the rest pending."},
+        {"hold", gradhook_hold, METH_NOARGS,
+         "hold($self)\n--\n\n"
+         "Send nothing more in this pass before flush(), so that autograd may add to a gradient several times."},
         {"discard", gradhook_method_discard, METH_NOARGS,
          "discard($self)\n--\n\n"
          "End a pass that has failed: flush(), wait for all buckets, and re-arm them. Copied gradients get no sum.\n"

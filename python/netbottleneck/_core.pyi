@@ -405,6 +405,9 @@ class GradHook:
         """Waits for all buckets, GIL released; re-arms the hook. Raises as Work.wait, and RuntimeError
         for a gradient that was deleted in flight."""
 
+    def hold(self) -> None:
+        """Sends nothing more in this pass before flush(), so that autograd may add to a gradient several times."""
+
     def discard(self) -> None:
         """Ends a pass that has failed: flush(), then wait for all buckets without copying sums back; re-arms the hook.
         Every rank calls it. Raises as wait()."""

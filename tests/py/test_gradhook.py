@@ -596,6 +596,23 @@ def test_a_pass_that_failed_is_discarded_on_all_ranks(direct_bytes: int) -> None
     assert on_two_ranks(work) == [[[i + 1.0] * 4 for i in range(4)]] * 2
 
 
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_held_pass_is_sent_by_flush_alone(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(4), direct_bytes=direct_bytes)
+    plan.hook.target(alone, postscale=2.0)
+    plan.hook.on_first = plan.hook.hold
+    for _ in range(2):  # autograd adds to each gradient twice
+        weighted_sum(plan.parameters).backward()
+        assert plan.hook.pending == 0
+    plan.finish()
+    assert plan.grads() == [[4.0 * (i + 1)] * 4 for i in range(4)]
+    assert sorted(plan.hook.ready_order()) == [0, 1, 2, 3]
+    plan.hook.on_first = None
+    weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 2
+    plan.finish()
+
+
 def test_the_first_gradient_of_each_pass_is_reported() -> None:
     plan = Plan(chain(3), passes=2)
     calls: list[int] = []

@@ -198,6 +198,52 @@ def test_a_backward_pass_that_raised_on_one_rank_is_an_error_there(warm_ranks: R
     assert "error" in results[1].stdout
 
 
+NESTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+import netbottleneck
+from netbottleneck.torch.gradients import Gradients
+
+layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+
+
+class Model(torch.nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.layers, self.head = layers, head
+
+    def forward(self, x, depth):
+        def nested(x, layer, depth):
+            run = layer if depth == 1 else lambda x: nested(x, layer, depth - 1)
+            return checkpoint(run, x, use_reentrant=True)
+
+        if self.head is None:
+            return nested(nested(x, self.layers, depth), self.layers[0], depth)
+        return self.head(nested(x, self.layers, depth))
+
+
+flush, count = Gradients.flush, []
+Gradients.flush = lambda self: (count.append(1), flush(self))[1]
+for head in (None, torch.nn.Linear(4, 4)):
+    model = Model(head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with netbottleneck.profile(model, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            count.clear()
+            model(torch.ones(2, 4, requires_grad=True), 1 + step % 3).square().mean().backward()
+            print("flushed", len(count))
+            optimizer.step()
+"""
+
+
+def test_gradients_of_nested_passes_are_sent_once_at_the_end_of_the_outermost(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    result = warm_ranks(1, NESTED, {"NETBOTTLENECK_DIR": str(tmp_path / "run")})[0]
+    assert [line for line in result.stdout.splitlines() if line.startswith("flushed")] == ["flushed 1"] * 12
+
+
 def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
     plain, part = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     part.compile()

@@ -16,10 +16,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -175,7 +177,19 @@ def shares(optimizer: torch.optim.Optimizer, own: set[int]) -> bool:
 _engine: Any = torch.autograd.Variable._execution_engine
 _c: Any = torch._C
 
+_current_node: Callable[[], Any] = getattr(_c, "_current_autograd_node", lambda: None)
+_runs = [getattr(BackwardCFunction, name, None) for name in ("apply", "apply_boxed")]
+_RUNS = {run.__code__ for run in _runs if run is not None}  # the backward of an autograd function in Python
+
 logger = logging.getLogger("netbottleneck")
+
+
+def _in_function() -> bool:
+    """Return whether the current pass runs inside an autograd function of another pass, as reentrant checkpoints do."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in _RUNS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
@@ -234,6 +248,7 @@ class Measured:
         self._seeking: Any = None
         self._sampling: list[Any] = []
         self._queued = False
+        self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
         self._in_backward = False  # the optimizer steps inside the backward pass
         self._late = False  # a step has ended inside the backward pass
@@ -279,6 +294,7 @@ class Measured:
             self._updates.remove()
         self._watch(False)
         self._stop_seeking()
+        self._stop_following()
         if self._own_sync:
             self.gradients.close()
         if self._bare is not None:
@@ -379,12 +395,31 @@ class Measured:
         """Handle the first gradient of a backward pass."""
         if not self._queued and self._arm != BARE and _c._current_graph_task_id() != -1:
             self._queued = True
+            if _in_function():
+                self.gradients.hold()  # a later function of the pass may use the same parameters
             _engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        if self._queued:
+        node = _current_node()  # of the outer pass, if this one ran inside it
+        if self._queued and (node is None or not self._follow(node)):
             self._queued = False
             self._sync()
+
+    def _follow(self, node: Any) -> bool:
+        """Call `_backward_ends` at the end of the pass that runs a node. Returns False if no other node follows it."""
+        self._stop_following()
+        after = [following for following, _ in node.next_functions if following is not None]
+        self._following = [following.register_prehook(self._outer_goes_on) for following in after]
+        return bool(after)
+
+    def _stop_following(self) -> None:
+        for handle in self._following:
+            handle.remove()
+        self._following.clear()
+
+    def _outer_goes_on(self, _gradients: Any) -> None:
+        self._stop_following()
+        _engine.queue_callback(self._backward_ends)
 
     def _drop_pass(self) -> None:
         """End a backward pass that raised: autograd has dropped its callback.
@@ -401,6 +436,7 @@ class Measured:
                     f"a backward pass of rank {place.rank} raised an exception, and not that of every rank: gradients "
                     f"of this pass cannot be averaged ({error})",
                 ) from error
+        self._stop_following()
         self.gradients.discard()
         self._queued = False
 

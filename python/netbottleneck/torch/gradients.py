@@ -202,6 +202,9 @@ class GradientSink:
     def wait(self) -> None:
         """Wait until all gradients are reduced. Nothing where DDP or Horovod waits."""
 
+    def hold(self) -> None:
+        """Send nothing in this pass before `flush`. Nothing where DDP or Horovod sends gradients."""
+
     def discard(self) -> None:
         """End a pass that has failed, without its sums. Every rank calls it. Nothing where DDP or Horovod waits."""
 
@@ -351,6 +354,10 @@ class Gradients(GradientSink):
         self.hook.wait()
         if not self._settled:
             self._settle()
+
+    def hold(self) -> None:
+        """Send nothing more in this pass before `flush`, so that autograd may add to a gradient several times."""
+        self.hook.hold()
 
     def discard(self) -> None:
         """End a pass that has failed: send what is missing and wait for all buckets; copied gradients get no sum.

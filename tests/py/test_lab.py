@@ -435,6 +435,41 @@ def test_nothing_is_left_however_the_run_ends(way: str, end: str, number: int | 
         run.communicate(timeout=DEADLINE_S)
 
 
+# A lab that is closed while a forked copy of its process lives. A child of the rank has left its session, so that only
+# the holder's own end kills it.
+CLOSED = """
+import json, os, sys
+from netbottleneck.lab import Lab
+with Lab(2, "none", ways=[sys.argv[1]]) as lab:
+    rank = lab.popen(0, ["sh", "-c", "setsid sleep 1000 & echo started; exec sleep 1000"], stdout=-1, text=True)
+    assert rank.stdout.readline() == "started\\n"
+    if os.fork() == 0:
+        os.close(1)
+        sys.stdin.read(1)
+        os._exit(0)
+    holders = [place.holder for place in lab._namespaces.all]
+    spaces = [os.stat(f"/proc/{holder.pid}/ns/net").st_ino for holder in holders]
+    mark = lab.variables(0)["NETBOTTLENECK_HOST_ID"][:-1]
+print(json.dumps([mark, spaces, [holder.returncode for holder in holders]]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["root", "user", "loopback"])
+def test_a_closed_lab_leaves_nothing_while_a_fork_of_its_process_lives(way: str) -> None:
+    if way != "loopback":
+        open_lab(1, "none", ways=[way])
+    run = subprocess.Popen([sys.executable, "-c", CLOSED, way], stdin=subprocess.PIPE, **PIPES)
+    try:
+        assert run.stdout is not None
+        line = run.stdout.readline()
+        assert line, run.communicate(timeout=DEADLINE_S)[1]
+        mark, spaces, codes = json.loads(line)
+        assert set(codes) == {0}, "a holder was killed"
+        assert not list(traces(mark, [] if way == "loopback" else spaces))
+    finally:
+        run.communicate(timeout=DEADLINE_S)
+
+
 def command_line(*args: str) -> subprocess.CompletedProcess[str]:
     """Run python -m netbottleneck.lab."""
     return subprocess.run(

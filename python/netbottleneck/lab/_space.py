@@ -3,9 +3,9 @@
 A separate script (python -I -S), so that it has one thread, starts fast and imports nothing of this package.
   hold PARENT_PID ALIVE_FD USER_FD new-user|new-net|no-space MARK
   enter PARENT_PID USER_FD NET_FD COMMAND…
-A holder writes "ready" to its standard output. It then waits until every copy of the write end behind ALIVE_FD is
-closed or its parent is gone. At the end it kills all other processes in its namespace (without a namespace: those with
-MARK in their environment) and exits."""
+A holder writes "ready" to its standard output. It then waits until ALIVE_FD, the read end of a pipe, is readable, every
+copy of the write end is closed, or its parent is gone. At the end it kills all other processes in its namespace
+(without a namespace: those with MARK in their environment) and exits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def hold(parent: int, alive_fd: int, user_fd: int, how: str, mark: bytes) -> Non
     os.write(1, b"ready\n")
     os.close(1)
     poll = select.poll()
-    poll.register(alive_fd, 0)  # poll always reports POLLHUP
+    poll.register(alive_fd, select.POLLIN)  # left unread, as all holders share it; poll also reports POLLHUP
     while os.getppid() == parent and not poll.poll(500):
         pass
     sweep(space, mark)

@@ -26,8 +26,9 @@ from netbottleneck.lab.network import LinkSpec, burst_bytes, parse_lab
 
 # Anonymous network namespaces and the processes inside them. Only this section starts processes.
 #
-# A namespace lives as long as its holder process (see _space.py). A holder lives as long as the write end of a pipe
-# that only the lab's own process has open. Nothing is written to /run/netns: a SIGKILL leaves nothing to clean up.
+# A namespace lives as long as its holder process (see _space.py). A holder lives until close() writes to a pipe, or the
+# lab's own process, which has the write end open, is gone. Nothing is written to /run/netns: a SIGKILL leaves nothing
+# to clean up.
 
 READY_S = 10.0
 _SCRIPT = str(Path(__file__).with_name("_space.py"))
@@ -110,6 +111,7 @@ class Namespaces:
         """Release the holders and wait for them. May be called again; does nothing in a forked child."""
         if os.getpid() != self._owner or self._alive_write < 0:
             return
+        os.write(self._alive_write, b"x")  # closing is not enough if a forked child has a copy of this end
         os.close(self._alive_write)
         os.close(self._alive_read)
         self._alive_write = -1

@@ -8,18 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import RANKS_LIMIT_S
+from conftest import RANKS_LIMIT_S, inherited
 
 from netbottleneck.config import settings
 from netbottleneck.launch import connect, rendezvous
 from netbottleneck.launch.connect import Place, detect, topology
 from netbottleneck.launch.rendezvous import (
+    NONCE_BYTES,
     ChannelExchange,
     Folder,
     Http,
@@ -296,6 +297,105 @@ def test_waiting_for_a_key_ends_at_the_deadline(tmp_path: Path) -> None:
         wait_for(Folder(tmp_path), "some/key", time.monotonic())
 
 
+# A rank that joins a job, prints "joined", and leaves it.
+JOIN = """
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
+chosen = settings()
+comm = connect(chosen, detect(chosen))
+comm.exchange(b"")
+print("joined")
+comm.close()
+"""
+
+
+def started(folder: Path, rank: int, **environ: str) -> subprocess.Popen[str]:
+    """Start a rank of two that meet in a folder."""
+    ours = {
+        "NETBOTTLENECK_RANK": str(rank),
+        "NETBOTTLENECK_SIZE": "2",
+        "NETBOTTLENECK_RENDEZVOUS": str(folder),
+        "NETBOTTLENECK_IFNAME": "=lo",
+        **environ,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", JOIN],
+        env={**inherited(), **ours},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + RANKS_LIMIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def failed_start(folder: Path) -> None:
+    """Start rank 0 alone until it gives up."""
+    alone = started(folder, 0, NETBOTTLENECK_START_TIMEOUT_S="0.1")
+    assert "rank 1 did not reach" in alone.communicate(timeout=RANKS_LIMIT_S)[0]
+
+
+def killed_start(folder: Path) -> None:
+    """Kill rank 0 after it has sent its address, before any other rank connects."""
+    first = started(folder, 0)
+    try:
+        exchange = ChannelExchange(Folder(folder), "netbottleneck/0/2/0", 1, 2, RANKS_LIMIT_S)
+        assert exchange.ask(b"another machine").startswith(b"127.0.0.1:")
+    finally:
+        first.kill()
+        first.communicate(timeout=RANKS_LIMIT_S)
+
+
+def good_start(folder: Path) -> None:
+    """Start both ranks, which leave no value."""
+    both = [started(folder, rank) for rank in (0, 1)]
+    outputs = [one.communicate(timeout=RANKS_LIMIT_S)[0] for one in both]
+    assert outputs == ["joined\n"] * 2
+
+
+def values(folder: Path) -> dict[Path, bytes]:
+    """Return the values in a folder."""
+    return {path: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("before", [failed_start, killed_start, good_start])
+def test_a_folder_can_be_used_again(before: Callable[[Path], None], first: int, tmp_path: Path) -> None:
+    before(tmp_path)
+    left = values(tmp_path)
+    ranks = {first: started(tmp_path, first)}
+    if left or first == 0:  # the other rank starts once this one has stored a value, or has ended too early
+        wait_until(lambda: values(tmp_path) != left or ranks[first].poll() is not None)
+    ranks[1 - first] = started(tmp_path, 1 - first)
+    outputs = {rank: one.communicate(timeout=RANKS_LIMIT_S)[0] for rank, one in ranks.items()}
+    assert outputs == {0: "joined\n", 1: "joined\n"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_of_an_earlier_start_is_not_a_report(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for nonce in (b"", b"0" * NONCE_BYTES):
+        folder.put("job/ready.1", nonce + b"1" * NONCE_BYTES + b"another machine")
+        with pytest.raises(TimeoutError, match="rank 1 did not reach"):
+            ChannelExchange(folder, "job", 0, 2, 0.0).reports()
+
+
+def test_a_rank_that_comes_after_a_failure_names_it(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    failed = ChannelExchange(folder, "job", 0, 2, 0.0)
+    with pytest.raises(TimeoutError):
+        failed.reports()
+    failed.answer(b"!no such interface")
+    with pytest.raises(TimeoutError, match=r"rank 0 did not publish .*; rank 0 failed there before: no such interface"):
+        ChannelExchange(folder, "job", 1, 2, -5.0).ask(b"")
+
+
 class KeyValue(http.server.BaseHTTPRequestHandler):
     """A server like horovodrun's: PUT and GET of /scope/key."""
 
@@ -421,7 +521,10 @@ class Exposed:
         self.left[key] = value
 
     def get(self, key: str) -> bytes | None:
-        return b"another machine" if "/ready" in key else self.left.get(key)
+        job, ready, _ = key.partition("/ready")
+        if ready:
+            return self.left[f"{job}/address"][:NONCE_BYTES] + bytes(NONCE_BYTES) + b"another machine"
+        return self.left.get(key)
 
     def delete(self, key: str) -> None:
         """Keep the key: the test reads it after the rendezvous."""
@@ -437,7 +540,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ
     for key in ("first", "second"):
         exchange = ChannelExchange(channel, key, 0, 4, 1.0)
         connect._accept_all(core, chosen, rank0, None, exchange, {})  # type: ignore[arg-type]
-    return channel.left["first/address"].decode()
+    return channel.left["first/address"][4 * NONCE_BYTES :].decode()
 
 
 FAR, NEAR = "192.0.2.1:5000", "127.0.0.1:5000"

@@ -208,11 +208,11 @@ def _accept_all(
 ) -> "_core.Comm":
     """Rank 0: wait for the reports of all ranks, then listen, publish the address and accept the ranks."""
     try:
-        same = all(machine == machine_digest() for machine in exchange.report(machine_digest()))
+        same = all(machine == machine_digest() for machine in exchange.reports())
         listener = _listen(module, settings, address, LOOPBACK if same and settings.ifname is None else None)
     except (OSError, ValueError) as error:
         with suppress(OSError):  # raise the first failure
-            exchange.answer(f"!{error}".encode())
+            exchange.answer(rendezvous.FAILED + str(error).encode())
         raise
     secret = settings.secret or secrets.token_bytes(32)
     shared_secret = "" if settings.secret else secret.hex()
@@ -256,11 +256,10 @@ def _join(
     options: dict[str, object],
 ) -> "_core.Comm":
     """Any other rank: report to rank 0, receive its address, and connect to it."""
-    exchange.report(machine_digest())
-    answer = exchange.receive_answer().decode()
-    if answer.startswith("!"):
-        raise Error(0, f"rank 0 could not open the job: {answer[1:]}")
-    address, _, shared_secret = answer.partition(" ")
+    answer = exchange.ask(machine_digest())
+    if answer.startswith(rendezvous.FAILED):
+        raise Error(0, f"rank 0 could not open the job: {answer.removeprefix(rendezvous.FAILED).decode()}")
+    address, _, shared_secret = answer.decode().partition(" ")
     secret = settings.secret or bytes.fromhex(shared_secret)
     if len(secret) < 16:
         raise ValueError(

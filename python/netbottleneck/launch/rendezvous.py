@@ -1,18 +1,20 @@
 """Rendezvous of a job's ranks under each launcher: the choice of channel and address, and the stores behind them."""
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import importlib
 import os
 import re
+import secrets
 import socket
 import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,45 +62,72 @@ class ProcessManager(Protocol):
         """Publish a value; return those of the wanted ranks. Every rank calls this, in the same order of calls."""
 
 
+NONCE_BYTES = 16
+FAILED = b"!"  # begins an answer that is the reason of a failure
+
+
 @dataclass(frozen=True)
 class ChannelExchange:
-    """An exchange of all ranks with rank 0 through a channel: all report to rank 0, which then answers once."""
+    """An exchange of all ranks with rank 0 through a channel: all report to rank 0, which then answers once.
+
+    The channel may hold values of an earlier exchange with the same key, such as that of a job that was killed. Rank 0
+    therefore stores its nonce first, and each report repeats it. A rank that finds another nonce reports again. The
+    answer is rank 0's nonce, the nonces of the reports by rank, and a value. A rank accepts it if it has its own nonce.
+    """
 
     channel: Channel
-    key: str  # unique to this exchange
+    key: str  # unique to this exchange among those of its job
     rank: int
     size: int
     limit_s: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_hex(NONCE_BYTES // 2).encode())
 
     @property
     def exposed(self) -> str:
         """The channel's name if anyone who reaches it can read the exchange, else empty."""
         return self.channel.name if self.channel.exposed else ""
 
-    def report(self, value: bytes) -> list[bytes]:
-        """Store a value for rank 0; on rank 0, wait for and return those of all others.
-
-        Raises TimeoutError naming the missing ranks.
-        """
-        if self.rank == 0:
-            return gather(self.channel, f"{self.key}/ready", self.size, self.limit_s)
-        self.channel.put(f"{self.key}/ready.{self.rank}", value)
-        return []
+    def reports(self) -> list[bytes]:
+        """Rank 0: wait for the values of all others, and return them. Raises TimeoutError naming the missing ranks."""
+        self.channel.put(f"{self.key}/address", self.nonce)
+        values = gather(self.channel, f"{self.key}/ready", self.size, self.limit_s, self.nonce)
+        return [value[2 * NONCE_BYTES :] for value in values]
 
     def answer(self, value: bytes) -> None:
-        """Rank 0: send the answer to all others."""
-        self.channel.put(f"{self.key}/address", value)
+        """Rank 0: send the answer to all others that have reported."""
+        found = [self.channel.get(f"{self.key}/ready.{rank}") or b"" for rank in range(1, self.size)]
+        nonces = [
+            one[NONCE_BYTES : 2 * NONCE_BYTES] if one.startswith(self.nonce) else bytes(NONCE_BYTES) for one in found
+        ]
+        self.channel.put(f"{self.key}/address", b"".join([self.nonce, *nonces, value]))
 
-    def receive_answer(self) -> bytes:
-        """Any other rank: return the answer. Raises TimeoutError naming rank 0."""
-        try:
-            # Rank 0's deadline is earlier, as its error names the missing ranks.
-            return wait_for(self.channel, f"{self.key}/address", time.monotonic() + self.limit_s + 5)
-        except TimeoutError:
+    def ask(self, value: bytes) -> bytes:
+        """Any other rank: report a value to rank 0, and return the answer. Raises TimeoutError naming rank 0."""
+        found: bytes | None = None
+        reported = b""
+
+        def look() -> bytes | None:
+            nonlocal found, reported
+            found = self.channel.get(f"{self.key}/address")
+            if found is None:
+                return None
+            nonces = [found[at : at + NONCE_BYTES] for at in range(0, self.size * NONCE_BYTES, NONCE_BYTES)]
+            if nonces[0] != reported:
+                reported = nonces[0]
+                self.channel.put(f"{self.key}/ready.{self.rank}", reported + self.nonce + value)
+            return found[self.size * NONCE_BYTES :] if nonces[self.rank] == self.nonce else None
+
+        # Rank 0's deadline is earlier, as its error names the missing ranks.
+        answer = poll(look, time.monotonic() + self.limit_s + 5)
+        if answer is None:
+            other = (found or b"")[self.size * NONCE_BYTES :]
+            failure = other.removeprefix(FAILED).decode() if other.startswith(FAILED) else ""
             raise TimeoutError(
                 f"rank 0 did not publish its address at {self.channel.name} within {self.limit_s:g} s "
                 f"(NETBOTTLENECK_START_TIMEOUT_S); this is rank {self.rank} of {self.size}"
-            ) from None
+                + (f"; rank 0 failed there before: {failure}" if failure else "")
+            )
+        return answer
 
     def clear(self) -> None:
         """Rank 0: remove the values of the exchange, if possible."""
@@ -116,45 +145,57 @@ class ManagerExchange:
     limit_s: float
     exposed = ""  # a launcher's PMI serves only its own processes
 
-    def report(self, value: bytes) -> list[bytes]:
-        """Give rank 0 a value; on rank 0, return those of all others. Raises TimeoutError if ranks are missing."""
-        return self.manager.share(value, range(1, self.size) if self.rank == 0 else (), self.limit_s)
+    def reports(self) -> list[bytes]:
+        """Rank 0: return the values of all others. Raises TimeoutError if ranks are missing."""
+        return self.manager.share(b"", range(1, self.size), self.limit_s)
 
     def answer(self, value: bytes) -> None:
         """Rank 0: send the answer to all others."""
         self.manager.share(value, (), self.limit_s)
 
-    def receive_answer(self) -> bytes:
-        """Any other rank: return the answer."""
+    def ask(self, value: bytes) -> bytes:
+        """Any other rank: give rank 0 a value, and return the answer."""
+        self.manager.share(value, (), self.limit_s)
         return self.manager.share(b"", (0,), self.limit_s)[0]
 
     def clear(self) -> None:
         """Do nothing: the values stay with the launcher, which ends with the job."""
 
 
-def gather(channel: Channel, key: str, size: int, limit_s: float) -> list[bytes]:
-    """Return the values of ranks 1 to size - 1 under key.RANK.
+def gather(channel: Channel, key: str, size: int, limit_s: float, prefix: bytes = b"") -> list[bytes]:
+    """Return the values of ranks 1 to size - 1 under key.RANK. A value without `prefix` does not count.
 
     Raises TimeoutError naming the ranks missing after limit_s, NETBOTTLENECK_START_TIMEOUT_S.
     """
+
+    def of(rank: int) -> bytes | None:
+        value = channel.get(f"{key}.{rank}")
+        return value if value is not None and value.startswith(prefix) else None
+
     deadline = time.monotonic() + limit_s
-    try:
-        return [wait_for(channel, f"{key}.{rank}", deadline, f"rank {rank}") for rank in range(1, size)]
-    except TimeoutError:
-        missing = [str(rank) for rank in range(1, size) if channel.get(f"{key}.{rank}") is None]
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        raise TimeoutError(
-            f"of {size} ranks, {ranks} did not reach {channel.name} within {limit_s:g} s "
-            f"(NETBOTTLENECK_START_TIMEOUT_S)"
-        ) from None
+    found = {rank: poll(functools.partial(of, rank), deadline) for rank in range(1, size)}
+    values = [value for value in found.values() if value is not None]
+    if len(values) == len(found):
+        return values
+    missing = [str(rank) for rank, value in found.items() if value is None]
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+    raise TimeoutError(
+        f"of {size} ranks, {ranks} did not reach {channel.name} within {limit_s:g} s (NETBOTTLENECK_START_TIMEOUT_S)"
+    )
 
 
-def wait_for(channel: Channel, key: str, deadline: float, whose: str = "rank 0") -> bytes:
-    """Wait for a key until `deadline` (time.monotonic()); TimeoutError names the owner, the key and the channel."""
+def wait_for(channel: Channel, key: str, deadline: float) -> bytes:
+    """Wait for rank 0's value of a key until `deadline` (time.monotonic()); TimeoutError names key and channel."""
+    value = poll(lambda: channel.get(key), deadline)
+    if value is None:
+        raise TimeoutError(f"rank 0 did not store {key} at {channel.name} in time (NETBOTTLENECK_START_TIMEOUT_S)")
+    return value
+
+
+def poll(look: Callable[[], bytes | None], deadline: float) -> bytes | None:
+    """Call `look` until it returns a value, and return the value; None after `deadline` (time.monotonic())."""
     pause = 0.002
-    while (value := channel.get(key)) is None:
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{whose} did not store {key} at {channel.name} in time (NETBOTTLENECK_START_TIMEOUT_S)")
+    while (value := look()) is None and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
     return value

@@ -43,6 +43,7 @@ from netbottleneck.bench.values import (  # noqa: E402
 from netbottleneck.bench.worker import Workers  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 from netbottleneck.lab import Lab, LabError  # noqa: E402
+from netbottleneck.launch import connect  # noqa: E402
 
 PEERS = str(BENCHMARKS / "peers")
 KEYS = {
@@ -385,6 +386,23 @@ def test_a_launchers_ranks_are_used(ranks: Any, tmp_path: Path) -> None:
     assert "busbw" in results[0].stdout
     assert results[1].stdout == ""
     assert [row["ranks"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [3]
+
+
+def test_interfaces_are_resolved_and_hosts_of_different_sizes_are_counted(ranks: Any, tmp_path: Path) -> None:
+    names = [name for name, _ in connect.core().interfaces("^none")]
+    senders = 3 if names == ["lo"] else 2
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\n"
+        "os.environ['NETBOTTLENECK_HOST_ID'] = 'first' if os.environ['RANK'] < '2' else 'second'\n"
+        "from netbottleneck.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    args = ["bench", "--sizes", "1000", "--transports", "tcp", "--iters", "1", "--json", str(tmp_path / "rows.json")]
+    ranks(3, script, args=args, env={"NETBOTTLENECK_IFNAME": "^none", "NETBOTTLENECK_SHM": "0"})
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["interface"].split(",") == names
+    assert row["owed_bytes"] == 2 * (senders - 1) * row["bytes"]
 
 
 RUNNING = """

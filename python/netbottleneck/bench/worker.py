@@ -91,6 +91,8 @@ class Rank:
         self.control = connect.connect(settings, place, transport="tcp", streams=1)
         hosts = self.control.exchange(connect.host_digest(settings))
         self.place = connect.with_topology(place, connect.topology(hosts, place.rank))
+        self._hosts = len(set(hosts))
+        self._interfaces = [str(name) for name, _ in self._core.interfaces(settings.ifname)]
         self.paths: list[Path] = []
 
     def run(self) -> None:
@@ -115,7 +117,7 @@ class Rank:
             memory,
             self.request.dtype,
             self.request.op,
-            self._interfaces()[0],
+            self._interfaces[0],
         )
         openers = self.request.openers()
         for transport in self.request.transports:
@@ -184,18 +186,20 @@ class Rank:
             row = Samples(samples[:, index], count, kind.itemsize, self.counts_wire(), self.request.inner).row()
             head = {"transport": path.name, "streams": path.streams or "auto", "op": "allreduce"}
             head |= {"redop": self.request.op, "dtype": self.request.dtype, "ranks": self.place.size}
-            first = self._interfaces()[0]
-            wire = {"interface": ",".join(self._interfaces()), "link_bits_per_s": monitor.link_bps(first)}
+            wire = {
+                "interface": ",".join(self._interfaces),
+                "link_bits_per_s": monitor.link_bps(self._interfaces[0]),
+            }
             wire["owed_bytes"] = owed_bytes(self._senders(), count * kind.itemsize)
             self._emit({"row": {**head, **row, **path.info(), **wire}})
 
     def counts_wire(self) -> bool:
         """Return whether wire bytes are those of a host's interface, which is not the loopback."""
-        return self._interfaces() != ["lo"]
+        return self._interfaces != ["lo"]
 
     def _senders(self) -> int:
         """Return the number of senders in the counted bytes: hosts, or ranks on loopback."""
-        return self.place.size // (self.place.local_size or 1) if self.counts_wire() else self.place.size
+        return self._hosts if self.counts_wire() else self.place.size
 
     def _together(self) -> None:
         self.control.submit("bench.barrier", self._core.BARRIER, [], self._core.UINT8, awaited=True).wait()
@@ -206,7 +210,7 @@ class Rank:
         Ranks may leave a barrier at different times if one slept in it, so two barriers precede the clock.
         """
         now = self._core.now_ns
-        names = self._interfaces()
+        names = self._interfaces
         data.fill(buffer)
         path.prepare(count)
         self._together()
@@ -226,10 +230,6 @@ class Rank:
         path.finish()
         wrong = data.wrong(buffer) if path.reduces else 0
         return taken if own is None else own, cpu if theirs is None else theirs, sent, moved, wrong, busy
-
-    def _interfaces(self) -> list[str]:
-        spec = (self.settings.ifname or "").lstrip("=")
-        return spec.split(",") if spec else [str(self._core.interfaces(None)[0][0])]
 
 
 def _nothing(_: Mapping[str, Any]) -> None:

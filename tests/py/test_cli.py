@@ -281,7 +281,22 @@ def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str
         (["--lab", "fast"], "'fast' is not a rate"),
         (["--ranks", "3", "--ranks-per-host", "2"], "--ranks must be a multiple"),
         (["--port", "1"], "--port needs --listen"),
-        (["--listen", "--lab", "none"], "--lab cannot be used with --listen"),
+        *(
+            (["--listen", option, value], f"{option} cannot be used with --listen")
+            for option, value in (
+                ("--lab", "none"),
+                ("--ranks", "2"),
+                ("--ranks-per-host", "1"),
+                ("--shm", "auto"),
+                ("--dtype", "float32"),
+                ("--op", "sum"),
+                ("--iters", "0"),
+                ("--json", "rows.json"),
+            )
+        ),
+        (["--connect", "there", "--port", "1"], "--port cannot be used with --connect"),
+        (["--connect", "there", "--ifname", "lo"], "--ifname cannot be used with --connect"),
+        (["--listen", "--sizes", "1M,2M"], "--sizes 1M,2M: between two hosts, one size is measured"),
         (["--listen", "--connect", "there"], "not allowed with argument"),
     ],
 )

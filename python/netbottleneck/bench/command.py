@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         description="All-reduce over the stock path and over our own lanes, in turn, on the same memory and clock.",
     )
     made.add_argument("--ranks", type=int, metavar="N", help="ranks to start here (2); under a launcher: its ranks")
-    made.add_argument("--ranks-per-host", type=int, default=1, metavar="K", help="ranks on each host of the lab")
+    made.add_argument("--ranks-per-host", type=int, metavar="K", help="ranks on each host of the lab (1)")
     made.add_argument(
         "--lab",
         metavar="LINK[+LINK…][/FLOW[,FLOW…]]",
@@ -53,9 +53,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--shm", metavar="LIST", help="memory shared by ranks of one host: auto, 0, 1 or several (NETBOTTLENECK_SHM)"
     )
-    made.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    made.add_argument("--op", choices=list(REDUCTIONS), default="sum")
-    made.add_argument("--iters", type=int, default=0, metavar="N", help="iterations of each size (20 to 5, by size)")
+    made.add_argument("--dtype", choices=list(DTYPES), help="type of the elements (float32)")
+    made.add_argument("--op", choices=list(REDUCTIONS), help="reduction (sum)")
+    made.add_argument("--iters", type=int, metavar="N", help="iterations of each size (20 to 5, by size)")
     made.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     hosts = made.add_argument_group("two hosts of your own, without torch or a launcher")
     both = hosts.add_mutually_exclusive_group()
@@ -101,7 +101,7 @@ def _here(args: argparse.Namespace, request: Request) -> Results:
     ranks = args.ranks or 2
     where = f"lab {args.lab}" if args.lab else "loopback: no network"
     say(f"# all-reduce {request.dtype} {request.op}, {ranks} ranks, {where}")
-    return start(request, ranks, args.lab, args.ranks_per_host, say)
+    return start(request, ranks, args.lab, args.ranks_per_host or 1, say)
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -111,9 +111,9 @@ def _request(args: argparse.Namespace) -> Request:
         (*named, *(name for name in others if name not in named)),
         parse_lanes(args.streams or "auto"),
         parse_sizes(args.sizes) if args.sizes else SIZES,
-        args.dtype,
-        args.op,
-        args.iters,
+        args.dtype or "float32",
+        args.op or "sum",
+        args.iters or 0,
         args.transports is not None,
         shm=tuple(args.shm.split(",")) if args.shm else (),
         peers=args.peers or "",
@@ -121,19 +121,31 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _check(args: argparse.Namespace) -> None:
-    paired = args.listen or args.connect
-    for name in ("port", "secret", "ifname"):
-        if getattr(args, name) is not None and not paired:
-            raise ValueError(f"--{name} needs --listen or --connect")
-    for name in ("lab", "ranks", "json", "peers"):
-        if getattr(args, name) and paired:
-            raise ValueError(f"--{name} cannot be used with --listen or --connect")
+    _check_pair(args)
     if args.port is not None and not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
     if args.ranks is not None and not 1 <= args.ranks <= 200:
         raise ValueError(f"--ranks {args.ranks}: must be from 1 to 200")
-    if args.ranks_per_host < 1 or (args.ranks or 2) % args.ranks_per_host:
-        raise ValueError(f"--ranks-per-host {args.ranks_per_host}: --ranks must be a multiple of it")
+    on_each = 1 if args.ranks_per_host is None else args.ranks_per_host
+    if on_each < 1 or (args.ranks or 2) % on_each:
+        raise ValueError(f"--ranks-per-host {on_each}: --ranks must be a multiple of it")
+
+
+def _check_pair(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that has no effect between two hosts, or only there."""
+    given = {name for name, value in vars(args).items() if value is not None}
+    paired = args.listen or args.connect
+    for name in ("port", "secret", "ifname"):
+        if name in given and not paired:
+            raise ValueError(f"--{name} needs --listen or --connect")
+    for name in ("port", "ifname"):
+        if name in given and args.connect:
+            raise ValueError(f"--{name} cannot be used with --connect: it is for the listening side")
+    for name in ("lab", "ranks", "ranks_per_host", "peers", "shm", "dtype", "op", "iters", "json"):
+        if name in given and paired:
+            raise ValueError(f"--{name.replace('_', '-')} cannot be used with --listen or --connect")
+    if paired and args.sizes and len(parse_sizes(args.sizes)) > 1:
+        raise ValueError(f"--sizes {args.sizes}: between two hosts, one size is measured")
 
 
 def _pair(args: argparse.Namespace, request: Request, settings: config.Settings) -> int:

@@ -54,6 +54,14 @@ def test_the_gate_fails_above_its_limit(made, limit, code):
     assert cli.main(["compare", str(made("a")), str(made("b", 140)), *gate]) == code
 
 
+@pytest.mark.parametrize("limit", ["nan", "inf", "-inf"])
+def test_a_gate_without_a_finite_limit_is_refused(limit, made, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", str(made("a")), str(made("b", 140)), f"--max-step-time-regression-pct={limit}"])
+    assert end.value.code == 2
+    assert "must be finite" in capsys.readouterr().err
+
+
 def test_a_faster_run_passes_the_gate(made):
     arguments = [str(made("a", 140)), str(made("b")), "--max-step-time-regression-pct", "0"]
     assert cli.main(["compare", *arguments]) == 0

@@ -324,7 +324,10 @@ def test_a_damaged_ring_is_named_and_the_other_ranks_are_shown(fake: Path, capsy
     assert f"Step{STEPS}" in shown
 
 
-@pytest.mark.parametrize("bad", [["--refresh", "0"], ["--window", "-1"], ["--export", "mlflow"]])
+@pytest.mark.parametrize(
+    "bad",
+    [["--refresh", "0"], ["--refresh", "inf"], ["--refresh", "nan"], ["--window", "-1"], ["--export", "mlflow"]],
+)
 def test_bad_arguments_are_refused(fake: Path, bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["top", str(fake), *bad])

@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import importlib.machinery
 import json
+import math
 import os
 import runpy
 import select
@@ -133,8 +134,8 @@ def _top(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--of", metavar="PID", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if not args.refresh > 0:
-        parser.error(f"--refresh {args.refresh:g}: must be greater than 0")
+    if not 0 < args.refresh < math.inf:
+        parser.error(f"--refresh {args.refresh:g}: must be finite and greater than 0")
     if args.window is not None and args.window < 0:
         parser.error(f"--window {args.window}: must be at least 0")
     for name, _, _ in (one.partition("=") for one in args.export):
@@ -304,6 +305,9 @@ def _compare(argv: Sequence[str]) -> int:
         help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer",
     )
     args = parser.parse_args(argv)
+    percent = args.max_step_time_regression_pct
+    if percent is not None and not math.isfinite(percent):
+        parser.error(f"--max-step-time-regression-pct {percent:g}: must be finite")
     from netbottleneck.report import compare
 
     found = compare.compare(args.before, args.after)
@@ -311,7 +315,7 @@ def _compare(argv: Sequence[str]) -> int:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         compare.show(found)
-    limit = None if args.max_step_time_regression_pct is None else args.max_step_time_regression_pct / 100
+    limit = None if percent is None else percent / 100
     if args.html:
         Path(args.html).write_text(compare.page(found, (args.before, args.after), limit), encoding="utf-8")
     return GATE if limit is not None and found.regressions(limit) else SUCCESS

@@ -158,6 +158,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 VERSION = 1
 SUCCESS, USAGE = 0, 2
+BATCH, PASSES = 8, 10
 MEASURED, MODELLED = "measured", "modelled"
 
 
@@ -263,9 +264,9 @@ def _arguments() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"{', '.join(models.NAMES)}; without: only the tables",
     )
-    add("--batch", type=_whole_number(1, 65536), default=8, help="samples per step (8)")
-    add("--passes", type=_whole_number(2, 10000), default=10, help="measured steps (10), after a few warm-up steps")
-    add("--device", default="auto", help="cpu, cuda or cuda:N; default: cuda if available")
+    add("--batch", type=_whole_number(1, 65536), help=f"samples per step ({BATCH})")
+    add("--passes", type=_whole_number(2, 10000), help=f"measured steps ({PASSES}), after a few warm-up steps")
+    add("--device", help="cpu, cuda or cuda:N; default: cuda if available")
     add(
         "--modelled",
         type=float,
@@ -289,17 +290,31 @@ def _whole_number(low: int, high: int) -> Any:
     return parse
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that has no effect beside the others."""
+    if args.model is None and args.no_tables:
+        raise ValueError("nothing to do: name a model, or leave out --no-tables")
+    if args.no_tables and args.most_bytes is not None:
+        raise ValueError("--most-bytes has no effect with --no-tables")
+    for name in ("modelled", "batch", "passes", "device"):
+        if getattr(args, name) is not None and args.model is None:
+            raise ValueError(f"--{name} needs a model")
+        if getattr(args, name) is not None and args.modelled and name != "modelled":
+            raise ValueError(f"--{name} has no effect with --modelled, which runs nothing")
+
+
 def _run_model(args: argparse.Namespace) -> tuple[tr.Trace, str]:
     from netbottleneck.bench.models import passes
 
     if args.modelled:
         return passes.modelled(args.model, *args.modelled), MODELLED
-    device = passes.pick_device(args.device)
+    device = passes.pick_device(args.device or "auto")
+    batch, count = args.batch or BATCH, args.passes or PASSES
 
     def progress(done: int, of: int) -> None:
         _progress(f"{args.model} on {device}: pass {done} of {of}")
 
-    return passes.measured(args.model, batch=args.batch, passes=args.passes, device=device, progress=progress), MEASURED
+    return passes.measured(args.model, batch=batch, passes=count, device=device, progress=progress), MEASURED
 
 
 def _progress(text: str) -> None:
@@ -324,8 +339,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} already exists: pass an empty folder as --directory")
-        if args.model is None and args.no_tables:
-            raise ValueError("nothing to do: name a model, or leave out --no-tables")
+        _check(args)
         measured = _run_model(args) if args.model else None
     except ValueError as error:
         sys.stderr.write(f"netbottleneck calibrate: {error}\n")

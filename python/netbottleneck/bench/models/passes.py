@@ -7,6 +7,7 @@ Hooks, DDP and optimizers therefore work as with the real model.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,7 +109,7 @@ def modelled(name: str, forward_ms: float, backward_ms: float) -> tr.Trace:
 
     Nothing runs. All gradients of a layer are ready at the end of its backward. Raises ValueError for invalid times.
     """
-    if forward_ms < 0 or backward_ms <= 0:
+    if not (0 <= forward_ms < math.inf and 0 < backward_ms < math.inf):
         raise ValueError(f"a forward pass of {forward_ms} ms and a backward pass of {backward_ms} ms are not valid")
     layers = layers_of(name)
     order = [key for key, _ in sizes(name)]

@@ -159,6 +159,8 @@ def test_run_behaves_as_the_script_with_measurement(tmp_path: Path) -> None:
     assert done.returncode == 0
     done = command("run", str(script), env={"NETBOTTLENECK": "0"})
     assert " 0 True" in done.stdout
+    done = command("run", str(script), env={"NETBOTTLENECK": ""})
+    assert " 1 True" in done.stdout
 
 
 def test_run_m_runs_a_module(tmp_path: Path) -> None:

@@ -349,8 +349,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _enable_measurement() -> None:
-    """Set NETBOTTLENECK=1 unless it is set, and install the import hooks as `import netbottleneck` does."""
-    os.environ.setdefault("NETBOTTLENECK", "1")
+    """Set NETBOTTLENECK=1 if it is unset or empty, and install the import hooks as `import netbottleneck` does."""
+    if not os.environ.get("NETBOTTLENECK"):
+        os.environ["NETBOTTLENECK"] = "1"
     from netbottleneck import config
 
     if config.settings().enabled:

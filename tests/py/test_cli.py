@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import py_compile
 import signal
 import subprocess
@@ -215,6 +216,52 @@ def test_run_hooks_into_ddp_before_the_script_imports_torch(tmp_path: Path) -> N
     )
     assert "_Later" in command("run", str(script)).stdout
     assert "_Later" not in command("run", str(script), env={"NETBOTTLENECK": "0"}).stdout
+
+
+CHILDREN = """
+import multiprocessing, pickle, sys
+
+def hooks():
+    return [type(finder).__name__ for finder in sys.meta_path].count("_Later")
+
+def work(queue, deeper):
+    queue.put((hooks(), "torch" in sys.modules))
+    if deeper:
+        child = multiprocessing.get_context(sys.argv[1]).Process(target=work, args=(queue, deeper - 1))
+        child.start()
+        child.join()
+
+if __name__ == "__main__":
+    queue = multiprocessing.get_context(sys.argv[1]).SimpleQueue()
+    work(queue, 2)
+    print([queue.get() for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("module", [False, True])
+def test_run_hooks_into_children_of_multiprocessing(tmp_path: Path, method: str, module: bool) -> None:
+    (tmp_path / "train.py").write_text(CHILDREN)
+    arguments = ["-m", "train"] if module else ["train.py"]
+    for enabled, hooks in (("1", 3), ("0", 0)):
+        done = subprocess.run(
+            [sys.executable, "-m", "netbottleneck", "run", *arguments, method],
+            cwd=tmp_path,
+            env={**os.environ, "NETBOTTLENECK": enabled},
+            capture_output=True,
+            text=True,
+            timeout=RANKS_LIMIT_S,
+            check=False,
+        )
+        assert done.stdout == f"{[(hooks, False)] * 3}\n", done.stderr
+
+
+def test_a_child_that_does_not_find_this_package_runs_without_it() -> None:
+    from netbottleneck.hooks.imports import ForChildren
+
+    code = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])))"
+    arguments = [sys.executable, "-I", "-S", "-c", code, pickle.dumps(ForChildren()).hex()]
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "None\n"
 
 
 def test_the_exit_of_a_script_is_preserved(tmp_path: Path) -> None:

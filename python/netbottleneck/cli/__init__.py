@@ -349,7 +349,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _enable_measurement() -> None:
-    """Set NETBOTTLENECK=1 if it is unset or empty, and install the import hooks as `import netbottleneck` does."""
+    """Set NETBOTTLENECK=1 if it is unset or empty, and install the import hooks as `import netbottleneck` does.
+
+    Children of multiprocessing install them too, as a script that is not changed does not import netbottleneck there.
+    """
     if not os.environ.get("NETBOTTLENECK"):
         os.environ["NETBOTTLENECK"] = "1"
     from netbottleneck import config
@@ -358,6 +361,7 @@ def _enable_measurement() -> None:
         from netbottleneck.hooks import imports
 
         imports.install()
+        imports.pass_on()
 
 
 def _export_place() -> None:

@@ -80,6 +80,33 @@ def stand_in() -> None:
         sys.path.append(STAND_IN)
 
 
+# Evaluated in a child process, which may not find this package.
+_IN_A_CHILD = (
+    "__import__('netbottleneck.hooks.imports', fromlist=['ForChildren']).ForChildren() "
+    "if __import__('importlib.util').util.find_spec('netbottleneck') else None"
+)
+
+
+class ForChildren:
+    """A value that imports this package, which installs the hooks, in a process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return eval, (_IN_A_CHILD,)
+
+
+def pass_on() -> None:
+    """Install the hooks in children of multiprocessing too, by spawn and forkserver, if the script does not import us.
+
+    A process object takes over the configuration of the process that makes it, and its child unpickles it after it has
+    sys.path and has imported the script.
+    """
+    import multiprocessing
+
+    shared = vars(multiprocessing.current_process()).get("_config")
+    if isinstance(shared, dict):  # an internal name: without it, children are not measured
+        shared["netbottleneck"] = ForChildren()
+
+
 def stands_in() -> bool:
     """Return whether `import horovod` finds this package."""
     return any(isinstance(finder, _Horovod) and not finder._elsewhere(None) for finder in sys.meta_path)

@@ -225,12 +225,12 @@ class Gradients(GradientSink):
     elements are left out. passes: backward passes a step. direct_bytes: a gradient of this size or more is sent from
     the memory that autograd chose; a smaller one is copied to its bucket and back. In both cases `grad` stays the
     tensor that autograd or the user put there. limits: bytes of the first bucket, and of the others. agree: a
-    collective that returns rank 0's bytes on all ranks, of equal length. It is called once, at the end of the first
-    step, so that all ranks re-order their buckets alike. None: through the Comm; without a destination, buckets keep
-    backward order. among: the ranks of a Comm's sums; None: all. Sparse gradients are made dense. drop_sparse:
-    parameters with a sparse gradient in rank 0's first step are left out from then on, and named in `dropped`. flagged:
-    each bucket ends with a flag for each gradient, and a gradient that no rank has stays None; otherwise a missing
-    gradient becomes zeros, as with Horovod.
+    collective that returns rank 0's bytes on all ranks, of equal length, or None on all of them. It is called at the
+    end of the first step, so that all ranks re-order their buckets alike, and of later ones while it returns None.
+    None: through the Comm; without a destination, buckets keep backward order. among: the ranks of a Comm's sums; None:
+    all. Sparse gradients are made dense. drop_sparse: parameters with a sparse gradient in rank 0's first step are left
+    out from then on, and named in `dropped`. flagged: each bucket ends with a flag for each gradient, and a gradient
+    that no rank has stays None; otherwise a missing gradient becomes zeros, as with Horovod.
 
     Raises ValueError for a parameter outside host and CUDA memory, for parameters on several devices, and for one with
     a dtype that cannot be reduced, or with gradients of another dtype. If only the backward pass shows another dtype,
@@ -245,7 +245,7 @@ class Gradients(GradientSink):
         passes: int = 1,
         direct_bytes: int = DIRECT_BYTES,
         limits: tuple[int, int] = (plan.FIRST_BYTES, plan.BUCKET_BYTES),
-        agree: Callable[[bytes], bytes] | None = None,
+        agree: Callable[[bytes], bytes | None] | None = None,
         label: str = "gradients",
         among: Members | None = None,
         drop_sparse: bool = False,
@@ -347,7 +347,7 @@ class Gradients(GradientSink):
         self.hook.flush()
 
     def wait(self) -> None:
-        """Wait until all buckets are back. After the first step, also settle the order of the buckets on all ranks.
+        """Wait until all buckets are back. Also settle the order of the buckets on all ranks, if it is not yet settled.
 
         Raises the failure of a transfer, and RuntimeError for a gradient that was deleted meanwhile.
         """
@@ -417,20 +417,23 @@ class Gradients(GradientSink):
         return [now[index] for index in order if index in now]
 
     def _settle(self) -> None:
-        """Use rank 0's order of the first step on all ranks, and rebuild the buckets if it changes them."""
+        """Use rank 0's order of this step on all ranks, and rebuild the buckets if it changes them."""
         agree = self._agree
         comm = self._destination if isinstance(self._destination, job.core().Comm) else None
         if agree is None and comm is not None:
             agree = lambda mine: comm.exchange(mine)[0]  # noqa: E731
         if agree is None:
             return
-        self._settled = True
         count = len(self.parameters)
         seen = list(dict.fromkeys(self.hook.ready_order()))
         seen += sorted(set(range(count)) - set(seen), reverse=True)
         sparse = self.hook.sparse() if self._drop_sparse else []
         mine = torch.tensor([*seen, *(index in sparse for index in range(count))], dtype=torch.int32)
-        agreed = torch.frombuffer(bytearray(agree(mine.numpy().tobytes())), dtype=torch.int32).tolist()
+        answer = agree(mine.numpy().tobytes())
+        if answer is None:
+            return
+        self._settled = True
+        agreed = torch.frombuffer(bytearray(answer), dtype=torch.int32).tolist()
         chosen = self._plan(self._drop(agreed[:count], agreed[count:]))
         if self.dropped or chosen != [list(bucket.parameters) for bucket in self.buckets]:
             self.version += 1

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from netbottleneck.runtime import async_operations, collectives, job
+from netbottleneck.runtime import async_operations, job
 from netbottleneck.runtime.async_operations import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import Gradients, bucket_limits, own_type
@@ -227,7 +227,7 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
         direct_bytes=this.settings.direct_bytes,
         limits=bucket_limits(this.settings),
         label=wanted.label,
-        agree=_agreement(wanted.label, among) if not everybody else _rank_0s if among.size > 1 else None,
+        agree=_agreement(wanted.label, among) if among.size > 1 else None,
         among=None if everybody else among,
         drop_sparse=apart,
     )
@@ -240,20 +240,20 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
     return SparseApart(gradients, _ways(wanted)) if apart else gradients
 
 
-def _rank_0s(mine: bytes) -> bytes:
-    """Return rank 0's bytes, for any sink of the gradients."""
-    return job.current().comm.exchange(mine)[0]
+def _agreement(label: str, among: Members) -> Callable[[bytes], bytes | None]:
+    """Return a function that gives all ranks of a set the 32-bit integers of its first rank, as bytes.
 
+    While a rank has joined, it returns None, because that rank would keep its buckets. It uses an all-reduce, because a
+    rank that has joined takes part in no exchange.
+    """
 
-def _agreement(label: str, among: Members) -> Callable[[bytes], bytes]:
-    """Return a function that gives all ranks of a set the bytes of its first rank."""
-
-    def agree(mine: bytes) -> bytes:
-        array = np.frombuffer(bytearray(mine), np.uint8)
-        code = int(job.core().UINT8)
-        name = async_operations.label("order", f"{label}.{job.current().number(label)}", among)
-        async_operations.Pending(collectives.broadcast_steps(array, code, among.ranks[0], name, among)).wait()
-        return array.tobytes()
+    def agree(mine: bytes) -> bytes | None:
+        this, core = job.current(), job.core()
+        present, values = 1, np.frombuffer(mine, np.int32)
+        sums = np.array([present, *(values if among.rank == 0 else np.zeros_like(values))], np.int32)
+        name = async_operations.label("order", label, among)
+        this.wait([this.comm.submit(name, core.ALLREDUCE, sums, core.INT32, group=among.number, keep=sums)])
+        return sums[1:].tobytes() if sums[0] == among.size else None
 
     return agree
 

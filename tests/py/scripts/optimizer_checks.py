@@ -103,6 +103,34 @@ def gradients_are_kept_or_forgotten() -> None:
 
 
 @check
+def a_rank_that_joins_before_its_first_step_trains_on() -> None:
+    model, other, last = Net(), Net(), hvd.size() - 1
+    optimizer = wrapped(model)
+    if hvd.rank() < last:
+        for rank in range(last):
+            other(batch(0, rank)).sum().backward()
+        train(model, optimizer, 2)
+        optimizer.zero_grad()
+        model.load_state_dict(Net().state_dict())
+        model(batch(0, hvd.rank())).sum().backward()
+        optimizer.synchronize()
+        for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
+            assert mine.grad is not None
+            everyones = torch.zeros_like(mine) if wanted.grad is None else wanted.grad / hvd.size()
+            torch.testing.assert_close(mine.grad, everyones, rtol=1e-5, atol=1e-5)
+    hvd.join()
+    model.load_state_dict(Net().state_dict())
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    other = Net()
+    train(model, optimizer, 3)
+    expected(other, 3)
+    close(model, other)
+
+
+@check
 def sums_instead_of_averages() -> None:
     trains(op=hvd.Sum, steps=3)
 

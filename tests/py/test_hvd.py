@@ -68,6 +68,52 @@ def test_one_process_without_a_launcher_is_a_job_of_one_rank(warm_ranks: Ranks) 
     warm_ranks(1, SINGLE, none)
 
 
+COMMUNICATORS = """
+import os
+import re
+import pytest
+import netbottleneck.torch as hvd
+from netbottleneck.runtime import job
+
+RANK = int(os.environ["RANK"])
+
+
+class Communicator:  # of MPI
+    def __init__(self, rank, size):
+        self.place = rank, size
+
+    def Get_rank(self):
+        return self.place[0]
+
+    def Get_size(self):
+        return self.place[1]
+
+
+def never(*_):
+    raise AssertionError("the job was started")
+
+
+start, job.start = job.start, never
+other = re.escape(f"rank {1 - RANK} of 2 in the communicator is rank {RANK} of 2 in the job")
+for comm, message in (
+    (Communicator(1 - RANK, 2), other),
+    (Communicator(0, 1), "rank 0 of 1 in the communicator"),
+    ([0], "all 2 ranks"),
+):
+    with pytest.raises(ValueError, match=message):
+        hvd.init(comm=comm)
+job.start = start
+for comm in (Communicator(RANK, 2), [1, 0], [], None):
+    hvd.init(comm=comm)
+    assert (hvd.rank(), hvd.size()) == (RANK, 2)
+    hvd.shutdown()
+"""
+
+
+def test_init_takes_all_ranks_as_a_list_or_as_an_mpi_communicator(warm_ranks: Ranks) -> None:
+    warm_ranks(2, COMMUNICATORS)
+
+
 BESIDE = """
 import os
 import torch

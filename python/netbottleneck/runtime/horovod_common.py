@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from netbottleneck.config import settings, without_effect
 from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
+from netbottleneck.launch import connect
 from netbottleneck.runtime import job, timeline
 from netbottleneck.runtime.collectives import DYNAMIC, register
 from netbottleneck.runtime.job import (
@@ -73,31 +74,45 @@ __all__ = [
 # horovod.common.basics.
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
+def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start this process's job with all ranks of its launcher; no effect if it is already running.
 
-    process_sets: sets to register, the same on all ranks, or "dynamic": sets can be added later. comm: all ranks, or
-    None. Raises ValueError for an invalid environment, for invalid sets, and if comm lacks ranks; TimeoutError
-    naming the missing ranks.
+    process_sets: sets to register, the same on all ranks, or "dynamic": sets can be added later. comm: a list of all
+    ranks, an MPI communicator in which each process has the launcher's rank, or None or []. Raises ValueError for an
+    invalid environment, for invalid sets, and if comm has other ranks; TimeoutError naming the missing ranks.
     """
     if isinstance(process_sets, str) and process_sets != DYNAMIC:
         raise ValueError(f'process_sets={process_sets!r}: a list of ProcessSet, or "{DYNAMIC}", is required')
     if job.is_started():
         return
     dynamic = process_sets == DYNAMIC
+    wanted = settings({"dynamic_process_sets": "1" if dynamic else None})
+    if comm is not None:
+        _check_comm(comm, connect.detect(wanted))
     timeline.watch()
-    started = job.start(settings({"dynamic_process_sets": "1" if dynamic else None}))
+    started = job.start(wanted)
     if started.place.rank == 0:
         for line in without_effect():
             logger.warning("%s", line)
     try:
-        if comm is not None and sorted(comm) != list(range(started.place.size)):
-            raise ValueError(f"init(comm={list(comm)}): a job has all {started.place.size} ranks: use process sets")
         if process_sets and not dynamic:
             register(process_sets)
     except BaseException:
         job.stop()
         raise
+
+
+def _check_comm(comm: Any, place: connect.Place) -> None:
+    """Raise ValueError if `comm` does not have all ranks of the launcher's job."""
+    if hasattr(comm, "Get_size"):
+        rank, size = int(comm.Get_rank()), int(comm.Get_size())
+        if (rank, size) != (place.rank, place.size):
+            raise ValueError(
+                f"init(comm): rank {rank} of {size} in the communicator is rank {place.rank} of {place.size} in the "
+                "job, which has all ranks of its launcher: use process sets for a part of them"
+            )
+    elif list(comm) and sorted(comm) != list(range(place.size)):
+        raise ValueError(f"init(comm={list(comm)}): a job has all {place.size} ranks: use process sets")
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

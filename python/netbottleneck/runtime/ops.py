@@ -213,7 +213,7 @@ def join() -> int:
 
 
 def broadcast_object(
-    obj: Any = None, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the root's object, sent by cloudpickle."""
     among = members_of(process_set)

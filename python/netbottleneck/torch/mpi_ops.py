@@ -441,11 +441,12 @@ def _alltoall_steps(
     if whole is not None and whole.is_floating_point():
         raise ValueError(f"splits must be whole numbers, not {whole.dtype}")
     rows = None if whole is None else whole.reshape(-1).tolist()
+    counted = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
     name = label("alltoall", name, among)
     memory = Memory(tensor)
     found, incoming = yield from collectives.alltoall_steps(memory.array, rows, name, among)
     memory.over(written=False)
-    return joined(found, tensor), torch.tensor(incoming, dtype=torch.int32 if whole is None else whole.dtype)
+    return joined(found, tensor), torch.tensor(incoming, dtype=counted)
 
 
 def alltoall_async(
@@ -453,8 +454,8 @@ def alltoall_async(
 ) -> int:
     """Start to send each rank its rows; return the handle. Output: (received rows, number of rows from each rank).
 
-    splits: rows for each rank, by rank; None: equal parts. ValueError if there is not one split for each rank, or if
-    they exceed the rows.
+    splits: rows for each rank, by rank; None: equal parts. The received numbers have the type of a tensor of splits,
+    else int32. ValueError if there is not one split for each rank, or if they exceed the rows.
     """
     return started(_alltoall_steps(tensor, splits, name, process_set), [tensor])
 

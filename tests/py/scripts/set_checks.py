@@ -134,7 +134,7 @@ def joining_spreading_and_exchanging_in_a_set() -> None:
     assert parts.tolist() == shares[place].tolist()
     swapped = hvd.alltoall(torch.arange(len(ranks)) + 10 * hvd.rank(), process_set=here)
     assert swapped.tolist() == [10 * rank + place for rank in ranks]
-    assert hvd.broadcast_object(("x", hvd.rank()), ranks[-1], process_set=here) == ("x", ranks[-1])
+    assert hvd.broadcast_object(("x", hvd.rank()), ranks[-1], None, here) == ("x", ranks[-1])
     hvd.barrier(process_set=here)
     forget(sets)
 
@@ -152,6 +152,7 @@ def rows_go_where_splits_say() -> None:
         assert found.dtype == dtype
         assert found[:, 1].tolist() == [other for other in range(size) for _ in range(wanted[other])]
     nothing, none = hvd.alltoall(torch.zeros(0, 3), splits=[0] * size)
+    assert none.dtype == torch.int32
     assert (nothing.shape, none.tolist()) == ((0, 3), [0] * size)
     raises(ValueError, f"one for each of {size} ranks", lambda: hvd.alltoall(torch.ones(4), splits=[1] * (size + 1)))
     raises(ValueError, "a sum of at most 4", lambda: hvd.alltoall(torch.ones(4), splits=[4] * size))

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import Ranks, free_port
 
+from netbottleneck.runtime.horovod_common import gpu_available
+
+torch = pytest.importorskip("torch")
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -112,6 +116,13 @@ for comm in (Communicator(RANK, 2), [1, 0], [], None):
 
 def test_init_takes_all_ranks_as_a_list_or_as_an_mpi_communicator(warm_ranks: Ranks) -> None:
     warm_ranks(2, COMMUNICATORS)
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_gpus_are_available_if_torch_has_cuda(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert gpu_available("torch") == available
+    assert not gpu_available("tensorflow")
 
 
 BESIDE = """

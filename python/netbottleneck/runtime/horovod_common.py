@@ -1,6 +1,6 @@
 """Names of horovod.common: of its basics (start, end, ranks and sizes), exceptions and util.
 
-They serve this package's API, and scripts where it replaces Horovod. This module does not import torch.
+They serve this package's API, and scripts where it replaces Horovod. Only gpu_available imports torch.
 """
 
 import importlib.util
@@ -253,8 +253,12 @@ def check_extension(ext_name: str, *_built_with: Any) -> None:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return False: tensors are reduced in host memory."""
-    return False
+    """Return whether a framework has a GPU for tensors: only torch, if it is installed and CUDA is available."""
+    if not extension_available(ext_base_name):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

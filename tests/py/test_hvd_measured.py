@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import Ranks
@@ -62,6 +64,57 @@ def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
             assert c.submit_ns <= c.done_ns
     moved = {c.arm for c in trace.collectives if c.bucket is not None}
     assert moved == set(trace.arms)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transports", "steps"),
+    [
+        ("joins", "stock", (9, 8)),  # steps of each rank over stock, the first with a joined rank among them
+        ("joins", "stock,tcp", (9, 8)),
+        ("joins", "tcp,stock", (10, 8)),  # until the arm changes
+        ("joins-fp16", "stock,tcp", (9, 8)),
+        ("joins-first", "stock", (1, 0)),
+    ],
+)
+def test_a_rank_that_joins_ends_the_use_of_stock_on_all_ranks(
+    warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str, steps: tuple[int, int]
+) -> None:
+    output = trained(warm_ranks, kind, transports, tmp_path / "run")
+    assert output.count("all further steps use tcp") == 2  # on two ranks
+    assert "a rank has joined (hvd.join())" in output
+    trace = Run(tmp_path / "run").trace
+    assert {(step.rank, step.index) for step in trace.steps} == {
+        (rank, index) for rank, count in enumerate(steps) for index in range(count)
+    }
+
+
+@pytest.mark.parametrize("kind", ["joins", "joins-fp16"])
+def test_a_run_over_one_transport_of_ours_goes_on_after_a_join(warm_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    output = trained(warm_ranks, kind, "tcp", tmp_path / "run")
+    assert "all further steps" not in output
+    trace = Run(tmp_path / "run").trace
+    first, second = ({step.index for step in trace.steps if step.rank == rank} for rank in range(2))
+    assert first == set(range(13))  # 4, 7 and 2 steps
+    assert second == {*range(8), *range(11, 16)}  # 4 and 4, and 5 from the step on that rank 0 had reached
+
+
+@pytest.mark.parametrize(("steps", "last", "found"), [((5, 5, 4), 1, 1), ((5, 5, 4), 2, 0), ((3, 4, 3), 0, 1)])
+def test_the_last_rank_to_join_is_one_with_the_most_steps(steps: tuple[int, ...], last: int, found: int) -> None:
+    from netbottleneck.hooks.joins import Joins
+
+    sent = [step.to_bytes(8, "little") + b"\0" for step in steps]
+    control = SimpleNamespace(exchange=lambda mine: sent if mine == sent[0] else [])
+    place = SimpleNamespace(size=len(steps))
+    session: Any = SimpleNamespace(arms={}, closed=False, control=control, on_close=[], place=place, step=steps[0])
+    joins = Joins(session, SimpleNamespace())  # type: ignore[arg-type]
+    begun: list[int] = []
+    joins.measured = SimpleNamespace(resume=begun.append)  # type: ignore[assignment]
+    assert joins.end(last) == found
+    assert begun == [max(steps)]
+
+
+def test_ranks_join_in_a_run_that_chooses_its_transport(warm_ranks: Ranks, tmp_path: Path) -> None:
+    trained(warm_ranks, "joins", "auto", tmp_path / "run")
 
 
 def test_sparse_gradients_bypass_the_arms_with_one_log_line(warm_ranks: Ranks, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import atexit
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
+from netbottleneck.hooks.joins import Joins
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, follow_device, report
 from netbottleneck.launch import connect
@@ -45,6 +46,7 @@ class Measuring(job.Observer):
 
     def __init__(self) -> None:
         self._session: Session | None = None
+        self._joins: Joins | None = None
         self._refused = False
 
     def gradients(self, gradients: Any, optimizer: Any) -> None:
@@ -57,12 +59,20 @@ class Measuring(job.Observer):
         self._session = session
         follow_device(session, gradients.parameters)
         gradients.record(session.recorder)
-        Measured(session, gradients, optimizer, own_sync=False)
+        joins = self._joins = Joins(session, gradients)
+        joins.measured = Measured(session, gradients, optimizer, own_sync=False, agree=joins.agree)
         atexit.register(job.stop)  # runs before the exit handlers of modules imported earlier
         _have_arms_followed(session)
 
+    def joining(self, joining: job.Job) -> "Sequence[_core.Comm]":
+        return () if self._joins is None else self._joins.begin()
+
+    def joined(self, joined: job.Job, last: int) -> int:
+        return last if self._joins is None else self._joins.end(last)
+
     def stopping(self, stopping: job.Job) -> None:
         self._refused = False
+        self._joins = None
         if self._session is not None:
             try:
                 close(self._session)

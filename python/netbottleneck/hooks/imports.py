@@ -12,11 +12,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from netbottleneck import config
 from netbottleneck.hooks import left_alone
 from netbottleneck.runtime import job
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
 
 DDP = "torch.nn.parallel.distributed"
 OPTIMIZER = "torch.optim.optimizer"
@@ -124,6 +127,12 @@ class _FirstOptimizer(job.Observer):
 
             self._real = Measuring()
         self._real.gradients(gradients, optimizer)
+
+    def joining(self, joining: job.Job) -> "Sequence[_core.Comm]":
+        return () if self._real is None else self._real.joining(joining)
+
+    def joined(self, joined: job.Job, last: int) -> int:
+        return last if self._real is None else self._real.joined(joined, last)
 
     def stopping(self, stopping: job.Job) -> None:
         if self._real is not None:

@@ -304,6 +304,13 @@ class Measured:
         """Remove the hooks that a close in a finalizer has left."""
         self._updates.remove()
 
+    def resume(self, step: int) -> None:
+        """Leave the current step unrecorded, and begin `step`. Every rank calls it, with the same number."""
+        self._late = False
+        self.session.skip_to(step)
+        self._choose()
+        self.guarded(self.session.begin)
+
     def failed(self, error: Exception) -> None:
         """Stop recording and log the reason once."""
         if not self._broken:

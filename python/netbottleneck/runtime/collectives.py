@@ -216,11 +216,16 @@ def barrier_steps(name: str, among: Members) -> Steps[None]:
 
 def join_steps(name: str) -> Steps[int]:
     """Contribute zeros to other ranks' reductions until all have joined; return the last rank to join."""
-    core = job.core()
+    core, this = job.core(), job.current()
+    comms = this.observer.joining(this)
     last = np.full(1, -1, np.int32)
-    yield [job.current().submit(name, core.JOIN, last, core.INT32, keep=last)]
-    job.current().joins += 1
-    return int(last[0])
+    works = [this.submit(name, core.JOIN, last, core.INT32, keep=last)]
+    for comm in comms:
+        other = np.full(1, -1, np.int32)
+        works.append(comm.submit(name, core.JOIN, other, core.INT32, keep=other))
+    yield works
+    this.joins += 1
+    return this.observer.joined(this, int(last[0]))
 
 
 # Adasum: a sum that counts the common part of two ranks' vectors once.

@@ -175,10 +175,12 @@ class Stock:
     """gloo, as torch.distributed has it.
 
     Records submit, start and done by the engine's clock. Gloo does not report first byte, lanes and wire bytes, so they
-    are left out.
+    are left out. instead: called with the index of each bucket before it is sent; if it returns a work, the bucket is
+    not sent here.
     """
 
     name = "stock"
+    instead: Callable[[int], Any] | None = None
 
     def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None") -> None:
         """group: a stock_group."""
@@ -204,24 +206,30 @@ class Stock:
     def close(self) -> None:
         self._group = None
 
-    def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], _StockWork]:
+    def reduce(self, tensor: Any, op: int | None = None) -> Any:
+        """Start an all-reduce in place, which is not recorded, and return torch's work. op: see GradientSink.target."""
         import torch.distributed as dist
 
         core = connect.core()
         names = {None: "SUM", core.SUM: "SUM", core.MIN: "MIN", core.MAX: "MAX", core.PRODUCT: "PRODUCT"}
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, names[op])
+        return quietly(self._group.allreduce, [tensor], options)
 
+    def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], Any]:
         made: list[tuple[int, list[Any]]] = []
 
-        def send(index: int) -> _StockWork:
+        def send(index: int) -> Any:
+            instead = None if self.instead is None else self.instead(index)
+            if instead is not None:
+                return instead
             if not made or made[0][0] != gradients.version:
                 made[:] = [(gradients.version, [gradients.flat(i) for i in range(len(gradients.buckets))])]
             bucket, flat = gradients.buckets[index], made[0][1][index]
             done = self._submitted(bucket.name, index, bucket.nbytes)
             if average:
                 flat.div_(self._size)  # before the sum, as DDP does
-            work = quietly(self._group.allreduce, [flat], options)
+            work = self.reduce(flat, op)
             if done is not None:
                 done(work)
             return _StockWork(work, bucket.name)

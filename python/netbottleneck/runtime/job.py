@@ -77,6 +77,17 @@ class Observer:
     def gradients(self, gradients: Any, optimizer: Any) -> None:
         """A distributed optimizer has made its Gradients; their target may change between steps."""
 
+    def joining(self, joining: "Job") -> "Sequence[_core.Comm]":
+        """This rank is about to join. Return the communicators that it also joins, beside the job's own."""
+        return ()
+
+    def joined(self, joined: "Job", last: int) -> int:
+        """All ranks have joined, `last` as the last one on the job's communicator. Called on every rank.
+
+        Return the last rank to join on all communicators.
+        """
+        return last
+
     def stopping(self, stopping: "Job") -> None:
         """The job is about to end; its communicator is still open."""
 

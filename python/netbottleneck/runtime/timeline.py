@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +186,12 @@ class Watching(job.Observer):
 
     def gradients(self, gradients: Any, optimizer: Any) -> None:
         self.inner.gradients(gradients, optimizer)
+
+    def joining(self, joining: job.Job) -> Sequence[_core.Comm]:
+        return self.inner.joining(joining)
+
+    def joined(self, joined: job.Job, last: int) -> int:
+        return self.inner.joined(joined, last)
 
     def stopping(self, stopping: job.Job) -> None:
         try:

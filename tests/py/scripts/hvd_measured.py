@@ -41,6 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "user": {"compression": Sixteenths, "op": hvd.Sum},
     "dense": {"sparse_as_dense": True},
     "sparse": {"compression": hvd.Compression.fp16},
+    "joins": {},
+    "joins-fp16": {"compression": hvd.Compression.fp16},
+    "joins-first": {},
+}
+BATCHES = {  # of both ranks in each epoch; hvd.join() ends an epoch
+    "joins": ((4, 4), (7, 4), (2, 5)),
+    "joins-fp16": ((4, 4), (7, 4), (2, 5)),
+    "joins-first": ((2, 0), (3, 0), (0, 2), (3, 3)),
 }
 
 
@@ -90,15 +98,28 @@ def train(kind: str) -> list[str]:
     )
     torch.manual_seed(1 + hvd.rank())
     seen = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.randint(50, (4, 6))).square().mean().backward()
-        optimizer.step()
-        content = b"".join(each.numpy().tobytes() for each in model.state_dict().values())
-        seen.append(hashlib.sha256(content).hexdigest())
-    assert hvd.allgather_object(seen) == [seen] * hvd.size()
+    for counts in BATCHES.get(kind, ((STEPS, STEPS),)):
+        for batch in range(counts[hvd.rank()]):
+            optimizer.zero_grad()
+            model(torch.randint(50, (4, 6))).square().mean().backward()
+            optimizer.step()
+            seen.append(digest(model))
+            if kind == "joins":
+                present = hvd.allreduce(torch.ones(1), name="present", op=hvd.Sum)
+                assert present.item() == sum(count > batch for count in counts)
+        if kind in BATCHES:
+            latest = hvd.join()
+            assert counts[latest] == max(counts)
+            hvd.broadcast_parameters(model.state_dict(), root_rank=latest)
+    same = [digest(model)] if kind in BATCHES else seen  # a rank that has joined keeps its weights
+    assert hvd.allgather_object(same) == [same] * hvd.size()
     hvd.shutdown()
     return seen
+
+
+def digest(model: torch.nn.Module) -> str:
+    content = b"".join(each.numpy().tobytes() for each in model.state_dict().values())
+    return hashlib.sha256(content).hexdigest()
 
 
 def main() -> None:

@@ -269,6 +269,19 @@ static const char gradhook_doc[] =
     "flags: a tensor over the end of each bucket's memory, with an element for each of its parameters. A missing\n"
     "gradient is then sent as zeros, and stays None if no rank has that gradient. Without flags it becomes zeros.";
 
+static const PyGetSetDef gradhook_getset[] = {
+    {"passes", gradhook_get_passes, gradhook_set_passes,
+     "Backward passes after which a gradient is ready; to be set between steps, re-arms.", NULL},
+    {"paused", gradhook_get_paused, gradhook_set_paused,
+     "While true, gradients are stamped and otherwise left alone: they add up, and nothing is sent.", NULL},
+    {"on_first", gradhook_get_on_first, gradhook_set_on_first,
+     "None, or what is called without arguments at the first gradient of each pass that is not paused; a pass\n"
+     "begins after wait().",
+     NULL},
+    {"pending", gradhook_get_pending, NULL, "Buckets submitted and not waited for.", NULL},
+    {0},
+};
+
 PyTypeObject *core_gradhook_type(PyObject *module) {
     static const PyMethodDef methods[] = {
         {"hook", gradhook_hook, METH_O,
@@ -301,27 +314,11 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "sparse($self)\n--\n\nReturn indices of parameters of which a gradient was sparse, in rising order."},
         {0},
     };
-    static const PyGetSetDef getset[] = {
-        {"passes", gradhook_get_passes, gradhook_set_passes,
-         "Backward passes after which a gradient is ready; to be set between steps, re-arms.", NULL},
-        {"paused", gradhook_get_paused, gradhook_set_paused,
-         "While true, gradients are stamped and otherwise left alone: they add up, and nothing is sent.", NULL},
-        {"on_first", gradhook_get_on_first, gradhook_set_on_first,
-         "None, or what is called without arguments at the first gradient of each pass that is not paused; a pass\n"
-         "begins after wait().",
-         NULL},
-        {"pending", gradhook_get_pending, NULL, "Buckets submitted and not waited for.", NULL},
-        {0},
-    };
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)gradhook_doc},
-        {Py_tp_new, (void *)gradhook_new},
-        {Py_tp_dealloc, (void *)gradhook_dealloc},
-        {Py_tp_traverse, (void *)gradhook_traverse},
-        {Py_tp_clear, (void *)gradhook_clear},
-        {Py_tp_methods, (void *)methods},
-        {Py_tp_getset, (void *)getset},
-        {0, NULL},
+        {Py_tp_doc, (void *)gradhook_doc},         {Py_tp_new, (void *)gradhook_new},
+        {Py_tp_dealloc, (void *)gradhook_dealloc}, {Py_tp_traverse, (void *)gradhook_traverse},
+        {Py_tp_clear, (void *)gradhook_clear},     {Py_tp_methods, (void *)methods},
+        {Py_tp_getset, (void *)gradhook_getset},   {0, NULL},
     };
     static const PyType_Spec spec = {
         .name = "netbottleneck._core.GradHook",

@@ -306,10 +306,13 @@ class Measured:
 
     def resume(self, step: int) -> None:
         """Leave the current step unrecorded, and begin `step`. Every rank calls it, with the same number."""
-        self._late = False
-        self.session.skip_to(step)
+        session = self.session
+        if session.running and session.ranges is not None:
+            session.ranges.range_pop()
+        self._late = session.running = False
+        session.step = step
         self._choose()
-        self.guarded(self.session.begin)
+        self.guarded(session.begin)
 
     def failed(self, error: Exception) -> None:
         """Stop recording and log the reason once."""

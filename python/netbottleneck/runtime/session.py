@@ -189,13 +189,6 @@ class Session:
             self.running = False
             self.step += 1
 
-    def skip_to(self, step: int) -> None:
-        """Leave the current step unrecorded, and make `step` the next one to begin."""
-        if self.running and self.ranges is not None:
-            self.ranges.range_pop()
-        self.running = False
-        self.step = step
-
     def runs_ahead(self, drain: Callable[[], None]) -> None:
         """Note that the host runs ahead of the device: `drain` waits for it where `auto` needs the time of a block."""
         self.drain = drain

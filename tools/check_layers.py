@@ -82,7 +82,7 @@ OUTSIDE: dict[str, set[str]] = {
     "horovod": {"hooks"},
     "matplotlib": {"report", "study/evidence"},
     "subprocess": {"lab", "bench", "study", "runtime/monitor", "runtime/session", "runtime/timeline"},
-    "multiprocessing": {"lab", "bench", "study"},
+    "multiprocessing": {"lab", "bench", "study", "hooks/imports"},
 }
 OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch", "runtime"}}
 

@@ -140,10 +140,6 @@ static void link_end(struct nb_link *link) {
 
 // Writing
 
-static void want(struct nb_link *link) {
-    nb_loop_change(&link->net->loop, &link->watch, EPOLLIN | (link->blocked ? EPOLLOUT : 0));
-}
-
 static void control_ended(struct nb_link *link, int code);
 
 // Sends what is in the output, until the connection takes no more.
@@ -163,7 +159,7 @@ static void flush(struct nb_link *link) {
     }
     link->out_begin = link->out_bytes == 0 ? 0 : link->out_begin;
     link->blocked = link->out_bytes > 0;
-    want(link);
+    nb_loop_change(&link->net->loop, &link->watch, EPOLLIN | (link->blocked ? EPOLLOUT : 0));
 }
 
 static bool out_reserve(struct nb_link *link, size_t bytes) {
@@ -190,10 +186,12 @@ static bool out_reserve(struct nb_link *link, size_t bytes) {
     return true;
 }
 
-static void out_append(struct nb_link *link, const struct iovec *part, size_t skip) {
-    const char *data = part->iov_base;
-    if (data != NULL && skip < part->iov_len) {
-        memcpy(link->out + link->out_begin + link->out_bytes, data + skip, part->iov_len - skip);
+// Copies what is left of a part after its first `*sent` bytes, and takes those off.
+static void out_append(struct nb_link *link, const struct iovec *part, size_t *sent) {
+    size_t skip = *sent < part->iov_len ? *sent : part->iov_len;
+    *sent -= skip;
+    if (skip < part->iov_len) {
+        memcpy(link->out + link->out_begin + link->out_bytes, (char *)part->iov_base + skip, part->iov_len - skip);
         link->out_bytes += part->iov_len - skip;
     }
 }
@@ -210,16 +208,13 @@ static void put(struct nb_link *link, const void *head, size_t head_bytes, const
     struct msghdr msg = {.msg_iov = iov, .msg_iovlen = 3};
     ssize_t n = link->blocked ? 0 : sendmsg(link->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
     size_t sent = n > 0 ? (size_t)n : 0; // flush() finds a failure again
-    size_t part[3];
-    for (int i = 0; i < 3; i++) {
-        part[i] = sent < iov[i].iov_len ? sent : iov[i].iov_len;
-        sent -= part[i];
-    }
-    link->out_begin += part[0];
-    link->out_bytes -= part[0];
-    if (out_reserve(link, head_bytes + bytes - part[1] - part[2])) {
-        out_append(link, &iov[1], part[1]);
-        out_append(link, &iov[2], part[2]);
+    size_t waited = sent < link->out_bytes ? sent : link->out_bytes;
+    link->out_begin += waited;
+    link->out_bytes -= waited;
+    sent -= waited;
+    if (out_reserve(link, head_bytes + bytes - sent)) {
+        out_append(link, &iov[1], &sent);
+        out_append(link, &iov[2], &sent);
     }
     if (!link->blocked) {
         flush(link);
@@ -243,7 +238,8 @@ void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spar
     if (!spare) {
         put_ctl(link, ctl, NULL, 0);
     } else if (!link->failing && link->state != NB_LINK_ENDED && out_reserve(link, sizeof ctl)) {
-        out_append(link, &(struct iovec){.iov_base = (void *)&ctl, .iov_len = sizeof ctl}, 0);
+        memcpy(link->out + link->out_begin + link->out_bytes, &ctl, sizeof ctl);
+        link->out_bytes += sizeof ctl;
         link->flush_due = true;
     }
 }
@@ -574,8 +570,7 @@ static void connect_later(struct nb_link *link) {
     link->in_bytes = 0;
     link->out_bytes = 0;
     link->out_begin = 0;
-    link->blocked = false;
-    link->flush_due = false;
+    link->blocked = link->flush_due = false;
     link->state = NB_LINK_CONNECT;
     link->retry_ns = nb_now_ns() + RETRY_NS;
 }
@@ -929,7 +924,7 @@ void nb_links_progress(struct nb_net *net) {
             continue;
         }
         lone_look(link, now);
-        if (link->flush_due && !link->blocked && !link->failing && link->state != NB_LINK_ENDED) {
+        if (link->flush_due && !link->blocked) {
             flush(link);
         }
         if (link->state == NB_LINK_READY && lanes_idle(link) && now - link->polled_ns < POLL_NS) {

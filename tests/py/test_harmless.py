@@ -148,7 +148,7 @@ dist.destroy_process_group()
 def test_a_second_group_of_another_size_is_left_alone_with_the_reason(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": "stock,tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     for result in warm_ranks(2, OTHER_SIZE, env):
-        assert f"measured before as rank {result.rank} of 2, torch.distributed says 0 of 1" in result.stderr
+        assert f"measured as rank {result.rank} of 2, torch.distributed says 0 of 1" in result.stderr
 
 
 NO_FOLDER = """

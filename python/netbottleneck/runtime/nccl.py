@@ -198,13 +198,9 @@ def refusal(transports: Sequence[str], settings: Settings) -> str:
         why = conflict if conflict.startswith("NCCL_NET_PLUGIN") else f"NCCL {number} {conflict}"
     elif arranged.why:
         why = arranged.why
-    elif nccl < BOTH and [*transports] != [arranged.first]:
-        why = f"NCCL {number} has one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
-    elif built < BOTH and [*transports] != [arranged.first]:
-        why = (
-            f"torch {version} was built with NCCL {_dotted(built)}, so it has one of our networks in a process, the "
-            "first of NETBOTTLENECK_TRANSPORT: name one"
-        )
+    elif [*transports] != [arranged.first] and min(nccl, built) < BOTH:
+        holder = f"NCCL {number} has" if nccl < BOTH else f"torch {version}, built with NCCL {_dotted(built)}, has"
+        why = f"{holder} one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
     else:
         return next((f"{name}: {why}" for name in transports if (why := native_refusal(lanes_of(name), settings))), "")
     return f"{transports[0]}: {why}"

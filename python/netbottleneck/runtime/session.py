@@ -349,15 +349,12 @@ def same_ranks(settings: Settings, place: connect.Place) -> None:
     here = job.current().place if started else connect.detect(settings)
     if (here.rank, here.size) == (place.rank, place.size):
         return
-    theirs = f"torch.distributed says {place.rank} of {place.size}"
+    ours = f"rank {here.rank} of {here.size}, torch.distributed says {place.rank} of {place.size}"
     if started:
-        raise ValueError(
-            f"this process was measured before as rank {here.rank} of {here.size}, {theirs}: only groups of the same "
-            "ranks are measured in one process"
-        )
+        raise ValueError(f"this process was measured as {ours}: it can measure only groups of the same ranks")
     raise ValueError(
-        f"the launcher's variables say rank {here.rank} of {here.size}, {theirs}: set RANK and WORLD_SIZE in each "
-        "process to the values of torch.distributed"
+        f"the launcher's variables say {ours}: set RANK and WORLD_SIZE in each process to the values of "
+        "torch.distributed"
     )
 
 

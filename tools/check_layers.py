@@ -82,9 +82,9 @@ OUTSIDE: dict[str, set[str]] = {
     "horovod": {"hooks"},
     "matplotlib": {"report", "study/evidence"},
     "subprocess": {"lab", "bench", "study", "runtime/monitor", "runtime/session", "runtime/timeline"},
-    "multiprocessing": {"lab", "bench", "study", "hooks/imports"},
+    "multiprocessing": {"lab", "bench", "study"},
 }
-OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch", "runtime"}}
+OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch", "runtime"}, "multiprocessing": {"hooks"}}
 
 # Analysis is a function of a trace: no clock, file, randomness, environment, process or socket in it.
 PURE_ROOMS = {"analysis", "whatif"}

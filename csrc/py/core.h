@@ -20,10 +20,10 @@
 #include "base/list.h"           // IWYU pragma: export
 #include "base/sock.h"           // IWYU pragma: export
 #include "bootstrap/bootstrap.h" // IWYU pragma: export
-#include "cuda/clock.h"
-#include "engine/engine.h" // IWYU pragma: export
-#include "trace/event.h"   // IWYU pragma: export
-#include "trace/ring.h"    // IWYU pragma: export
+#include "cuda/clock.h"          // IWYU pragma: export
+#include "engine/engine.h"       // IWYU pragma: export
+#include "trace/event.h"         // IWYU pragma: export
+#include "trace/ring.h"          // IWYU pragma: export
 
 // The attributes and methods of a tensor that the gradient hook uses, interned once.
 enum core_name {

@@ -131,23 +131,23 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--ranks-per-host {on_each}: --ranks must be a multiple of it")
 
 
-OF_A_PAIR, OF_LISTENER = ("port", "secret", "ifname"), ("port", "ifname")
-NOT_OF_A_PAIR = ("lab", "ranks", "ranks_per_host", "peers", "shm", "dtype", "op", "iters", "json")
+# Options of a benchmark whose ranks are started here or by a launcher.
+ALONE = ("lab", "ranks", "ranks_per_host", "peers", "shm", "dtype", "op", "iters", "json")
 
 
 def _check_pair(args: argparse.Namespace) -> None:
     """Raise ValueError for an option that has no effect between two hosts, or only there."""
     given = [name for name, value in vars(args).items() if value is not None]
     paired = args.listen or args.connect
-    if not paired:
-        if needs := next((name for name in given if name in OF_A_PAIR), None):
-            raise ValueError(f"--{needs} needs --listen or --connect")
-        return
-    if (bad := next((name for name in given if name in OF_LISTENER), None)) and args.connect:
-        raise ValueError(f"--{bad} cannot be used with --connect: it is for the listening side")
-    if bad := next((name for name in given if name in NOT_OF_A_PAIR), None):
-        raise ValueError(f"--{bad.replace('_', '-')} cannot be used with --listen or --connect")
-    if args.sizes and len(parse_sizes(args.sizes)) > 1:
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if name in ("port", "secret", "ifname") and not paired:
+            raise ValueError(f"{option} needs --listen or --connect")
+        if name in ("port", "ifname") and args.connect:
+            raise ValueError(f"{option} cannot be used with --connect: it is for the listening side")
+        if name in ALONE and paired:
+            raise ValueError(f"{option} cannot be used with --listen or --connect")
+    if paired and args.sizes and len(parse_sizes(args.sizes)) > 1:
         raise ValueError(f"--sizes {args.sizes}: between two hosts, one size is measured")
 
 

@@ -184,13 +184,13 @@ def _conflict(network: str, plugin: str) -> str:
 def refusal(transports: Sequence[str], settings: Settings) -> str:
     """Return the reason not to use these transports over NCCL in this process, with the remedy; "": there is none."""
     version, built = _nccl_of_torch()
-    nccl = built and _nccl_here(built)
-    number = _dotted(nccl or ())
+    if built is None:
+        return f"{transports[0]}: torch {version} has no NCCL: use tcp or ofi"
+    nccl = _nccl_here(built)
+    number = _dotted(nccl)
     arranged = _arranged or _Arranged(why="it was not asked for when netbottleneck was imported: set it before that")
     conflict = _conflict(arranged.network, arranged.plugin)
-    if built is None or nccl is None:
-        why = f"torch {version} has no NCCL: use tcp or ofi"
-    elif _is_rocm():
+    if _is_rocm():
         why = f"torch {version} has RCCL, whose plugins are others: use tcp or ofi"
     elif nccl < LEAST:
         why = f"NCCL {number} is too old: {_dotted(LEAST)} or later is needed"
@@ -198,9 +198,11 @@ def refusal(transports: Sequence[str], settings: Settings) -> str:
         why = conflict if conflict.startswith("NCCL_NET_PLUGIN") else f"NCCL {number} {conflict}"
     elif arranged.why:
         why = arranged.why
-    elif [*transports] != [arranged.first] and min(nccl, built) < BOTH:
-        holder = f"NCCL {number} has" if nccl < BOTH else f"torch {version}, built with NCCL {_dotted(built)}, has"
-        why = f"{holder} one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
+    elif min(nccl, built) < BOTH and [*transports] != [arranged.first]:
+        has = (
+            f"NCCL {number} has" if nccl < BOTH else f"torch {version} was built with NCCL {_dotted(built)}, so it has"
+        )
+        why = f"{has} one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
     else:
         return next((f"{name}: {why}" for name in transports if (why := native_refusal(lanes_of(name), settings))), "")
     return f"{transports[0]}: {why}"

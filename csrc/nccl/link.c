@@ -248,7 +248,7 @@ void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spar
 // each time: a flow is capped, or the peer is far.
 static void lone_look(struct nb_link *link, int64_t now) {
     int unsent = 0;
-    if (link->lone_ns == 0 || link->out_bytes > 0 || ioctl(link->watch.fd, SIOCOUTQ, &unsent) < 0 || unsent > 0) {
+    if (link->lone_ns == 0 || link->blocked || ioctl(link->watch.fd, SIOCOUTQ, &unsent) < 0 || unsent > 0) {
         return;
     }
     if (now - link->lone_ns > LONE_NS) {
@@ -267,7 +267,7 @@ static bool lanes_idle(const struct nb_link *link) {
 bool nb_link_alone(struct nb_link *link) {
     int64_t now = nb_now_ns();
     lone_look(link, now);
-    return lanes_idle(link) && link->out_bytes == 0 && link->lone_ns == 0 && now >= link->lanes_ns;
+    return lanes_idle(link) && !link->blocked && link->lone_ns == 0 && now >= link->lanes_ns;
 }
 
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes) {

@@ -659,7 +659,7 @@ def grown(count):
     while threads() != count:  # a thread names itself once it runs
         assert time.monotonic() < deadline, threads()
 grown(2)
-stock = communicators.Stock(communicators.stock_group(chosen, place, control.exchange), place.size, None, owned=True)
+stock = communicators.Stock(communicators.stock_group(chosen, place, control.exchange), place.size, None)
 stock.barrier()
 grown(4)
 stock.close()

@@ -294,11 +294,12 @@ def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[by
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     limit = timedelta(seconds=settings.timeout_s) if "timeout_s" in settings.sources else default_pg_timeout
-    store = _store(place, exchange, timedelta(seconds=settings.start_timeout_s))
+    store = gloo_store(place, exchange, timedelta(seconds=settings.start_timeout_s))
     return ProcessGroupGloo(store, place.rank, place.size, limit)
 
 
-def _store(place: connect.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:
+def gloo_store(place: connect.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:
+    """Return a store for a gloo group of all ranks. Every rank calls it. limit: of a wait for a value."""
     import socket
 
     from torch._C._distributed_c10d import HashStore, TCPStore

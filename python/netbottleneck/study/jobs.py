@@ -10,18 +10,20 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.bench import models
 from netbottleneck.bench.models import digits
 from netbottleneck.bench.models.passes import IdleOptimizer, replay
 from netbottleneck.hooks.loop import measure
-from netbottleneck.runtime.communicators import key_of
+from netbottleneck.runtime.communicators import gloo_store, key_of
 from netbottleneck.runtime.session import Session
 from netbottleneck.study.task import ACCURACY, Outcome, Task, open_task, warm_up
 from netbottleneck.torch.gradients import Gradients
@@ -105,6 +107,14 @@ def _replay(task: Task, rank: int, _size: int) -> Work:
     return work
 
 
+def _init_torch(session: Session) -> None:
+    """Initialise torch.distributed, as a script with DDP does."""
+    limit = timedelta(seconds=session.settings.timeout_s)
+    store = gloo_store(session.place, session.control.exchange, limit)
+    place = session.place
+    distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
+
+
 def run(task: Task, progress: StepProgress) -> Outcome:
     """Run a job on this rank; every rank calls it. progress(step, steps, arm): between blocks.
 
@@ -115,6 +125,8 @@ def run(task: Task, progress: StepProgress) -> Outcome:
         if task.alone:
             _alone(session, task, progress)
         work = make(task, session.place.rank, session.place.size)
+        if _wants_ddp(task) and not distributed.is_initialized():
+            _init_torch(session)
         wrapped = DistributedDataParallel(work.model) if _wants_ddp(task) else work.model
         work.wrapped = wrapped
         warm_up(session)

@@ -11,10 +11,12 @@ import functools
 import hashlib
 import os
 import queue
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import device_ddp
@@ -26,7 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 import netbottleneck  # noqa: F401 - measures FSDP2 models, by the environment
 
-GATES, HOLD, WIRE_S = 8, 9, 0.003
+GATES, WIRE_S = 8, 0.003
+FAKE_H = Path(__file__).parents[2] / "cuda" / "fake.h"
 
 
 class Stream(torch.Stream):
@@ -124,10 +127,12 @@ class Sharding(device_ddp.Staged):
 
 
 def hold(address: int, held: bool) -> None:
-    """Let a stream of the fake driver execute nothing, or let it go on: fake_controls in tests/cuda/fake.h."""
+    """Let a stream of the fake driver execute nothing, or let it go on."""
+    _, _, controls = FAKE_H.read_text(encoding="utf-8").partition("struct fake_controls {")
+    place = re.findall(r"\(\*(\w+)\)\(", controls).index("hold")
     library = ctypes.CDLL(os.environ["NETBOTTLENECK_CUDA_LIBRARY"])
     library.fake_controls.restype = ctypes.POINTER(ctypes.c_void_p)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(library.fake_controls()[HOLD])(address, held)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(library.fake_controls()[place])(address, held)
 
 
 def main() -> None:

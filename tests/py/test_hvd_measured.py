@@ -73,7 +73,8 @@ def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
         ("joins", "stock,tcp", (9, 8)),
         ("joins", "tcp,stock", (10, 8)),  # until the arm changes
         ("joins-fp16", "stock,tcp", (9, 8)),
-        ("joins-first", "stock", (1, 0)),
+        ("joins-first", "stock", (0, 0)),
+        ("joins-first-fp16", "stock", (0, 0)),
     ],
 )
 def test_a_rank_that_joins_ends_the_use_of_stock_on_all_ranks(
@@ -88,11 +89,14 @@ def test_a_rank_that_joins_ends_the_use_of_stock_on_all_ranks(
     }
 
 
-@pytest.mark.parametrize("kind", ["joins", "joins-fp16"])
-def test_a_run_over_one_transport_of_ours_goes_on_after_a_join(warm_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    output = trained(warm_ranks, kind, "tcp", tmp_path / "run")
+@pytest.mark.parametrize(("kind", "transports"), [("joins", "tcp"), ("joins-fp16", "tcp"), ("joins", "")])
+def test_a_run_over_one_transport_of_ours_goes_on_after_a_join(
+    warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str
+) -> None:
+    output = trained(warm_ranks, kind, transports, tmp_path / "run")
     assert "all further steps" not in output
     trace = Run(tmp_path / "run").trace
+    assert trace.arms == ("tcp",)  # over which an unmeasured run sends its gradients, too
     first, second = ({step.index for step in trace.steps if step.rank == rank} for rank in range(2))
     assert first == set(range(13))  # 4, 7 and 2 steps
     assert second == {*range(8), *range(11, 16)}  # 4 and 4, and 5 from the step on that rank 0 had reached

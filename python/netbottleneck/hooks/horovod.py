@@ -52,7 +52,10 @@ class Measuring(job.Observer):
     def gradients(self, gradients: Any, optimizer: Any) -> None:
         if self._session is not None or self._refused:
             return
-        session = open_on_all(job.current().settings, model=type(optimizer).__name__)
+        settings = job.current().settings
+        # Without a choice, gradients travel as they would without a measurement: over our own transport.
+        own = None if "transports" in settings.sources else (connect.native(settings),)
+        session = open_on_all(settings, arms=own, model=type(optimizer).__name__)
         if session is None:
             self._refused = True
             return
@@ -145,7 +148,7 @@ class Route(GradientSink):
         self.names = tuple(name for name, _ in named)
         self.parameters = tuple(parameter for _, parameter in named)
         self.buckets = tuple(
-            Bucket(f"allreduce.{name}", p.dtype, p.numel() * p.element_size(), (index,))
+            Bucket(async_operations.fitted(f"allreduce.{name}"), p.dtype, p.numel() * p.element_size(), (index,))
             for index, (name, p) in enumerate(named)
         )
         self.plain = True
@@ -219,7 +222,7 @@ class Route(GradientSink):
                 output.detach().copy_(tensor.detach())
             if self._destination is not None and output.numel() > 0:
                 label = f"grouped_allreduce.{name}_{index + 1}of{len(call.tensors)}" if grouped else f"allreduce.{name}"
-                works.append(self._submit(label, output, call))
+                works.append(self._submit(async_operations.fitted(label), output, call))
         handle, self._next = self._next, self._next + 1
         self._works[handle] = works
         return handle
@@ -249,7 +252,8 @@ class Route(GradientSink):
         recorder = self._recorder
         if recorder is None or self.plain:
             return lambda _handle: None
-        name = f"grouped_allreduce.{call.name}" if grouped else f"allreduce.{call.name}"
+        kind_of = "grouped_allreduce" if grouped else "allreduce"
+        name = async_operations.fitted(f"{kind_of}.{call.name}")
         key, index = self._keys.get(name) or self._keys.setdefault(name, (key_of(name), -1))
         turn = self._rounds.get(name, 0)
         self._rounds[name] = turn + 1

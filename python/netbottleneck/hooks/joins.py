@@ -3,7 +3,8 @@
 A rank joins on each of our communicators, and the engine contributes its zeros to the other ranks' all-reduces.
 torch.distributed cannot do that. Over stock, a rank that joins takes part in one more pass, with zeros, and each pass
 begins with a count of the ranks that have not joined. So the other ranks learn of the join from that pass. From then on
-they use one of our communicators, until the end of the run.
+they use one of our communicators, until the end of the run. Before the first pass of a kind, a rank that joins does not
+know which buckets the others will send, and in which order: all wait for the count there, and no zeros are sent.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -131,16 +132,23 @@ class Joins:
     def _over_ours(self, index: int) -> Any:
         """Start a bucket on our communicator if a rank has joined, and return the work; None: send it over stock."""
         if self._ours is None and self._begins_pass(index):
+            known = self._knows_pass()
             if self._count_lacks_ranks():
                 self._leave()
             else:
                 self._begin_count(1)
                 self._order, self._complete = [], False
+                if not known and self._count_lacks_ranks():
+                    self._leave()
         if self._ours is not None:
             return self._submit(self._ours.comm, index)
         self._order.append(index)
         self._version = self._gradients.version
         return None
+
+    def _knows_pass(self) -> bool:
+        """Return True if the next pass sends the buckets of the last one over stock. The same on all ranks."""
+        return self._version == self._gradients.version
 
     def _begins_pass(self, index: int) -> bool:
         rebuilt = self._version != self._gradients.version and not self._gradients.pending
@@ -148,7 +156,7 @@ class Joins:
 
     def _begin_count(self, mine: int) -> None:
         assert self._stock is not None
-        count = torch.tensor([mine], dtype=torch.int32)
+        count = torch.tensor([mine], dtype=torch.int32, device="cpu")
         self._count = self._stock.reduce(count), count
 
     def _count_lacks_ranks(self) -> bool:
@@ -165,9 +173,8 @@ class Joins:
     def _send_zeros(self) -> None:
         assert self._stock is not None
         gradients = self._gradients
-        known = self._order if self._version == gradients.version else range(len(gradients.buckets))
         self._begin_count(0)
-        for bucket in [gradients.buckets[index] for index in known]:
+        for bucket in [gradients.buckets[index] for index in self._order if self._knows_pass()]:
             device = gradients.parameters[bucket.parameters[0]].device
             zeros = torch.zeros(bucket.nbytes // bucket.dtype.itemsize, dtype=bucket.dtype, device=device)
             self._zeros.append(self._stock.reduce(zeros, gradients.factors[2]))

@@ -27,6 +27,7 @@ from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit,
 from netbottleneck.hooks.reducer_group import OwnGroup
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
+from netbottleneck.runtime.async_operations import fitted
 from netbottleneck.runtime.session import Session, observe, open_session
 from netbottleneck.torch.gradients import Bucket, Gradients, GradientSink, Stamps, bucket_limits
 
@@ -109,7 +110,7 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
             continue
         flat = data if data.is_contiguous() else data.contiguous()
         where = (flat.data_ptr(), flat.numel() * flat.element_size()) if flat.device.type == "cpu" else flat
-        works.append((comm.submit(f"state.{name}"[-90:], core.BROADCAST, where, core.UINT8, keep=flat), data, flat))
+        works.append((comm.submit(fitted(f"state.{name}"), core.BROADCAST, where, core.UINT8, keep=flat), data, flat))
     for work, data, flat in works:
         work.wait()
         if flat is not data:
@@ -285,7 +286,7 @@ def _observe_sharded(
     measured = Measured(session, gradients, optimizer, model=model, own_sync=False, bare=gradients.rest)
     measured.on_forward = functools.partial(measured.guarded, gradients.forward_begins)
     _sharded[:] = [measured]
-    weakref.finalize(model, measured.close).atexit = False
+    weakref.finalize(model, measured.close, in_finalizer=True).atexit = False
     return measured
 
 

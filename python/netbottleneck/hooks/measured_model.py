@@ -64,6 +64,7 @@ class Updates:
     ) -> None:
         self._before = before
         self._after = after
+        self._marked = _nothing  # called in place of `before`, see begun_by
         self._beside = beside
         self._own = {id(parameter) for parameter in parameters}
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
@@ -72,8 +73,8 @@ class Updates:
         self._handles: list[Any]
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # it calls its hooks itself
             self._handles = [
-                optimizer.register_step_pre_hook(lambda *_: before()),
-                optimizer.register_step_post_hook(lambda *_: after()),
+                optimizer.register_step_pre_hook(lambda *_: self._before()),
+                optimizer.register_step_post_hook(lambda *_: self._after()),
                 *self._hook_others(getattr(optimizer, "wraps", None)),
             ]
         elif optimizer is not None:
@@ -105,12 +106,12 @@ class Updates:
 
     def begun_by(self, marks: Any) -> None:
         """Call `before` from the pre-hook of `marks` instead of the optimizer's."""
-        self._handles.append(marks.register_step_pre_hook(self._before))
-        self._before = _nothing
+        self._marked, self._before = self._before, _nothing
+        self._handles.append(marks.register_step_pre_hook(lambda *_: self._marked()))
 
     def silence(self) -> None:
         """Let the hooks do nothing. A finalizer calls it: torch may be going through them, so they must stay."""
-        self._before = self._after = _nothing
+        self._before = self._after = self._marked = _nothing
         self._beside = lambda _: None
 
     def remove(self) -> None:
@@ -162,8 +163,11 @@ def _nothing() -> None:
 
 
 def _levels(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many classes in an optimizer's MRO define a step with hooks: the deepest nesting of super().step()."""
-    steps = [vars(c).get("step") for c in type(optimizer).__mro__]
+    """Return how many classes in an optimizer's MRO define a step with hooks: the deepest nesting of super().step().
+
+    A class that we made has none of its own.
+    """
+    steps = [vars(c).get("step") for c in type(optimizer).__mro__ if "_made_from" not in vars(c)]
     return max(1, sum(bool(getattr(step, "hooked", False)) for step in steps))
 
 

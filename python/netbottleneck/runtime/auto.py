@@ -99,6 +99,7 @@ class Auto:
         self._kept = STOCK
         self._arm = STOCK
         self._number = 0  # of the current block
+        self._first = 0  # step of it
         self._end = length  # first step after it
         self._times: list[int] = []  # ns of its steps on this rank
         self._trial: Trial | None = None
@@ -137,7 +138,8 @@ class Auto:
         """Begin the next block, by the values of all ranks. Returns a line for people if a trial has ended, else ""."""
         rows = [VALUES.unpack(values) for values in of_ranks]
         block = Block(*(max(row[place] for row in rows) for place in (1, 2, 3)))
-        steps = len(self._times)
+        steps = step - self._first  # not of this rank's times: it may have made fewer, if it has joined (hvd.join())
+        self._first = step
         self.elapsed_ns += block.median * steps
         self._times = []
         self._number += 1

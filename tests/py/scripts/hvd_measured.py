@@ -44,11 +44,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "joins": {},
     "joins-fp16": {"compression": hvd.Compression.fp16},
     "joins-first": {},
+    "joins-first-fp16": {"compression": hvd.Compression.fp16},
 }
 BATCHES = {  # of both ranks in each epoch; hvd.join() ends an epoch
     "joins": ((4, 4), (7, 4), (2, 5)),
     "joins-fp16": ((4, 4), (7, 4), (2, 5)),
     "joins-first": ((2, 0), (3, 0), (0, 2), (3, 3)),
+    "joins-first-fp16": ((2, 0), (3, 0), (0, 2), (3, 3)),
 }
 
 
@@ -129,6 +131,7 @@ def main() -> None:
     job.observe(Measuring())
     break_down(os.environ.get("BREAK", ""))
     assert train(kind) == plain
+    assert not torch.distributed.is_initialized()
     print("alike", flush=True)
 
 

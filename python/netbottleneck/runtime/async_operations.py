@@ -4,6 +4,7 @@ An operation is a generator: it submits, yields the works it waits for, resumes 
 result. So a collective of two rounds is polled like any other.
 """
 
+import hashlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -17,6 +18,8 @@ from netbottleneck.runtime import job
 # Process sets: the ranks of the job that take part in an operation.
 
 GLOBAL = 0
+# A name of at most 95 bytes travels. This many are left to a caller's name, as steps of an operation append theirs.
+NAME_BYTES = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,7 @@ class Pending(Generic[T]):
         self._steps = steps
         self._works: list[Any] = []
         self._result: T | None = None
+        self._failure: Exception | None = None
         self._done = False
         self.advance()
 
@@ -182,16 +186,25 @@ class Pending(Generic[T]):
                 if not all(work.test() for work in self._works):
                     return False
                 self._job.waited(self._works)
-                self.advance()
+                self._advance_later()
         except (OSError, HorovodInternalError):
-            return True
+            return True  # of a work, which raises it again
         return True
+
+    def _advance_later(self) -> None:
+        """Resume the operation, and keep its failure for `wait`."""
+        try:
+            self.advance()
+        except Exception as failure:
+            self._failure, self._works, self._done = failure.with_traceback(None), [], True
 
     def wait(self) -> T:
         """Return the result. Raises HorovodInternalError when the operation failed."""
         while not self._done:
             self._job.wait(self._works)
             self.advance()
+        if self._failure is not None:
+            raise self._failure
         return cast(T, self._result)
 
 
@@ -241,6 +254,15 @@ def reduction(op: int, size: int) -> tuple[int, float]:
     return known[op], average_factor(size) if op == Average else 1.0
 
 
+def fitted(name: str) -> str:
+    """Return an operation's name with room for what is appended on the wire; a long one ends with its digest."""
+    whole = name.encode()
+    if len(whole) <= NAME_BYTES:
+        return name
+    digest = hashlib.blake2b(whole, digest_size=8).hexdigest()
+    return f"{whole[: NAME_BYTES - len(digest) - 1].decode(errors='ignore')}~{digest}"
+
+
 def label(kind: str, name: str | None, among: Members | None = None) -> str:
     """Return an operation's name on the wire: KIND.NAME, or KIND.noname and a count if it has no name.
 
@@ -248,7 +270,7 @@ def label(kind: str, name: str | None, among: Members | None = None) -> str:
     restart, because ranks that had joined did not see the others' operations.
     """
     if name:
-        return f"{kind}.{name}"
+        return fitted(f"{kind}.{name}")
     this = job.current()
     unnamed = f"{kind}.noname.{this.joins}" if this.joins else f"{kind}.noname"
     counter = unnamed if among is None or among.number == GLOBAL else f"{unnamed}@{among.number}"

@@ -268,7 +268,7 @@ def adasum_steps(array: Array, name: str, among: Members, factors: tuple[float, 
     line = np.zeros((2, size, -(-flat.size // size)), array.dtype)
     line[0].reshape(-1)[: flat.size] = flat
     if line.size:
-        yield [submitted(among, f"{name}.parts", core.ALLTOALL, line, code, keep=line)]
+        yield [submitted(among, f"{name}.parts", core.ALLTOALL, line, code, shape=_shape(array), keep=line)]
     vectors: Doubles = line[1].astype(np.float64) * before
     level = 0
     while len(vectors) > 1:

@@ -123,8 +123,9 @@ def _filled(
             new[key] = value
             continue
         here = old.get(key)
-        if not isinstance(here, torch.Tensor) or here.shape != value.shape or here.dtype != value.dtype:
-            device = "cpu" if value.of == "cpu" else parameter.device
+        device = torch.device("cpu") if value.of == "cpu" else parameter.device
+        wanted = (value.shape, value.dtype, device.type)
+        if not isinstance(here, torch.Tensor) or (here.shape, here.dtype, here.device.type) != wanted:
             here = torch.zeros(value.shape, dtype=value.dtype, device=device)
         new[key] = here
         to_send.append((f"optimizer.{index}.{key}", here))

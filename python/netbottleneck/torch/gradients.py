@@ -10,6 +10,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from netbottleneck import config
@@ -428,12 +429,12 @@ class Gradients(GradientSink):
         seen = list(dict.fromkeys(self.hook.ready_order()))
         seen += sorted(set(range(count)) - set(seen), reverse=True)
         sparse = self.hook.sparse() if self._drop_sparse else []
-        mine = torch.tensor([*seen, *(index in sparse for index in range(count))], dtype=torch.int32)
-        answer = agree(mine.numpy().tobytes())
+        mine = np.array([*seen, *(index in sparse for index in range(count))], np.int32)
+        answer = agree(mine.tobytes())
         if answer is None:
             return
         self._settled = True
-        agreed = torch.frombuffer(bytearray(answer), dtype=torch.int32).tolist()
+        agreed = np.frombuffer(answer, np.int32).tolist()
         chosen = self._plan(self._drop(agreed[:count], agreed[count:]))
         if self.dropped or chosen != [list(bucket.parameters) for bucket in self.buckets]:
             self.version += 1

@@ -54,7 +54,8 @@ def check(tensor: torch.Tensor) -> None:
 @lru_cache(maxsize=64)
 def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Return NumPy's type for a torch dtype; 16-bit integers for bfloat16, which NumPy lacks."""
-    return torch.empty(0, dtype=torch.int16 if dtype == torch.bfloat16 else dtype).numpy().dtype
+    known = torch.int16 if dtype == torch.bfloat16 else dtype
+    return torch.empty(0, dtype=known, device="cpu").numpy().dtype
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -273,7 +273,7 @@ def joined(parts: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
     if not like.is_cpu:
         return torch.cat(list(parts)).view(like.dtype)
     array = np.concatenate(parts)
-    made = torch.empty(array.shape, dtype=like.dtype)
+    made = torch.empty(array.shape, dtype=like.dtype, device="cpu")
     (made.view(torch.int16) if like.dtype == torch.bfloat16 else made).copy_(torch.from_numpy(array))
     return made
 
@@ -437,7 +437,7 @@ def _alltoall_steps(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> async_operations.Steps[tuple[torch.Tensor, torch.Tensor]]:
     among = members_of(process_set)
-    whole = None if splits is None else torch.as_tensor(splits)
+    whole = splits if splits is None or isinstance(splits, torch.Tensor) else torch.as_tensor(splits, device="cpu")
     if whole is not None and whole.is_floating_point():
         raise ValueError(f"splits must be whole numbers, not {whole.dtype}")
     rows = None if whole is None else whole.reshape(-1).tolist()
@@ -446,7 +446,7 @@ def _alltoall_steps(
     memory = Memory(tensor)
     found, incoming = yield from collectives.alltoall_steps(memory.array, rows, name, among)
     memory.over(written=False)
-    return joined(found, tensor), torch.tensor(incoming, dtype=counted)
+    return joined(found, tensor), torch.tensor(incoming, dtype=counted, device="cpu")
 
 
 def alltoall_async(

@@ -1,5 +1,6 @@
 """Horovod's DistributedOptimizer: any torch optimizer, with gradients reduced during the backward pass."""
 
+import functools
 import warnings
 import weakref
 from collections import Counter
@@ -25,7 +26,13 @@ from netbottleneck.torch.python_hooks import PassGuard, PerParameter, SparseApar
 def remade(optimizer: torch.optim.Optimizer, added: type[torch.optim.Optimizer]) -> Any:
     """Return an object of a new class of the same name, with the optimizer's own state."""
     base = type(optimizer)
-    made: type[Any] = type(base.__name__, (added, base), {"__doc__": base.__doc__, "_made_from": base})
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        return added.step(self, closure)
+
+    step.hooked = True  # type: ignore[attr-defined] # torch has the hooks run by the step of `base`, which it calls
+    parts = {"__doc__": base.__doc__, "_made_from": base, "step": functools.wraps(added.step)(step)}
+    made: type[Any] = type(base.__name__, (added, base), parts)
     result: Any = object.__new__(made)
     # A scheduler made earlier has replaced the old optimizer's step; the new one must not inherit that.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})

@@ -211,6 +211,11 @@ def whole_tensors_are_gathered_and_scattered_as_by_gloo() -> None:
             return line, into, listed
 
         same(moved)
+    unequal = [torch.ones(2 + at) for at in range(size())]
+    with pytest.raises(ValueError, match="reduce_scatter: tensors of one size"):
+        dist.reduce_scatter(torch.empty(2 + size()), unequal)
+    with pytest.raises(ValueError, match="all_to_all_single: tensors of one size"):
+        dist.all_to_all_single(torch.empty(2 * size()), torch.ones(size()))
     line = torch.zeros(size() * 3)
     line[3 * rank() : 3 * rank() + 3] = rank() + 1
     gather_whole(line, line[3 * rank() : 3 * rank() + 3])

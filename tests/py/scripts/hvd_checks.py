@@ -159,6 +159,7 @@ def mismatches_fail_on_all_ranks_and_the_job_continues() -> None:
     op = hvd.Sum if hvd.rank() else hvd.Max
     raises(hvd.HorovodInternalError, "reduction", lambda: hvd.allreduce(torch.ones(4), name="reduction", op=op))
     raises(hvd.HorovodInternalError, "root", lambda: hvd.broadcast(torch.ones(4), min(hvd.rank(), 1), name="root"))
+    raises(hvd.HorovodInternalError, "adasum", lambda: hvd.allreduce(one, name="adasum", op=hvd.Adasum))
     assert hvd.allreduce(torch.ones(4), name="length", op=hvd.Sum).tolist() == [hvd.size()] * 4
 
 
@@ -218,6 +219,37 @@ def allgather_joins_what_differs_in_length() -> None:
     while not hvd.poll(handle):
         pass
     assert hvd.synchronize(handle).tolist() == list(range(hvd.size()))
+
+
+@check
+def a_failure_that_poll_has_met_is_raised_by_synchronize() -> None:
+    handle = hvd.allgather_async(torch.zeros(2, 3 + hvd.rank()))
+    while not hvd.poll(handle):
+        pass
+    assert hvd.poll(handle)
+    raises(hvd.HorovodInternalError, "differ", lambda: hvd.synchronize(handle))
+
+
+@check
+def names_may_be_long_and_alike_in_their_beginning() -> None:
+    names = [f"model.{'layers.' * 20}Ü{number}.weight" for number in range(3)]
+    handles = [hvd.allreduce_async(torch.full((2,), float(i)), name=name, op=hvd.Sum) for i, name in enumerate(names)]
+    for i, handle in enumerate(handles):
+        assert hvd.synchronize(handle).tolist() == [float(i * hvd.size())] * 2
+    gathered = hvd.allgather(torch.full((1 + hvd.rank(),), 1.0), name=names[0])
+    assert gathered.sum().item() == sum(range(1, hvd.size() + 1))
+    state = {name: torch.full((2,), float(hvd.rank() + i)) for i, name in enumerate(names)}
+    hvd.broadcast_parameters(state, root_rank=0)
+    assert [tensor.tolist() for tensor in state.values()] == [[float(i)] * 2 for i in range(3)]
+
+
+@check
+def tensors_of_the_host_stay_there_under_another_default_device() -> None:
+    inputs = [torch.arange(2.0), torch.arange(hvd.size()), torch.ones(2, dtype=torch.bfloat16)]
+    with torch.device("meta"):
+        outputs = [hvd.allreduce(inputs[0], op=hvd.Sum), *hvd.alltoall(inputs[1], [1] * hvd.size())]
+        outputs.append(hvd.allgather(inputs[2]))
+    assert {tensor.device.type for tensor in outputs} == {"cpu"}
 
 
 @check

@@ -191,6 +191,20 @@ def class_and_state_are_the_base_optimizers() -> None:
 
 
 @check
+def hooks_of_the_user_run_once_a_step_also_after_a_state_was_loaded() -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    for _ in range(2):
+        called.clear()
+        train(model, optimizer, 1)
+        assert called == ["before", "after"]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@check
 def clipping_between_synchronize_and_step() -> None:
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.zeros_(model.weight)

@@ -156,7 +156,8 @@ class Pairs:
 
 
 def all_to_all_even(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Rounds:
-    """As all_to_all, with parts of equal size."""
+    """As all_to_all, with parts of equal size. ValueError if those to send and to receive differ in size."""
+    equal_sizes("all_to_all_single", [*inputs, *outputs], 2 * ranks.size)
     touched = Touched()
     out = [touched.read(part) for part in inputs]
     into = [touched.written(part) for part in outputs]
@@ -267,6 +268,7 @@ def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequen
     moves = []
     later = []
     for output, parts in zip(outputs, inputs, strict=True):
+        equal_sizes("reduce_scatter", [*parts, output], ranks.size + 1)
         into = touched.written(output)
         if _by_engine(op, into.dtype):
             copies = [touched.read(part).clone() for part in parts]
@@ -290,7 +292,7 @@ def all_reduce_sparse(ranks: Ranks, tensor: torch.Tensor, op: str, outputs: list
     if op not in ("SUM", "AVG"):
         raise ValueError(f"all_reduce of a sparse tensor takes ReduceOp.SUM or AVG, not {op}")
     mine = tensor.detach().coalesce()
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts = torch.zeros(ranks.size, dtype=torch.int64, device="cpu")
     counts[ranks.rank] = mine._nnz()
     yield [gathered(ranks, list(counts.split(1)), counts)]
     longest = int(counts.max())

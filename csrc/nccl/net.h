@@ -19,17 +19,19 @@
 // carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
 // does not prove the key in time is dropped (base/admission.h).
 //
-// Transfers. irecv sends a grant with the capacity. isend takes the oldest grant of its comm, or waits for one; so
-// nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes goes over the control connection; so
-// does one of up to NB_NET_LONE bytes while no flow is active and the control connection drains quickly (nb_link_alone). A
-// larger one gets the link's next operation number, is announced there with its true size, and travels over the lanes
-// as one flow. Both sides add flows in the order of these numbers, as lanes.h demands. A send is done when the peer
-// has it (inline: when it is written), a receive when all bytes have landed.
+// Transfers. irecv sends a grant with the capacity; a spare one leaves with the next pass. isend takes the oldest grant
+// of its comm, or waits for one; so nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes
+// goes over the control connection; so does one of up to NB_NET_LONE bytes while no flow is active and the control
+// connection drains quickly (nb_link_alone). A larger one gets the link's next operation number, is announced there
+// with its true size, and travels over the lanes as one flow. Both sides add flows in the order of these numbers, as
+// lanes.h demands. A send is done when the peer has it (inline: when it is written), a receive when all bytes have
+// landed.
 //
 // Progress. A lock protects everything but the fields that test() reads. test() looks at its request, and if that is
-// pending and the lock is free, it runs one pass: events, lanes, ticks. So the latency is that of NCCL's own polling,
-// without a change of threads. isend and irecv hand over at once what may leave. A helper thread keeps the links alive
-// while NCCL does not call. It stays away as long as calls make progress.
+// pending and the lock is free, it reads the control connection, and if that does not end it, runs one pass: events,
+// lanes, ticks. So the latency is that of NCCL's own polling, without a change of threads. isend and irecv hand over at
+// once what may leave. A helper thread keeps the links alive while NCCL does not call. It stays away as long as calls
+// make progress.
 //
 // Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
 // NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a

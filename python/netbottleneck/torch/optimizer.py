@@ -429,7 +429,7 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     optimizer is unchanged. op=Adasum: each rank makes its step, and the steps are combined.
 
     Raises ValueError for named_parameters that repeat a name or omit a parameter, for a predivide factor with another
-    op, and for a parameter that is not in host memory or whose type cannot be reduced.
+    op, and for a parameter that is neither in host nor in CUDA memory, or whose type cannot be reduced.
     """
     if gradient_predivide_factor != 1.0 and op != async_operations.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")

@@ -105,8 +105,8 @@ print("training", flush=True)
 try:
     while True:
         model(torch.ones(4, 256)).sum().backward()
-except RuntimeError as error:
-    print(str(error).splitlines()[0])
+except RuntimeError as error:  # a PeerError, or torch's error about one
+    print(f"{type(error).__name__}: {error}".splitlines()[0])
 try:
     dist.all_reduce(torch.ones(2))
 except RuntimeError as error:

@@ -59,6 +59,8 @@ struct fake_controls {
     int (*operations)(void);
     // Number of operations that are enqueued in the stream and not executed.
     int (*pending)(const struct CUstream_st *stream);
+    // Number of operations that were enqueued in the stream since its creation.
+    unsigned long long (*submitted)(const struct CUstream_st *stream);
     int (*priority)(const struct CUstream_st *stream);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);

@@ -129,6 +129,13 @@ static int control_pending(const struct CUstream_st *stream) {
     return pending;
 }
 
+static unsigned long long control_submitted(const struct CUstream_st *stream) {
+    (void)pthread_mutex_lock(&fake.lock);
+    unsigned long long submitted = stream->submitted;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return submitted;
+}
+
 static int control_priority(const struct CUstream_st *stream) {
     return stream->priority;
 }
@@ -250,6 +257,7 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .polls = fake_polls,
         .operations = control_operations,
         .pending = control_pending,
+        .submitted = control_submitted,
         .priority = control_priority,
         .hold = control_hold,
         .capture = control_capture,

@@ -1,14 +1,14 @@
 """A training whose compute is sleep, with the causes that its arguments name: `train.py JSON`.
 
 layers, kib, ms, steps: number of layers, their weights, their backward and the training. sizes: KiB of each layer,
-instead. bucket_kib: of DDP (a layer's). wrap: ddp, fsdp or horovod. spin: compute is busy. core: of this machine, for
-all ranks. jitter: standard deviation of compute, as a part; even: all ranks take the mean. input_ms, optimizer_ms,
-second_ms: before the forward, in the optimizer and in a second one. evaluate_ms, save_ms: an evaluation and a
-checkpoint in each 10th step. accumulate: passes in a step. forward_mib: an all-reduce in the forward. norm_kib:
-statistics of all ranks. Of rank slow_rank alone: sleep_ms in the backward, slower (a factor on compute), late_input_ms,
-late_optimizer_ms. contention: a factor on compute while the host sends. counts: a folder for what each rank counts in a
-step, in ms: begin (a moment), input (until the forward), slowed (by contention), ready (the moment of its last
-gradient). uneven: how far input_ms and sleep_ms may be off in a step, as a part.
+instead. parts: tensors of so many KiB in each layer. bucket_kib: of DDP (a layer's). wrap: ddp, fsdp or horovod. spin:
+compute is busy. core: of this machine, for all ranks. jitter: standard deviation of compute, as a part; even: all ranks
+take the mean. input_ms, optimizer_ms, second_ms: before the forward, in the optimizer and in a second one. evaluate_ms,
+save_ms: an evaluation and a checkpoint in each 10th step. accumulate: passes in a step. forward_mib: an all-reduce in
+the forward. norm_kib: statistics of all ranks. Of rank slow_rank alone: sleep_ms in the backward, slower (a factor on
+compute), late_input_ms, late_optimizer_ms. contention: a factor on compute while the host sends. counts: a folder for
+what each rank counts in a step, in ms: begin (a moment), input (until the forward), slowed (by contention), ready (the
+moment of its last gradient). uneven: how far input_ms and sleep_ms may be off in a step, as a part.
 """
 
 from __future__ import annotations
@@ -113,18 +113,17 @@ class Timed(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Weights of `kib` KiB in a layer that takes time."""
+    """Tensors of `kib` KiB in a layer that takes time."""
 
     def __init__(self, kib: int, ms: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(kib * 256))
+        self.weights = nn.ParameterList(torch.zeros(kib * 256) for _ in range(OPTIONS.get("parts", 1)))
         self.ms = ms
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Add the mean of the weights."""
-        return Timed.apply(
-            values + self.weight.mean(), self.ms / 2, self.ms + UNEVEN[0] * own("sleep_ms") / OPTIONS["layers"]
-        )
+        """Add the mean of each tensor."""
+        values = values + sum(weight.mean() for weight in self.weights)
+        return Timed.apply(values, self.ms / 2, self.ms + UNEVEN[0] * own("sleep_ms") / OPTIONS["layers"])
 
 
 class Reduced(torch.autograd.Function):

@@ -371,8 +371,8 @@ def live_hidden_compared(_: Draw) -> Case[Training]:
 
 @live
 def live_small_operations(draw: Draw) -> Case[Training]:
-    layers = draw.randrange(50, 80)
-    run = Training(options={"layers": layers, "kib": 4, "bucket_kib": 3, "ms": 0.05})
+    parts = draw.randrange(12, 20)
+    run = Training("1gbit", options={"parts": parts, "kib": 1, "bucket_kib": 0.5, "ms": 2.0})
     return Case(
         "live: many small operations",
         run,

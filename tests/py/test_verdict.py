@@ -340,6 +340,22 @@ def test_a_rank_that_is_late_is_a_straggler(tmp_path):
     assert v.next == "Look at rank 2's host (host2): its data loader and its disk."
 
 
+def test_a_wait_no_longer_than_what_our_measuring_adds_is_not_judged(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
+    )
+
+    def straggler(added_ms):
+        added, slow = added_ms * 1e6, Estimate(1.4, 1.3, 1.5)
+        handicap = Paired(Arm("bare"), Arm("stock"), 4, 40, Estimate(added, added / 2, 2 * added), slow)
+        rows = verdict.decide(replace(numbers, handicap=handicap)).evidence
+        return next(row for row in rows if row.code == "STRAGGLER")
+
+    assert straggler(39).fired
+    assert not straggler(41).fired
+    assert straggler(41).rests == "our own measuring adds 41.0 ms to a step, and may cause this wait"
+
+
 def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94

@@ -416,10 +416,16 @@ def beside(f: Findings, transport: str) -> tuple[str, str]:
     return (STOCK, f.base) if f.base.transport == transport else (f.base, transport)
 
 
-def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
+def _unsure_wait(facts: Facts, saving: Estimate) -> str:
     """Why a wait between ranks may not be judged; "" if it may, or is too short to count."""
-    small = saving.value <= limits.GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
-    return "" if small else clock_text(facts.f)
+    f = facts.f
+    if saving.value <= limits.GAIN_MIN * facts.step_ns:
+        return ""
+    if saving.value < f.clock_error_ns:
+        return clock_text(f)
+    if f.handicap is not None and f.handicapped and saving.value <= f.handicap.difference_ns.value:
+        return f"our own measuring adds {ms(f.handicap.difference_ns.value)} to a step, and may cause this wait"
+    return ""
 
 
 def straggler(facts: Facts) -> RuleResult:
@@ -430,7 +436,7 @@ def straggler(facts: Facts) -> RuleResult:
     if late.straggler is None:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
     rank, saving = late.straggler, late.persistent_ns
-    unsure = _unsure_clocks(facts, saving)
+    unsure = _unsure_wait(facts, saving)
     name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
     phase, more = max(late.longer.items(), key=lambda row: row[1])
     cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
@@ -454,7 +460,7 @@ def imbalance(facts: Facts) -> RuleResult:
     if late is None:
         return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
     saving = late.jitter_ns
-    unsure = _unsure_clocks(facts, saving)
+    unsure = _unsure_wait(facts, saving)
     short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
     saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
     return facts.evidence(

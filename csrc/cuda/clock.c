@@ -152,7 +152,8 @@ static double host_time(const struct nb_cuda_clock *clock, double gpu_ns, double
     }
     double away_ns = gpu_ns - last->gpu_ns;
     bool between = before->error_ns >= 0 && away_ns <= 0 && gpu_ns >= before->gpu_ns;
-    *error_ns = between ? fmax(last->error_ns, before->error_ns) : last->error_ns + fabs(away_ns) / DRIFT;
+    double drift = fabs(rate - 1) + 1.0 / DRIFT; // errors of the two moments may have turned the rate the wrong way
+    *error_ns = between ? fmax(last->error_ns, before->error_ns) : last->error_ns + fabs(away_ns) * drift;
     return last->host_ns + rate * away_ns;
 }
 

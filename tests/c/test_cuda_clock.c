@@ -217,6 +217,7 @@ int main(void) {
     }
     test_a_held_stream_is_measured(0);
     test_a_held_stream_is_measured(150);
+    test_a_held_stream_is_measured(-150);
     test_a_captured_stream_is_left_untouched();
     test_a_full_queue_keeps_its_marks();
     test_the_stream_outlives_the_clock();

@@ -92,7 +92,7 @@ overhead: ## measure our overhead: gradient hooks, measuring, a 4-byte all-reduc
 	@tools/setup_env.sh run
 	@.venv/bin/python benchmarks/overhead.py --json build/overhead.json $(ARGS)
 
-gpu-check: ## check what needs a GPU, 9 minutes; results in benchmarks/results (ARGS="--only versions,nccl"); 77 without a GPU
+gpu-check: ## check what needs a GPU, 8 minutes; results in benchmarks/results (ARGS="--only versions,nccl"); 77 without a GPU
 	@tools/gpu_check.sh $(ARGS)
 
 notebooks: ## execute the notebooks in benchmarks/notebooks

@@ -1,7 +1,7 @@
 """Checks on a GPU: python benchmarks/gpu_check.py [--only PART,…]. `make gpu-check` finds a Python with CUDA's torch.
 
 Each part runs two ranks on one GPU, has a time limit, and writes its result to benchmarks/results/gpu-check.json at
-once. All parts together take at most 9 minutes, without a network. Exit codes: 0, 1 if a part failed, 2 usage, 77
+once. All parts together take at most 8 minutes, without a network. Exit codes: 0, 1 if a part failed, 2 usage, 77
 without a GPU: nothing was checked.
 """
 
@@ -62,6 +62,8 @@ PARTS = {
     "arms": Part(50, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
     "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
 }
+
+TOTAL_S = 480  # of all parts: one whose limit is beyond it is not run
 
 # The variables of the ways that a part takes in turn.
 OURS = {"NCCL_NET": "NetBottleneck"}
@@ -258,13 +260,15 @@ def run_timing(device: str, until: float) -> list[dict[str, Any]]:
     return refused
 
 
-def run_part(name: str, device: str) -> dict[str, Any]:
-    """Return a part's result."""
+def run_part(name: str, device: str, left_s: float) -> dict[str, Any]:
+    """Return a part's result. left_s: for all parts."""
     began = time.monotonic()
     part = PARTS[name]
     limit_s = part.limit_s * (FAKE_TIMES if device == FAKE else 1)
     result: dict[str, Any] = {"checks": part.text, "limit_s": limit_s, "verdict": "ok", "rows": []}
     why = without_nccl(device) if part.nccl else ""
+    if left_s < limit_s:
+        why = f"{left_s:.0f} s are left, which may not suffice: --only {name}"
     try:
         if why:
             result |= {"verdict": "not run", "why": why}
@@ -325,8 +329,9 @@ def main() -> int:
         print("".join(f"  {why}\n" for why in missing), end="")
         return ABSENT
     verdicts = []
+    until = time.monotonic() + TOTAL_S * (FAKE_TIMES if options.device == FAKE else 1)
     for name in names:
-        result = run_part(name, options.device)
+        result = run_part(name, options.device, until - time.monotonic())
         write(options.results, options.device, name, result)
         verdicts.append(result["verdict"])
         print(f"{name}: {result['verdict']}, {result['seconds']} s of {result['limit_s']} s", result.get("why", ""))

@@ -65,6 +65,7 @@ WRAPPED = {
         *("nb_control_broadcast", "nb_watchdog_tick"),
     ),
     "test_cancel": ("nb_work_start", "nb_lanes_add"),
+    "test_stall": ("nb_stall_over", "nb_stall_tick"),
     "test_interface_down": ("clock_gettime", "nb_sock_interface_down"),
     "test_handshake": ("send",),
     "test_clean_shutdown": ("nb_lanes_settle", "nb_lanes_announce_leave"),

@@ -89,6 +89,7 @@ static void *test_rank_main(void *arg) {
                                     .transport = me->transport,
                                     .streams = me->streams,
                                     .timeout_ms = me->timeout_ms,
+                                    .start_ms = TEST_LIMIT_MS,
                                     .pending_max = me->pending_max,
                                     .stall_ms = me->stall_ms,
                                     .stall_end_ms = me->stall_end_ms,

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/sock.h"
 #include "boot.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/internal.h"
@@ -316,9 +317,15 @@ static void test_missing_rank(void) {
 
     job_open(&job, 2);
     job.ranks[1].config.timeout_ms = 300;
+    struct nb_sockaddr none = job.listener.addr;
     nb_listener_close(&job.listener);
+    nb_sock_set_port(&none, 0);
+    int holder = socket(none.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0); // occupies a port without listening
+    CHECK(bind(holder, &none.any, none.len) == 0 && getsockname(holder, &none.any, &none.len) == 0, "bind: %m");
+    nb_sock_format(&none, job.address);
     start(&job.ranks[1], join);
     finish(&job.ranks[1]);
+    close(holder);
     CHECK(job.ranks[1].rc == -ETIMEDOUT && strstr(job.ranks[1].err.text, job.address) != NULL, "without rank 0: %d %s",
           job.ranks[1].rc, job.ranks[1].err.text);
     job_close(&job);

@@ -147,9 +147,9 @@ static void test_failed_exchanges(void) {
     job_close(&job);
 
     job_open(&job, 4);
-    job.ranks[0].config.timeout_ms = 1000;
     run_all_but(&job, join, -1);
     check_joined(&job);
+    job.ranks[0].boot.timeout_ms = 1000;
     run_all_but(&job, barrier, 3);
     check_failed(&job, 3, NB_ETIMEOUT, 3, "rank 3 of 4 did not arrive within 1 s");
     job_close(&job);

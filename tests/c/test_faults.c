@@ -72,7 +72,8 @@ static void rank_leaves_after_submission(struct test_rank *me) {
     pthread_barrier_wait(&stage->barrier);
     int rc = test_finish(work, &err);
     CHECK(rc == NB_EPEER && err.peer == 2, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
-    CHECK(strstr(err.text, "half") != NULL, "text: %s", err.text);
+    // Rank 0 decides it. Rank 1 may give up by itself, when its lanes to rank 2 have ended for long enough.
+    CHECK(me->rank != 0 || strstr(err.text, "half") != NULL, "text: %s", err.text);
 }
 
 // Every rank leaves as soon as its own last operation finishes. The others still receive its data.

@@ -1,14 +1,37 @@
 // Stall: one rank does not submit an operation. The other ranks report the missing rank, and the job continues once it
 // submits. With a limit, the job ends on every rank, or only the operation fails.
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
 
 #include "base/clock.h"
+#include "engine/context.h"
+#include "engine/stall.h"
 #include "job.h"
 
-enum { SIZE = 3, LATE = 1 };
+enum { SIZE = 3, LATE = 1, PUNCTUAL = (1 << SIZE) - 1 - (1 << LATE) };
+
+bool __real_nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
+bool __wrap_nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
+bool __real_nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int32_t *peer, char *text);
+bool __wrap_nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int32_t *peer, char *text);
+
+// False while one of the punctual ranks has submitted the operation and the other has not.
+static bool is_settled(const struct stalled *stalled) {
+    uint64_t have = stalled->have[0] & PUNCTUAL;
+    return have == 0 || have == PUNCTUAL;
+}
+
+// However late a punctual rank is, its operation stalls for the late rank alone.
+bool __wrap_nb_stall_tick(struct nb_job *job, const struct stalled *stalled) {
+    return is_settled(stalled) ? __real_nb_stall_tick(job, stalled) : stalled->reported;
+}
+
+bool __wrap_nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int32_t *peer, char *text) {
+    return is_settled(stalled) && __real_nb_stall_over(job, stalled, peer, text);
+}
 
 static pthread_barrier_t *barrier_of(struct test_rank *me) {
     return me->arg;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import study
+from netbottleneck import Evidence, study
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
+from netbottleneck.study import cells, spec
 from netbottleneck.study import ranks as study_ranks
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
@@ -337,3 +339,43 @@ def test_under_a_launcher_the_study_uses_its_ranks_and_network(warm_ranks: Any, 
     assert (job["network"], job["ranks"]) == ("here", 2)
     assert job["outcome"]["equal_on_all_ranks"] is True
     assert set(job["steps"]) == {"stock", "tcp", "single"}
+
+
+def test_a_moved_study_finds_all_its_runs(tmp_path: Path) -> None:
+    (cell, _) = spec.parse(small(tmp_path, 2).read_text(), str(tmp_path / "given.toml")).cells
+    old, new = cells.StudyFolder(tmp_path / "old"), cells.StudyFolder(tmp_path / "new")
+    runs = [old.cell_folder(cell.key) / name for name in ("run", "run/2", "stock-x4")]
+    outcome, again = (Outcome(str(run), 9, ("a", "a")) for run in runs[:2])
+    old.write_result(cells.CellResult(cell, outcome, again, str(runs[2]), 1.0))
+    old.path.rename(new.path)
+    found = new.read_result(cell.key)
+    assert found.stock_alone is not None
+    now = [found.outcome.folder, found.stock_alone.folder, found.tuned]
+    assert now == [str(new.cell_folder(cell.key) / name) for name in ("run", "run/2", "stock-x4")]
+
+
+def test_a_resumed_study_that_is_interrupted_keeps_its_complete_cells(killed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    shutil.copytree(killed, folder)
+    for path in (folder / "study.json", folder / "evidence.json", folder / "cells" / "b-2-none" / "facts.json"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / "aside", ignore_errors=True)
+    process = start(folder)
+    wait_for((folder / "aside").exists, "the second cell begins again")
+    wait_for(lambda: recorded(folder / "cells" / "b-2-none" / "run") > 0, "a step of it on record")
+    process.send_signal(signal.SIGTERM)
+    code, out, err = ended(process)
+    assert code == 143, out + err
+    record = json.loads((folder / "study.json").read_text())
+    assert (record["failure"], [job["key"] for job in record["jobs"]]) == ("interrupted", ["a-2-none"])
+    assert [cell.key for cell in Evidence.read(folder / "evidence.json").cells] == ["a-2-none"]
+
+
+def test_a_cell_whose_record_cannot_be_read_has_failed_and_the_others_run(killed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    shutil.copytree(killed, folder)
+    (folder / "cells" / "a-2-none" / "cell.json").write_text("{")
+    code, out, err = ended(start(folder))
+    assert code == 1, out + err
+    assert "a-2-none failed" in err
+    assert (folder / "cells" / "b-2-none" / "facts.json").exists()

@@ -115,6 +115,12 @@ def _init_torch(session: Session) -> None:
     distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
 
 
+def leave_torch() -> None:
+    """Leave torch.distributed after a failed job: its connections may be broken. The next job initialises it again."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def run(task: Task, progress: StepProgress) -> Outcome:
     """Run a job on this rank; every rank calls it. progress(step, steps, arm): between blocks.
 

@@ -121,7 +121,7 @@ class CellRecorder:
             return f"no forecast: the cell to fit to ({self._fit_key or 'none'}) is not complete"
         try:
             if self._fitted is None:
-                self._fitted = Run(self._folder.cell_folder(self._fit_key) / RUN)
+                self._fitted = Run(self._folder.read_result(self._fit_key).outcome.folder)
             wire = forecast.Wire.of_network(network or {})
             fitted = replace(self._fitted.trace, id=self._fit_key)
             made = forecast.make(fitted, what, cell.ranks, wire, cell.arms, cell=cell.key)
@@ -205,17 +205,27 @@ class Study:
         return found
 
     def load_complete(self) -> None:
-        """Load the results of cells completed earlier; sort all cells in the order of the study."""
+        """Load the results of cells completed earlier; sort all cells in the order of the study.
+
+        A cell whose record cannot be read counts as failed.
+        """
         folder, known = self.request.folder, {found.done.cell.key: found for found in self.found}
         for cell in self.request.spec.cells:
             if cell.key not in known and folder.done(cell.key):
-                run = Run(folder.cell_folder(cell.key) / RUN)
-                known[cell.key] = self.add(folder.read_result(cell.key), run)
-                network = run.trace.network
-                if network is not None:
-                    document = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
-                    self.networks.setdefault(cell.network, document | {"verified": dict(network.verified)})
+                try:
+                    known[cell.key] = self._load(cell)
+                except (OSError, ValueError) as error:
+                    self.failed[cell.key] = str(error)
         self.found = [known[cell.key] for cell in self.request.spec.cells if cell.key in known]
+
+    def _load(self, cell: Cell) -> CellReport:
+        done = self.request.folder.read_result(cell.key)
+        run = Run(done.outcome.folder)
+        network = run.trace.network
+        if network is not None:
+            document = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
+            self.networks.setdefault(cell.network, document | {"verified": dict(network.verified)})
+        return self.add(done, run)
 
     def write(self) -> None:
         """Write study.json."""

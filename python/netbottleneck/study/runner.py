@@ -49,6 +49,7 @@ def run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: 
     study = Study(request)
     try:
         request.folder.create(request.text)
+        study.load_complete()  # study.json has the earlier cells even if this start is interrupted
         reporter.message(introduction)
         _CellRunner(study, reporter, open_ranks, cells).run()
     except KeyboardInterrupt:
@@ -56,6 +57,8 @@ def run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: 
         study.failure = "interrupted"
         study.write()
         reporter.message(f"interrupted; resume with: netbottleneck study --directory {request.folder.path}")
+        if study.found:
+            report.write_evidence(study)
         raise
     return report.finish(study, reporter)
 
@@ -83,6 +86,8 @@ class _CellRunner:
             except LabError as error:
                 for cell in waiting:
                     self._report_failure(cell, str(error))
+                if not waiting:  # all its cells have run
+                    self._reporter.message(f"{name}: {error}.")
 
     def _run_group(self, group: RankGroup, name: str, waiting: list[Cell]) -> None:
         with self._reporter.progress(f"{name}: measuring the actual rates"):

@@ -133,7 +133,7 @@ MONITOR_HZ = 100  # default: a study samples the counters of its hosts
 
 @contextmanager
 def open_task(task: Task) -> Generator[Session, None, None]:
-    """Open the session of a task; at the end close it, and on rank 0 gather the records of all ranks.
+    """Open the session of a task; at the end close it, and bring the records of all ranks to rank 0's folder.
 
     Every rank calls it. Raises as open_session.
     """
@@ -144,8 +144,8 @@ def open_task(task: Task) -> Generator[Session, None, None]:
         session.close(f"{type(error).__name__}: {error}")
         raise
     session.close()
-    if session.place.rank == 0:
-        session.collect()
+    session.bring()
+    session.collect()
 
 
 def _open(task: Task) -> Session:

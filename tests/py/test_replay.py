@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,29 @@ def test_blocks_of_one_step_are_refused(capsys: pytest.CaptureFixture[str]) -> N
         replaying.main(["resnet50", "--compute-ms", "5", "5", "--block-steps", "1"])
     assert ended.value.code == 2
     assert "must be at least 2: a block's first step is not counted" in capsys.readouterr().err
+
+
+def test_a_replay_on_the_loopback_records_no_cap_of_a_link_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Task] = []
+
+    def run(_lab: Lab, requests: list[Task], *_: Any, **__: Any) -> None:
+        started.extend(requests)
+        raise JobError("not run")
+
+    monkeypatch.setattr(replaying, "run_in_lab", run)
+    monkeypatch.setattr(replaying, "Lab", partial(Lab, ways=("loopback",)))
+    monkeypatch.setattr(Lab, "verify", lambda *_: {"ok": False})
+    path = tmp_path / "r.jsonl.gz"
+    tr.write(recorded(), path)
+    assert replaying.main([str(path), "--link", "2gbit", "--directory", str(tmp_path / "out")]) == 1
+    (request,) = started
+    assert request.network == {"how": "loopback", "link_bps": None, "flow_bps": [], "verified": {"ok": False}}
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "loopback: all ranks share this machine's loopback interface",
+        "2gbit: the measured rates are not the",
+    ):
+        assert text in out
+        assert any(note.startswith(text) for note in request.notes)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck import Evidence, study
-from netbottleneck.lab import Lab
+from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.report import Run
-from netbottleneck.study import cells, spec
+from netbottleneck.study import cells, command, runner, spec
 from netbottleneck.study import ranks as study_ranks
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
@@ -379,3 +380,36 @@ def test_a_cell_whose_record_cannot_be_read_has_failed_and_the_others_run(killed
     assert code == 1, out + err
     assert "a-2-none failed" in err
     assert (folder / "cells" / "b-2-none" / "facts.json").exists()
+
+
+class Loopback:
+    """Ranks on the loopback that run nothing."""
+
+    how, why, interface, caps = "loopback", "no namespaces here", "", (LinkSpec(),)
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def verify(self, _seconds: float) -> None:
+        """Measure nothing."""
+
+    def run(self, tasks: Sequence[Task], *_: Any) -> list[Outcome]:
+        """Keep the tasks."""
+        self.tasks += tasks
+        raise JobError("not run")
+
+
+def test_a_run_says_why_its_network_is_not_simulated(tmp_path: Path) -> None:
+    ranks, arguments = Loopback(), [str(small(tmp_path, 2, "a")), "--directory", str(tmp_path / "s")]
+    request = cells.parse_request(command.parser().parse_args(arguments), arguments)
+    assert runner.run(request, lambda _: nullcontext(ranks), "a test", request.spec.cells) == 1
+    (task,) = ranks.tasks
+    assert task.network == {"how": "loopback", "link_bps": None, "flow_bps": [], "verified": {}}
+    assert "loopback: no namespaces here" in task.notes
+
+
+def test_only_caps_that_exist_are_recorded_and_links_add_up() -> None:
+    with Lab(2, "2gbit", ways=("loopback",)) as lab:
+        assert study_ranks.described_network(lab.how, lab.caps, None)["link_bps"] is None
+    two = study_ranks.described_network("a lab", Lab(2, "1gbit+250mbit/100mbit").caps, None)
+    assert two == {"how": "a lab", "link_bps": 1_250_000_000, "flow_bps": [100_000_000], "verified": {}}

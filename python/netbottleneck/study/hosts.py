@@ -271,6 +271,7 @@ class _LauncherRanks:
         self._capped = capped
         self._spec = LinkSpec()
         self.how, self.why = AS_IT_IS, ""
+        self.caps: Sequence[LinkSpec] = ()
         self._lost = False
 
     @contextmanager
@@ -278,6 +279,7 @@ class _LauncherRanks:
         """Cap the interfaces of all hosts. Raises LabError with the text of the first rank that fails."""
         link = self._spec = cell.link
         self.how = CAPPED if link.capped else AS_IT_IS
+        self.caps = (link,)
         if not link.capped:
             yield self
             return

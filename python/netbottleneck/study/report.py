@@ -399,7 +399,9 @@ def write_evidence(study: Study) -> Evidence:
     facts = [values.read(folder.cell_folder(cell.key) / FACTS) for cell in spec.cells if folder.done(cell.key)]
     models = dict.fromkeys(cell.model for cell in spec.cells if (cell.model.scale, cell.model.stretch) != (1, 1))
     less = [f"{model.label}: {model.scale:g} x its bytes, {model.stretch:g} x its times" for model in models]
+    whys = ((network["how"], network["verified"].get("why")) for network in study.networks.values())
+    unlike = dict.fromkeys(f"{how}: {why}" for how, why in whys if why)
     left = [f"{cell.key}: not complete" for cell in spec.cells if not folder.done(cell.key)]
-    found = Evidence(facts, spec.title, (*study.request.notes, *dict.fromkeys(less), *left))
+    found = Evidence(facts, spec.title, (*study.request.notes, *unlike, *dict.fromkeys(less), *left))
     found.write(folder.path)
     return found

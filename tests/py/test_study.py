@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck import Evidence, study
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.report import Run
-from netbottleneck.study import cells, command, runner, spec
+from netbottleneck.study import cells, command, report, runner, spec
 from netbottleneck.study import ranks as study_ranks
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
@@ -413,3 +415,23 @@ def test_only_caps_that_exist_are_recorded_and_links_add_up() -> None:
         assert study_ranks.described_network(lab.how, lab.caps, None)["link_bps"] is None
     two = study_ranks.described_network("a lab", Lab(2, "1gbit+250mbit/100mbit").caps, None)
     assert two == {"how": "a lab", "link_bps": 1_250_000_000, "flow_bps": [100_000_000], "verified": {}}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.86, 1.10, "tcp: the step is 1.02 times as fast (0.91 to 1.16) as over stock, "),
+        (0.975, 0.985, "on this network: do nothing; stock is as good"),
+    ],
+)
+def test_do_nothing_needs_an_interval_below_a_relevant_gain(tmp_path: Path, low: float, high: float, said: str) -> None:
+    pair = Paired(Arm("stock"), Arm("tcp"), 6, 60, Estimate(-2e6, -14e6, 10e6), Estimate(0.98, low, high))
+    findings = SimpleNamespace(base=Arm("stock"), comparisons=(pair,), handicap=None, handicapped=False)
+    (cell, _) = spec.parse(small(tmp_path, 2).read_text(), str(tmp_path / "given.toml")).cells
+    done = cells.CellResult(cell, Outcome("f", 9, ("a", "a")))
+    found = report.CellReport(done, SimpleNamespace(findings=findings))  # type: ignore[arg-type]
+    lines = report.result_lines(found)
+    assert found.nothing_to_do == (high < 1)
+    assert ("do nothing" in lines[-1]) == (high < 1)
+    assert lines[-1].startswith(said)
+    assert ("inconclusive" in " ".join(lines)) == (high > 1)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from netbottleneck.analysis import rules
 from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.findings import stock_is_as_good
 from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run
 from netbottleneck.report.compare import FACTS
@@ -182,9 +183,8 @@ class CellReport:
 
     @property
     def nothing_to_do(self) -> bool:
-        """True if enough pairs were measured and no other transport has a relevant gain."""
-        tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
-        return bool(tried) and all(pair.gain.value < GAIN_MIN for pair in tried)
+        """True if other transports were compared with stock, and surely none has a relevant gain."""
+        return self.run.findings.base == BASE and stock_is_as_good(self.run.findings)
 
 
 @dataclass
@@ -295,9 +295,7 @@ def result_lines(cell: CellReport) -> list[str]:
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
     lines.append(equal + same[cell.done.same_as_stock])
     withheld = rules.handicap_sentence(findings)
-    if withheld and not cell.nothing_to_do:
-        lines.append(withheld.rstrip("."))
-    lines += [_speedup(pair) for pair in findings.comparisons if not withheld or cell.nothing_to_do]
+    lines += [withheld.rstrip(".")] if withheld else [_speedup(pair) for pair in findings.comparisons]
     if cell.nothing_to_do:
         lines.append("on this network: do nothing; stock is as good")
     return lines
@@ -309,7 +307,7 @@ def _speedup(pair: Paired) -> str:
     doubt = ""
     if not pair.enough:
         doubt = f"; a claim needs {PAIRS_MIN} pairs"
-    elif low <= 1 <= high:
+    elif low <= 1 <= high and pair.gain.high >= GAIN_MIN:
         doubt = "; inconclusive, run more --rounds"
     if pair.enough:
         times += f" ({1 / high:.2f} to {1 / low:.2f})"

@@ -132,6 +132,12 @@ def test_an_interval_covers_the_spread_between_blocks():
     assert values.ratio(alike, {}) is None
 
 
+def test_a_factor_needs_pairs_enough_for_an_interval():
+    few = of({"null": 0, "stock": 100}, alone_ms=0, rounds=1)
+    assert (few.baseline, few.arms["stock"].scaling, few.pairs) == (values.NOTHING_MOVES, None, ())
+    assert facts.budgets([few]) == ()
+
+
 def test_interfaces_count_as_one_if_the_hosts_have_several_links():
     def use(interface, way, bps):
         return Use(interface, way, bps, 2 * bps, 1, 1)

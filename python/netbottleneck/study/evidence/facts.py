@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis import comparisons, usage
+from netbottleneck.analysis import comparisons, rules, usage
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.intervals import (
     Intervals,
@@ -354,6 +354,7 @@ def cell_facts(
         cell,
         arms={name: with_sent(arm, sums) for name, arm in arms.items()},
         pairs=_enough(run.findings.comparisons),
+        handicap=rules.handicap_sentence(run.findings) or "",
         hooks=next(iter(_enough([comparisons.compare(passes_only, BARE, NULL)])), None)
         if about.job == INFLATION
         else None,
@@ -463,7 +464,7 @@ def scaling(trace: Trace, name: Arm, baseline: str, splits: Sequence[Split]) -> 
         return values.ratio(comparisons.step_times(trace, SINGLE), times)
     if baseline == NOTHING_MOVES:
         pair = comparisons.compare(trace, NULL, name)
-        return None if pair is None else values.inverse(pair.ratio)
+        return values.inverse(pair.ratio) if pair is not None and pair.enough else None
     shares: dict[int, list[float]] = defaultdict(list)
     for one in splits:
         shares[one.block].append(1 - (one.exposed_ns + one.wait_ns) / max(one.step_ns, 1))

@@ -200,7 +200,7 @@ def test_the_loss_is_split_into_its_causes():
     assert (stock.host_internal, stock.waiting, stock.notes) == (0, 0, ())
     assert stock.other == pytest.approx(0)
     assert (
-        "The largest loss of stock is 52 % of the step (one); most of it, 48 %, is exposed network"
+        "The largest loss of stock is 52 % of the step (one); the largest part of it, 48 %, is exposed network"
         in steps(one)["budget"].verdict
     )
 
@@ -228,6 +228,64 @@ def test_the_loss_inside_a_host_is_separate_if_it_was_measured():
     (alone,) = facts.budgets([across])
     assert alone.host_internal == 0
     assert alone.notes == (facts.NOT_APART,)
+
+
+def test_a_gain_over_a_stock_that_our_hooks_slow_is_withheld():
+    slowed = cell("slowed", {"bare": 20, "stock": 60, "tcp": 10}, job="digits")
+    alone = steps(slowed)["transports"]
+    assert alone.verdict == "Stock was compared with no other transport whose gain may be reported."
+    assert (alone.lines, len(alone.missing)) == ((), 1)
+    assert alone.missing[0].startswith("slowed: Our hooks slow the stock path by 33 %, so no gain is reported")
+    both = steps(slowed, cell("one", {"stock": 100, "ofi": 20}))["transports"]
+    assert "in 1 of 1 comparisons" in both.verdict
+    assert [line.partition(":")[0] for line in both.lines] == ["one"]
+    assert both.missing == alone.missing
+
+
+def test_replays_are_not_counted_as_training():
+    replayed = replace(cell("replayed", {"stock": 100}), equal_weights=True)
+    trained = replace(cell("trained", {"stock": 100}, job="digits"), equal_weights=True)
+    found = steps(replayed, trained)["harm"]
+    assert found.verdict.startswith("The results of training are bit-identical on all ranks in 1 of 1 cells (")
+    assert len(found.lines) == 2
+    alone = steps(replayed)["harm"]
+    assert alone.verdict == "The results of training were not compared."
+    assert alone.missing == ("a cell that trains: the job digits",)
+    differ = replace(replayed, equal_weights=False)
+    assert steps(differ, trained)["harm"].verdict == "The sums of a replay differ in replayed (measured)."
+
+
+@pytest.mark.parametrize(
+    ("busy", "busiest", "verdict"),
+    [
+        (0.1, 0.3, "The CPUs are not the limit: at most 10.0 % of all cores (one, stock; measured)."),
+        (0.1, 0.97, "One core is full (97 %, one, stock), and may be the limit: at most 10.0 % of all cores (one, "),
+        (0.6, 0.97, "The CPUs are busy, and may be the limit: at most 60 % of all cores (one, stock; measured)."),
+    ],
+)
+def test_a_full_core_may_be_the_limit(busy, busiest, verdict):
+    one = cell("one", {"stock": 100})
+    arms = {"stock": replace(one.arms["stock"], cpu=Cpu({"user": busy, "idle": 1 - busy}, busiest))}
+    assert steps(replace(one, arms=arms))["cpu"].verdict.startswith(verdict)
+
+
+def test_cells_in_which_no_compression_is_enough_are_named():
+    outlook = Outlook("stock", 0.9, ratio=about(5.5), full_use_ratio=about(1.5))
+    never = replace(
+        outlook, ratio=None, ratio_why="at most 70 %", full_use_ratio=None, full_use_ratio_why="at most 80 % is reached"
+    )
+    a, b = (replace(cell(key, {"stock": 100}), outlook=one) for key, one in (("a", outlook), ("b", never)))
+    verdict = steps(a, b)["compression"].verdict
+    assert "at most 1.5x compression is needed for a scaling factor of 0.9 (a; no ratio is enough in b)" in verdict
+    assert "at the achieved rate, up to 5.5x (a; no ratio is enough in b); predicted." in verdict
+    assert steps(b)["compression"].verdict == "No compression gives a scaling factor of 0.9 (predicted)."
+
+
+def test_numbers_from_an_estimated_t_1_are_estimates():
+    one = cell("one", {"stock": 100}, alone_ms=0)
+    found = steps(one)
+    assert found["budget"].verdict.endswith("is exposed network communication (estimated).")
+    assert found["full use"].lines[0].endswith("of the bound (estimated)")
 
 
 lengths = st.floats(0, 1e9, allow_nan=False)

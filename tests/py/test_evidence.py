@@ -203,3 +203,10 @@ def test_without_matplotlib_values_are_written_and_the_page_has_a_note(monkeypat
 
 def test_evidence_is_a_public_name():
     assert "Evidence" in netbottleneck.__all__
+
+
+def test_the_key_of_the_table_names_cells_whose_factors_are_estimates():
+    assert "Step and scaling factor: measured, 95 % by blocks" in FOUND.text.replace("\n", " ")
+    estimated = Evidence([made_cell("guessed", {"stock": 60}, alone_ms=0), *CELLS])
+    text = estimated.text.replace("\n", " ")
+    assert "Step and scaling factor: measured (the factor is estimated in guessed), 95 % by" in text

@@ -8,8 +8,10 @@ import pytest
 
 import cellmaker
 from netbottleneck.analysis.comparisons import Estimate
+from netbottleneck.analysis.usage import HostUse, Use
 from netbottleneck.report import Run
 from netbottleneck.study.evidence import facts, values
+from netbottleneck.trace.transports import Arm
 
 MS = cellmaker.MS
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
@@ -128,3 +130,26 @@ def test_an_interval_covers_the_spread_between_blocks():
     assert values.ratio(alike, apart).value == 1
     assert values.median({}) is None
     assert values.ratio(alike, {}) is None
+
+
+def test_a_factor_needs_pairs_enough_for_an_interval():
+    few = of({"null": 0, "stock": 100}, alone_ms=0, rounds=1)
+    assert (few.baseline, few.arms["stock"].scaling, few.pairs) == (values.NOTHING_MOVES, None, ())
+    assert facts.budgets([few]) == ()
+
+
+def test_interfaces_count_as_one_if_the_hosts_have_several_links():
+    def use(interface, way, bps):
+        return Use(interface, way, bps, 2 * bps, 1, 1)
+
+    uses = [use("nb1", "tx", 3e8), use("nb1", "rx", 1e8), use("nb0", "tx", 2e8), use("nb0", "rx", 1e8)]
+    host = HostUse(0, "h", Arm("stock"), 1, 1, 100, tuple([use("lo", "tx", 9e9), *uses]))
+    assert facts.nic([host]) == values.Nic("nb1", 1e8, 3e8, 2e8, 6e8)
+    assert facts.nic([host], together=True) == values.Nic("nb0,nb1", 2e8, 5e8, 4e8, 1e9)
+
+
+def test_the_links_of_a_host_add_up():
+    verified = {**cellmaker.VERIFIED, "more_links": [{"measured_bps": 1e8}, {"measured_bps": 2e8}]}
+    made = cellmaker.trace({"stock": 100})
+    run = Made(replace(made, network=replace(made.network, verified=verified)))
+    assert facts.cell_facts(run, ABOUT).many_flows_bps == 2.2e9

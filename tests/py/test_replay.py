@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from netbottleneck.lab import Lab
 from netbottleneck.launch import connect
 from netbottleneck.report import Run
 from netbottleneck.study import replaying
+from netbottleneck.study import task as tasks
 from netbottleneck.study.evidence.facts import quiet_spans, sent, sent_bytes
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import PLAY, Player, Task, read_schedule, write_schedule
@@ -347,3 +351,64 @@ def test_blocks_of_one_step_are_refused(capsys: pytest.CaptureFixture[str]) -> N
         replaying.main(["resnet50", "--compute-ms", "5", "5", "--block-steps", "1"])
     assert ended.value.code == 2
     assert "must be at least 2: a block's first step is not counted" in capsys.readouterr().err
+
+
+class Turns:
+    """A session whose only arm moves nothing, as far as playing needs it."""
+
+    def __init__(self) -> None:
+        self.step, self.arm, self.recorder = 0, "null", None
+        self.place = SimpleNamespace(rank=0)
+        self.control = SimpleNamespace(exchange=lambda blob: [blob])
+        self.arms = {"null": SimpleNamespace(target=lambda _: None, barrier=lambda: None)}
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def end(self) -> None:
+        """End a step."""
+        self.step += 1
+
+    def by_itself(self, _number: int) -> Any:
+        """Return the context of a step of rank 0 alone."""
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("alive_s", "steps"), [(float("inf"), [0, 3, 6]), (0.0, [0, 0, 0, 1, 2, 3, 3, 4, 5, 6, 6])])
+def test_a_job_reports_progress_between_blocks_and_inside_long_ones(
+    monkeypatch: pytest.MonkeyPatch, alive_s: float, steps: list[int]
+) -> None:
+    monkeypatch.setattr(tasks, "ALIVE_S", alive_s)
+    seen: list[int] = []
+    request = Task(PLAY, (Arm("null"),), "f", block_steps=3, rounds=2, alone=2)
+    reports = tasks.Reports(lambda step, _steps, _arm: seen.append(step), request.steps)
+    session, player = Turns(), SimpleNamespace(step=lambda _: None)
+    tasks._play_alone(session, player, request, reports)  # type: ignore[arg-type]
+    tasks._play(session, player, request, reports)  # type: ignore[arg-type]
+    assert seen == steps
+
+
+def test_a_replay_on_the_loopback_records_no_cap_of_a_link_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Task] = []
+
+    def run(_lab: Lab, requests: list[Task], *_: Any, **__: Any) -> None:
+        started.extend(requests)
+        raise JobError("not run")
+
+    monkeypatch.setattr(replaying, "run_in_lab", run)
+    monkeypatch.setattr(replaying, "Lab", partial(Lab, ways=("loopback",)))
+    monkeypatch.setattr(Lab, "verify", lambda *_: {"ok": False})
+    path = tmp_path / "r.jsonl.gz"
+    tr.write(recorded(), path)
+    assert replaying.main([str(path), "--link", "2gbit", "--directory", str(tmp_path / "out")]) == 1
+    (request,) = started
+    assert request.network == {"how": "loopback", "link_bps": None, "flow_bps": [], "verified": {"ok": False}}
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "loopback: all ranks share this machine's loopback interface",
+        "2gbit: the measured rates are not the",
+    ):
+        assert text in out
+        assert any(note.startswith(text) for note in request.notes)

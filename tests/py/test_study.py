@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import study
-from netbottleneck.lab import Lab
+from netbottleneck import Evidence, study
+from netbottleneck.analysis.comparisons import Estimate, Paired
+from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.report import Run
+from netbottleneck.study import cells, command, report, runner, spec
 from netbottleneck.study import ranks as study_ranks
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
@@ -337,3 +342,96 @@ def test_under_a_launcher_the_study_uses_its_ranks_and_network(warm_ranks: Any, 
     assert (job["network"], job["ranks"]) == ("here", 2)
     assert job["outcome"]["equal_on_all_ranks"] is True
     assert set(job["steps"]) == {"stock", "tcp", "single"}
+
+
+def test_a_moved_study_finds_all_its_runs(tmp_path: Path) -> None:
+    (cell, _) = spec.parse(small(tmp_path, 2).read_text(), str(tmp_path / "given.toml")).cells
+    old, new = cells.StudyFolder(tmp_path / "old"), cells.StudyFolder(tmp_path / "new")
+    runs = [old.cell_folder(cell.key) / name for name in ("run", "run/2", "stock-x4")]
+    outcome, again = (Outcome(str(run), 9, ("a", "a")) for run in runs[:2])
+    old.write_result(cells.CellResult(cell, outcome, again, str(runs[2]), 1.0))
+    old.path.rename(new.path)
+    found = new.read_result(cell.key)
+    assert found.stock_alone is not None
+    now = [found.outcome.folder, found.stock_alone.folder, found.tuned]
+    assert now == [str(new.cell_folder(cell.key) / name) for name in ("run", "run/2", "stock-x4")]
+
+
+def test_a_resumed_study_that_is_interrupted_keeps_its_complete_cells(killed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    shutil.copytree(killed, folder)
+    for path in (folder / "study.json", folder / "evidence.json", folder / "cells" / "b-2-none" / "facts.json"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / "aside", ignore_errors=True)
+    process = start(folder)
+    wait_for((folder / "aside").exists, "the second cell begins again")
+    wait_for(lambda: recorded(folder / "cells" / "b-2-none" / "run") > 0, "a step of it on record")
+    process.send_signal(signal.SIGTERM)
+    code, out, err = ended(process)
+    assert code == 143, out + err
+    record = json.loads((folder / "study.json").read_text())
+    assert (record["failure"], [job["key"] for job in record["jobs"]]) == ("interrupted", ["a-2-none"])
+    assert [cell.key for cell in Evidence.read(folder / "evidence.json").cells] == ["a-2-none"]
+
+
+def test_a_cell_whose_record_cannot_be_read_has_failed_and_the_others_run(killed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    shutil.copytree(killed, folder)
+    (folder / "cells" / "a-2-none" / "cell.json").write_text("{")
+    code, out, err = ended(start(folder))
+    assert code == 1, out + err
+    assert "a-2-none failed" in err
+    assert (folder / "cells" / "b-2-none" / "facts.json").exists()
+
+
+class Loopback:
+    """Ranks on the loopback that run nothing."""
+
+    how, why, interface, caps = "loopback", "no namespaces here", "", (LinkSpec(),)
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def verify(self, _seconds: float) -> None:
+        """Measure nothing."""
+
+    def run(self, tasks: Sequence[Task], *_: Any) -> list[Outcome]:
+        """Keep the tasks."""
+        self.tasks += tasks
+        raise JobError("not run")
+
+
+def test_a_run_says_why_its_network_is_not_simulated(tmp_path: Path) -> None:
+    ranks, arguments = Loopback(), [str(small(tmp_path, 2, "a")), "--directory", str(tmp_path / "s")]
+    request = cells.parse_request(command.parser().parse_args(arguments), arguments)
+    assert runner.run(request, lambda _: nullcontext(ranks), "a test", request.spec.cells) == 1
+    (task,) = ranks.tasks
+    assert task.network == {"how": "loopback", "link_bps": None, "flow_bps": [], "verified": {}}
+    assert "loopback: no namespaces here" in task.notes
+
+
+def test_only_caps_that_exist_are_recorded_and_links_add_up() -> None:
+    with Lab(2, "2gbit", ways=("loopback",)) as lab:
+        assert study_ranks.described_network(lab.how, lab.caps, None)["link_bps"] is None
+    two = study_ranks.described_network("a lab", Lab(2, "1gbit+250mbit/100mbit").caps, None)
+    assert two == {"how": "a lab", "link_bps": 1_250_000_000, "flow_bps": [100_000_000], "verified": {}}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.86, 1.10, "tcp: the step is 1.02 times as fast (0.91 to 1.16) as over stock, "),
+        (0.975, 0.985, "on this network: do nothing; stock is as good"),
+    ],
+)
+def test_do_nothing_needs_an_interval_below_a_relevant_gain(tmp_path: Path, low: float, high: float, said: str) -> None:
+    pair = Paired(Arm("stock"), Arm("tcp"), 6, 60, Estimate(-2e6, -14e6, 10e6), Estimate(0.98, low, high))
+    findings = SimpleNamespace(base=Arm("stock"), comparisons=(pair,), handicap=None, handicapped=False)
+    (cell, _) = spec.parse(small(tmp_path, 2).read_text(), str(tmp_path / "given.toml")).cells
+    done = cells.CellResult(cell, Outcome("f", 9, ("a", "a")))
+    found = report.CellReport(done, SimpleNamespace(findings=findings))  # type: ignore[arg-type]
+    lines = report.result_lines(found)
+    assert found.nothing_to_do == (high < 1)
+    assert ("do nothing" in lines[-1]) == (high < 1)
+    assert lines[-1].startswith(said)
+    assert ("inconclusive" in " ".join(lines)) == (high > 1)

@@ -56,6 +56,11 @@ def test_cells_with_several_ranks_per_host_are_separate_and_not_fitted() -> None
     assert (two.link, two.tuned) == (alone.link, True)
 
 
+def test_networks_of_one_model_have_names_of_their_own() -> None:
+    found = made('networks = ["2gbit/500mbit", "2gbit+500mbit"]\n[[model]]\nname = "resnet50"')
+    assert keys(found) == ["resnet50-2-2gbit-500mbit", "resnet50-2-2gbit+500mbit"]
+
+
 def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
     (cell,) = made('transports = ["tcp", "null"]\nalone = 5\n[[model]]\njob = "inflation"').cells
     assert (cell.arms, cell.alone, cell.key) == (("bare", "null", "tcp"), 0, "thin_resnet-inflation-2-2gbit-500mbit")
@@ -80,6 +85,11 @@ def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
         ('ranks = [2, 2]\n[[model]]\nname = "resnet50"', 1, "name each value once"),
         ('ranks = [1]\n[[model]]\njob = "digits"', 1, "the job digits needs at least 2"),
         ('networks = ["2gbit", "fast"]\n[[model]]\nname = "resnet50"', 1, "'fast' is not a rate: write"),
+        (
+            'networks = ["1gbit", "1000mbit"]\n[[model]]\nname = "resnet50"',
+            1,
+            "networks: two of them are the same, resnet50-2-1gbit: name each network once",
+        ),
         ('transports = ["stock", "pigeon"]\n[[model]]\nname = "resnet50"', 1, "'pigeon': write one of stock, tcp"),
         ('rounds = 0\n[[model]]\nname = "resnet50"', 1, "rounds = 0: write a whole number from 1"),
         ('rounds = 1.5\n[[model]]\nname = "resnet50"', 1, "rounds = 1.5: write a whole number"),

@@ -216,11 +216,7 @@ def _run(lab: Lab, flows: int, seconds: float, link: int) -> dict[str, Any]:
 
 
 def _judge(lab: Lab, flows: int, counted: dict[str, Any], link: int) -> dict[str, Any]:
-    spec = lab.spec.links[link]
-    if lab.way == "loopback":  # flow caps work on the loopback, link caps do not
-        spec = LinkSpec(None, spec.flow_bps)
-    if lab.hosts == 1:  # no traffic leaves the host
-        spec = LinkSpec()
+    spec = lab.caps[link] if lab.hosts > 1 else LinkSpec()  # no traffic leaves a single host
     found = judged(spec, flows, counted)
     return found if lab.flow_cap == "htb" else found | {"burst_bytes": None}
 
@@ -365,6 +361,13 @@ class Lab:
     def interface(self) -> str:
         """The interfaces between the hosts, such as "nb0" or "nb0,nb1". The first one carries the rendezvous."""
         return "lo" if self.way == "loopback" else ",".join(map(network.interface, range(len(self.spec.links))))
+
+    @property
+    def caps(self) -> tuple[LinkSpec, ...]:
+        """The caps that exist, by link: those of `spec`, but none of a link on the loopback."""
+        if self.way == "loopback":  # caps of flows are set inside each process
+            return tuple(LinkSpec(None, link.flow_bps) for link in self.spec.links)
+        return self.spec.links
 
     def address(self, host: int, link: int = 0) -> str:
         """Return a host's IPv4 address on its first interface, or on interface `link`. Raises IndexError."""

@@ -7,6 +7,7 @@ its rows rather than its numbers, go to Parquet and pandas.
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ Summary = Mapping[str, Any]
 Labelled = tuple[dict[str, str], float | None]
 PREFIX = "netbottleneck"
 MLFLOW_BATCH = 1000  # most metrics of one request
+MLFLOW_REFUSES = re.compile(r"[^\w./ -]")  # characters that the name of a metric must not contain
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,10 +334,9 @@ def _mlflow(found: Numbers, place: str) -> str:
     with mlflow.start_run(run_name=found.id) as run:
         mlflow.set_tags({f"{PREFIX}.verdict": found.verdict, f"{PREFIX}.model": found.model})
         at_ms = int(1000 * found.started_s)
-        rows = [Metric(one.path, one.value, at_ms, 0) for one in found.numbers]
-        rows += [
-            Metric(f"{PREFIX}/step/{arm}", length, at_ms, at) for arm, own in found.steps.items() for at, length in own
-        ]
+        points = [(one.path, one.value, 0) for one in found.numbers]
+        points += [(f"{PREFIX}/step/{arm}", length, at) for arm, own in found.steps.items() for at, length in own]
+        rows = [Metric(MLFLOW_REFUSES.sub("-", name), value, at_ms, at) for name, value, at in points]
         client = mlflow.MlflowClient()
         for begin in range(0, len(rows), MLFLOW_BATCH):
             client.log_batch(run.info.run_id, metrics=rows[begin : begin + MLFLOW_BATCH])

@@ -92,13 +92,20 @@ class StudyFolder:
         path = self.cell_folder(key) / RESULT
         try:
             document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            stock_alone = document["again"] and Outcome.from_dict(document["again"])
-            cell = decode(Cell, document["cell"])
-            return CellResult(
-                cell, Outcome.from_dict(document["outcome"]), stock_alone, document["tuned"], document["seconds"]
-            )
+            outcome = self._outcome(key, document["outcome"])
+            stock_alone = document["again"] and self._outcome(key, document["again"])
+            tuned = document["tuned"] and self._present(key, document["tuned"])
+            return CellResult(decode(Cell, document["cell"]), outcome, stock_alone, tuned, document["seconds"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: {error!r}") from error
+
+    def _outcome(self, key: str, document: dict[str, Any]) -> Outcome:
+        return Outcome.from_dict({**document, "folder": self._present(key, document["folder"])})
+
+    def _present(self, key: str, recorded: str) -> str:
+        """Return where a cell's run folder is now: the study may have been moved since it was recorded."""
+        parts = Path(recorded).parts
+        return str(self.cell_folder(key).joinpath(*parts[len(parts) - parts[::-1].index(key) :]))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import psutil
 
 from netbottleneck.config import settings
+from netbottleneck.errors import MismatchError
 from netbottleneck.lab import LabError, LinkSpec, parse_lab
 from netbottleneck.lab import lab as flows
 from netbottleneck.lab.lab import find_tool, first_line
@@ -26,7 +27,7 @@ from netbottleneck.lab.network import interface_caps
 from netbottleneck.runtime import job
 from netbottleneck.study import runner, worker
 from netbottleneck.study.cells import StudyRequest
-from netbottleneck.study.ranks import JobError, TaskProgress
+from netbottleneck.study.ranks import LOST_PEER_ERRORS, JobError, TaskProgress
 from netbottleneck.study.spec import Cell
 from netbottleneck.study.task import SAME_STEPS, Outcome, Task, from_json, to_json
 
@@ -74,8 +75,8 @@ class InterfaceCaps:
                 start_new_session=True,
             )
             assert self._keeper.stdin is not None
-            self._keeper.stdin.write(commands.encode())
-            self._keeper.stdin.close()
+            with suppress(BrokenPipeError), self._keeper.stdin as pipe:  # a keeper that failed says why on stderr
+                pipe.write(commands.encode())
             line = first_line(self._keeper, READY_S)
         except BaseException:
             self._close()
@@ -111,6 +112,9 @@ class InterfaceCaps:
 
 AS_IT_IS = "hosts as they are"
 CAPPED = "hosts, caps on a real interface"
+STATUS_BYTES = 509  # a length that no exchange of a task has: mixed with one, it fails on every rank
+STATUS_S = 30.0  # for all ranks to leave a task, beyond the time after which they miss a peer
+CONSEQUENCES = (*LOST_PEER_ERRORS, "MismatchError", "Timed out")  # of a failure on another rank
 
 
 def run(request: StudyRequest) -> int:
@@ -118,7 +122,7 @@ def run(request: StudyRequest) -> int:
     started = job.start(settings())
     place, control = started.place, started.comm
     with ExitStack() as caps:
-        member = _RankWorker(control, place.local_rank == 0, request.spec.interface, caps)
+        member = _RankWorker(control, place.local_rank == 0, caps)
         if place.rank != 0:
             return member.serve()
         cells = [cell for cell in request.spec.cells if cell.ranks == place.size]
@@ -129,19 +133,21 @@ def run(request: StudyRequest) -> int:
                 f" {others} cells have other numbers of ranks: start the study again in this folder with as many ranks."
             )
         try:
-            return runner.run(request, _LauncherRanks(member).open_ranks, introduction, cells)
+            return runner.run(request, _LauncherRanks(member, request.spec.interface).open_ranks, introduction, cells)
         finally:
             with suppress(OSError):  # the other ranks may have ended
                 member.send_command("end")
 
 
 class _RankWorker:
-    """One rank's part in collective work. Rank 0 sends its commands through the control communicator."""
+    """One rank's part in collective work. Rank 0 sends its commands through the control communicator.
 
-    def __init__(self, control: _core.Comm, leads_host: bool, interface: str, caps: ExitStack) -> None:
+    A command carries the interface: a study that is resumed has its file on rank 0 alone.
+    """
+
+    def __init__(self, control: _core.Comm, leads_host: bool, caps: ExitStack) -> None:
         self.control = control
         self._leads_host = leads_host
-        self._interface = interface
         self._caps = caps
 
     def send_command(self, what: str, **more: Any) -> None:
@@ -151,7 +157,7 @@ class _RankWorker:
         self.control.exchange(text)
 
     def serve(self) -> int:
-        """Execute rank 0's commands until the command "end"."""
+        """Execute rank 0's commands until the command "end". Raises what the control communicator raises."""
         while True:
             size = int.from_bytes(self.control.exchange(bytes(8))[0], "little")
             command = json.loads(self.control.exchange(bytes(size))[0])
@@ -163,24 +169,25 @@ class _RankWorker:
                 case "flows":
                     self.flows(**command)
                 case "task":
-                    self.task(**command)
+                    with suppress(JobError):  # rank 0 reports it
+                        self.task(**command)
 
-    def cap(self, text: str) -> list[str]:
+    def cap(self, text: str, interface: str) -> list[str]:
         """Set or remove the caps of this host's interface; returns the error text of each rank, "" for none."""
         why = ""
         try:
             self._caps.close()
             if self._leads_host:
-                self._caps.enter_context(InterfaceCaps(self._interface, parse_lab(text)))
+                self._caps.enter_context(InterfaceCaps(interface, parse_lab(text)))
         except OSError as error:
             why = str(error)
         replies = self.control.exchange(why.encode()[:512].ljust(512))
         return [reply.decode(errors="replace").strip() for reply in replies]
 
-    def flows(self, count: int, seconds: float) -> dict[str, Any] | None:
+    def flows(self, count: int, seconds: float, interface: str) -> dict[str, Any] | None:
         """Run flows from rank 0 to the last rank; returns the last rank's counts, None if they did not run."""
         rank, last = self.control.rank, self.control.size - 1
-        address = _address(self._interface)
+        address = _address(interface)
         limit = str(flows.LIMIT_S + seconds)
         command: list[str] = [sys.executable, "-I", "-S", flows.SCRIPT]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
@@ -203,19 +210,54 @@ class _RankWorker:
         return counted
 
     def task(self, task: str, schedule: str, on_progress: TaskProgress | None = None) -> Outcome:
-        """Run one task together with all other ranks."""
+        """Run one task together with all other ranks.
+
+        If it fails on a rank, JobError is raised on all. Raises what the control communicator raises if the ranks
+        cannot agree on that: they have then lost each other.
+        """
         (made,) = from_json(task)
-        with tempfile.TemporaryDirectory() as folder:
-            if schedule:
-                path = Path(folder) / "schedule.json"
-                path.write_text(schedule, encoding="utf-8")
-                made = replace(made, schedule=str(path))
 
-            def progress(step: int, steps: int, arm: str) -> None:
-                if on_progress is not None:
-                    on_progress(made, step, steps, arm)
+        def progress(step: int, steps: int, arm: str) -> None:
+            if on_progress is not None:
+                on_progress(made, step, steps, arm)
 
-            return worker.run(made, progress)
+        outcome, why = None, ""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                if schedule:
+                    path = Path(folder) / "schedule.json"
+                    path.write_text(schedule, encoding="utf-8")
+                    made = replace(made, schedule=str(path))
+                outcome = worker.run(made, progress)
+        except (OSError, ValueError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        failed = self._failure(why)
+        if outcome is None or failed:
+            if "netbottleneck.study.jobs" in sys.modules:
+                from netbottleneck.study import jobs
+
+                jobs.leave_torch()
+            raise JobError(failed)
+        return outcome
+
+    def _failure(self, why: str) -> str:
+        """Return the error text of the rank whose task failed, "" if none did. why: of this rank.
+
+        A rank that has failed may meet others that are still inside the task: that exchange fails on every rank, the
+        others leave the task, and this rank exchanges again.
+        """
+        mine = why.encode()[:STATUS_BYTES].ljust(STATUS_BYTES)
+        limit_s = settings().timeout_s + STATUS_S
+        replies: list[bytes] = []
+        while not replies:
+            try:
+                replies = self.control.exchange(mine, limit_s=limit_s)
+            except MismatchError:
+                if self.control.failed:
+                    raise
+        failed = [(at, text) for at, reply in enumerate(replies) if (text := reply.decode(errors="replace").strip())]
+        first = min(failed, key=lambda row: any(mark in row[1] for mark in CONSEQUENCES), default=None)
+        return "" if first is None else f"rank {first[0]}: {first[1]}"
 
 
 class _LauncherRanks:
@@ -223,10 +265,13 @@ class _LauncherRanks:
 
     interface = ""
 
-    def __init__(self, member: _RankWorker) -> None:
+    def __init__(self, member: _RankWorker, capped: str) -> None:
+        """capped: the interface of each host to cap, "" for none."""
         self._member = member
+        self._capped = capped
         self._spec = LinkSpec()
         self.how, self.why = AS_IT_IS, ""
+        self.caps: Sequence[LinkSpec] = ()
         self._lost = False
 
     @contextmanager
@@ -234,6 +279,7 @@ class _LauncherRanks:
         """Cap the interfaces of all hosts. Raises LabError with the text of the first rank that fails."""
         link = self._spec = cell.link
         self.how = CAPPED if link.capped else AS_IT_IS
+        self.caps = (link,)
         if not link.capped:
             yield self
             return
@@ -244,16 +290,19 @@ class _LauncherRanks:
             self._cap(str(LinkSpec()))
 
     def _cap(self, text: str) -> None:
-        self._member.send_command("caps", text=text)
-        if wrong := next((f"rank {at}: {why}" for at, why in enumerate(self._member.cap(text)) if why), ""):
+        with _lab_errors():
+            self._member.send_command("caps", text=text, interface=self._capped)
+            replies = self._member.cap(text, self._capped)
+        if wrong := next((f"rank {at}: {why}" for at, why in enumerate(replies) if why), ""):
             raise LabError(wrong)
 
     def verify(self, seconds: float) -> dict[str, Any] | None:
         """Measure one flow, then as many as fill the link, from rank 0 to the last rank."""
         found = {}
         for name, count in (("one_flow", 1), ("many_flows", self._spec.saturating_flows())):
-            self._member.send_command("flows", count=count, seconds=seconds)
-            counted = self._member.flows(count, seconds)
+            with _lab_errors():
+                self._member.send_command("flows", count=count, seconds=seconds, interface=self._capped)
+                counted = self._member.flows(count, seconds, self._capped)
             if counted is None:
                 if self._spec.capped:
                     raise LabError(f"the {count} flows that verify the caps did not run")
@@ -269,13 +318,24 @@ class _LauncherRanks:
         for task in tasks:
             made = replace(task, exact_steps=outcomes[-1].steps) if task.exact_steps == SAME_STEPS else task
             schedule = Path(task.schedule).read_text(encoding="utf-8") if task.schedule else ""
-            self._member.send_command("task", task=to_json([made]), schedule=schedule)
             try:
+                self._member.send_command("task", task=to_json([made]), schedule=schedule)
                 outcomes.append(self._member.task(to_json([made]), schedule, on_progress))
-            except (OSError, ValueError, RuntimeError) as error:
+            except JobError:  # of every rank: they are ready for the next task
+                raise
+            except (OSError, RuntimeError) as error:
                 self._lost = True
                 raise JobError(f"{type(error).__name__}: {error}") from error
         return outcomes
+
+
+@contextmanager
+def _lab_errors() -> Generator[None]:
+    """Raise a failure of the network between the ranks as LabError."""
+    try:
+        yield
+    except OSError as error:
+        raise LabError(f"{type(error).__name__}: {error}") from error
 
 
 def _address(interface: str) -> str:

@@ -25,7 +25,7 @@ from netbottleneck.bench.models.passes import IdleOptimizer, replay
 from netbottleneck.hooks.loop import measure
 from netbottleneck.runtime.communicators import gloo_store, key_of
 from netbottleneck.runtime.session import Session
-from netbottleneck.study.task import ACCURACY, Outcome, Task, open_task, warm_up
+from netbottleneck.study.task import ACCURACY, Outcome, Reports, StepProgress, Task, open_task, warm_up
 from netbottleneck.torch.gradients import Gradients
 from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
@@ -38,7 +38,6 @@ SEED = 7
 RATE, MOMENTUM = 0.05, 0.9
 
 Batch = Callable[[], torch.Tensor]
-StepProgress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -115,15 +114,22 @@ def _init_torch(session: Session) -> None:
     distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
 
 
+def leave_torch() -> None:
+    """Leave torch.distributed after a failed job: its connections may be broken. The next job initialises it again."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def run(task: Task, progress: StepProgress) -> Outcome:
-    """Run a job on this rank; every rank calls it. progress(step, steps, arm): between blocks.
+    """Run a job on this rank; every rank calls it. progress: see Reports.
 
     Raises what the transports raise, and ValueError for an invalid task.
     """
     torch.set_num_threads(1)
+    reports = Reports(progress, task.steps)
     with open_task(task) as session:
         if task.alone:
-            _alone(session, task, progress)
+            _alone(session, task, reports)
         work = make(task, session.place.rank, session.place.size)
         if _wants_ddp(task) and not distributed.is_initialized():
             _init_torch(session)
@@ -131,7 +137,7 @@ def run(task: Task, progress: StepProgress) -> Outcome:
         work.wrapped = wrapped
         warm_up(session)
         measured = measure(session, wrapped, work.optimizer)
-        steps, accuracy = _train(session, work, task, progress)
+        steps, accuracy = _train(session, work, task, reports)
         measured.close()
         digests = session.control.exchange(_digest(work.model))
     shown = tuple(digest.hex() for digest in digests)
@@ -142,7 +148,7 @@ def _wants_ddp(task: Task) -> bool:
     return bool({"bare", "stock"} & set(task.arms))
 
 
-def _alone(session: Session, task: Task, progress: StepProgress) -> None:
+def _alone(session: Session, task: Task, reports: Reports) -> None:
     """Run the same steps on rank 0 alone, with a separate model; the other ranks wait."""
     if session.place.rank == 0:
         work = make(task, 0, session.place.size)
@@ -150,11 +156,12 @@ def _alone(session: Session, task: Task, progress: StepProgress) -> None:
         for number in range(task.alone):
             with session.by_itself(number):
                 work.step()
-        progress(0, task.steps, "one rank alone")
+            reports.alive(0, "one rank alone")
+        reports.block(0, "one rank alone")
     session.control.exchange(b"alone".ljust(8))
 
 
-def _train(session: Session, work: Work, task: Task, progress: StepProgress) -> tuple[int, float | None]:
+def _train(session: Session, work: Work, task: Task, reports: Reports) -> tuple[int, float | None]:
     """Return the number of steps, equal on all ranks, and the accuracy on rank 0."""
     least, most = task.steps, task.most_steps
     accuracy = None
@@ -162,7 +169,8 @@ def _train(session: Session, work: Work, task: Task, progress: StepProgress) -> 
         arm, until = session.arm, min(session.step + task.block_steps, most)
         while session.step < until:
             work.step()
-        progress(session.step, least, arm)
+            reports.alive(session.step, arm)
+        reports.block(session.step, arm)
         if session.step < least:
             continue
         # Rank 0 decides, as running means of norms differ between ranks. This time falls into an uncounted step.
@@ -194,7 +202,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 def run_inflation(task: Task, progress: StepProgress) -> Outcome:
-    """Run forward and backward passes on this rank; every rank calls it. progress(step, steps, arm): between blocks.
+    """Run forward and backward passes on this rank; every rank calls it. progress: see Reports.
 
     Raises what the transports raise, and ValueError for an unknown model.
     """
@@ -208,7 +216,7 @@ def run_inflation(task: Task, progress: StepProgress) -> Outcome:
             for _ in range(WARMUP):
                 _pass(model, next(losses))
         warm_up(session)
-        _turns(session, plain, hooked, losses, task, progress)
+        _turns(session, plain, hooked, losses, task, Reports(progress, task.steps))
         hooked.describe()
         digests = session.control.exchange(b"passes".ljust(8))
     return Outcome(str(session.folder), task.steps, tuple(digest.hex() for digest in digests))
@@ -260,7 +268,7 @@ def _turns(
     hooked: Hooked,
     losses: Iterator[Loss],
     task: Task,
-    progress: StepProgress,
+    reports: Reports,
 ) -> None:
     while session.step < task.steps:
         arm = session.arm
@@ -275,7 +283,8 @@ def _turns(
             session.begin()
             loss(model).backward()
             session.end()
-        progress(session.step, task.steps, arm)
+            reports.alive(session.step, arm)
+        reports.block(session.step, arm)
 
 
 def _pass(model: torch.nn.Module, loss: Loss) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from netbottleneck.lab import Lab
+from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.study.task import Outcome, Task, to_json
 
 LIMIT_S = 300.0  # without progress of a task
@@ -41,6 +42,13 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the base environment of a lab's ranks: this process's environment, with one thread each."""
     variables = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
     return {**variables, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(extra or {})}
+
+
+def described_network(how: str, caps: Sequence[LinkSpec], verified: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Describe a network for a session. caps: those that exist, by link of a host; the rates of its links add up."""
+    rates = [link.link_bps for link in caps if link.link_bps is not None]
+    link_bps = sum(rates) if len(rates) == len(caps) else None
+    return {"how": how, "link_bps": link_bps, "flow_bps": list(caps[0].flow_bps), "verified": verified or {}}
 
 
 def run_in_lab(

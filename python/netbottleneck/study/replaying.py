@@ -16,7 +16,7 @@ from netbottleneck.bench import models
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.report import Run
 from netbottleneck.study.evidence.facts import Sent, sent
-from netbottleneck.study.ranks import JobError, Reporter, run_in_lab
+from netbottleneck.study.ranks import JobError, Reporter, described_network, run_in_lab
 from netbottleneck.study.task import PLAY, Task, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
@@ -96,7 +96,11 @@ def _replay(
     with Lab(args.ranks, link) as lab:
         with reporter.progress(f"{link}: measuring the actual rates"):
             seen = lab.verify(0.5)
-        network = {"how": lab.how, "link_bps": link.link_bps, "flow_bps": list(link.flow_bps), "verified": seen}
+        network = described_network(lab.how, lab.caps, seen)
+        unlike = [f"{lab.how}: {lab.why}"] if lab.why else []
+        unlike += [] if seen["ok"] else [f"{link}: the measured rates are not the requested ones: see run/run.json"]
+        for why in unlike:
+            reporter.message(f"{why}.")
         task = Task(
             PLAY,
             args.transport,
@@ -107,7 +111,7 @@ def _replay(
             compute=args.compute,
             model=f"{schedule.name}, replayed",
             network=network,
-            notes=(f"replayed: compute is a {args.compute}; {schedule.note}",),
+            notes=(f"replayed: compute is a {args.compute}; {schedule.note}", *unlike),
             schedule=str(file),
         )
         with reporter.progress(f"{link}: starting {lab.size} ranks") as on_progress:

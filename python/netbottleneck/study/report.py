@@ -17,6 +17,7 @@ from rich.text import Text
 
 from netbottleneck.analysis import rules
 from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.findings import stock_is_as_good
 from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run
 from netbottleneck.report.compare import FACTS
@@ -121,7 +122,7 @@ class CellRecorder:
             return f"no forecast: the cell to fit to ({self._fit_key or 'none'}) is not complete"
         try:
             if self._fitted is None:
-                self._fitted = Run(self._folder.cell_folder(self._fit_key) / RUN)
+                self._fitted = Run(self._folder.read_result(self._fit_key).outcome.folder)
             wire = forecast.Wire.of_network(network or {})
             fitted = replace(self._fitted.trace, id=self._fit_key)
             made = forecast.make(fitted, what, cell.ranks, wire, cell.arms, cell=cell.key)
@@ -182,9 +183,8 @@ class CellReport:
 
     @property
     def nothing_to_do(self) -> bool:
-        """True if enough pairs were measured and no other transport has a relevant gain."""
-        tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
-        return bool(tried) and all(pair.gain.value < GAIN_MIN for pair in tried)
+        """True if other transports were compared with stock, and surely none has a relevant gain."""
+        return self.run.findings.base == BASE and stock_is_as_good(self.run.findings)
 
 
 @dataclass
@@ -205,17 +205,27 @@ class Study:
         return found
 
     def load_complete(self) -> None:
-        """Load the results of cells completed earlier; sort all cells in the order of the study."""
+        """Load the results of cells completed earlier; sort all cells in the order of the study.
+
+        A cell whose record cannot be read counts as failed.
+        """
         folder, known = self.request.folder, {found.done.cell.key: found for found in self.found}
         for cell in self.request.spec.cells:
             if cell.key not in known and folder.done(cell.key):
-                run = Run(folder.cell_folder(cell.key) / RUN)
-                known[cell.key] = self.add(folder.read_result(cell.key), run)
-                network = run.trace.network
-                if network is not None:
-                    document = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
-                    self.networks.setdefault(cell.network, document | {"verified": dict(network.verified)})
+                try:
+                    known[cell.key] = self._load(cell)
+                except (OSError, ValueError) as error:
+                    self.failed[cell.key] = str(error)
         self.found = [known[cell.key] for cell in self.request.spec.cells if cell.key in known]
+
+    def _load(self, cell: Cell) -> CellReport:
+        done = self.request.folder.read_result(cell.key)
+        run = Run(done.outcome.folder)
+        network = run.trace.network
+        if network is not None:
+            document = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
+            self.networks.setdefault(cell.network, document | {"verified": dict(network.verified)})
+        return self.add(done, run)
 
     def write(self) -> None:
         """Write study.json."""
@@ -285,9 +295,7 @@ def result_lines(cell: CellReport) -> list[str]:
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
     lines.append(equal + same[cell.done.same_as_stock])
     withheld = rules.handicap_sentence(findings)
-    if withheld and not cell.nothing_to_do:
-        lines.append(withheld.rstrip("."))
-    lines += [_speedup(pair) for pair in findings.comparisons if not withheld or cell.nothing_to_do]
+    lines += [withheld.rstrip(".")] if withheld else [_speedup(pair) for pair in findings.comparisons]
     if cell.nothing_to_do:
         lines.append("on this network: do nothing; stock is as good")
     return lines
@@ -299,7 +307,7 @@ def _speedup(pair: Paired) -> str:
     doubt = ""
     if not pair.enough:
         doubt = f"; a claim needs {PAIRS_MIN} pairs"
-    elif low <= 1 <= high:
+    elif low <= 1 <= high and pair.gain.high >= GAIN_MIN:
         doubt = "; inconclusive, run more --rounds"
     if pair.enough:
         times += f" ({1 / high:.2f} to {1 / low:.2f})"
@@ -389,7 +397,9 @@ def write_evidence(study: Study) -> Evidence:
     facts = [values.read(folder.cell_folder(cell.key) / FACTS) for cell in spec.cells if folder.done(cell.key)]
     models = dict.fromkeys(cell.model for cell in spec.cells if (cell.model.scale, cell.model.stretch) != (1, 1))
     less = [f"{model.label}: {model.scale:g} x its bytes, {model.stretch:g} x its times" for model in models]
+    whys = ((network["how"], network["verified"].get("why")) for network in study.networks.values())
+    unlike = dict.fromkeys(f"{how}: {why}" for how, why in whys if why)
     left = [f"{cell.key}: not complete" for cell in spec.cells if not folder.done(cell.key)]
-    found = Evidence(facts, spec.title, (*study.request.notes, *dict.fromkeys(less), *left))
+    found = Evidence(facts, spec.title, (*study.request.notes, *unlike, *dict.fromkeys(less), *left))
     found.write(folder.path)
     return found

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 from typing import Any, Protocol
 
-from netbottleneck.lab import Lab, LabError
+from netbottleneck.lab import Lab, LabError, LinkSpec
 from netbottleneck.study import report, spec, task
 from netbottleneck.study.cells import OWN_NETWORK, CellResult, StudyFolder, StudyRequest
-from netbottleneck.study.ranks import JobError, Reporter, TaskProgress, run_in_lab
+from netbottleneck.study.ranks import JobError, Reporter, TaskProgress, described_network, run_in_lab
 from netbottleneck.study.report import Study
 from netbottleneck.study.spec import REPLAY, Cell
 from netbottleneck.study.task import Outcome, Task
@@ -27,6 +27,7 @@ class RankGroup(Protocol):
 
     how: str  # the kind of network
     why: str  # the reasons why it is not a better kind, "" for none
+    caps: Sequence[LinkSpec]  # that exist, by link of a host
     interface: str  # of each host; "": stock cannot name it several times
 
     def verify(self, seconds: float) -> dict[str, Any] | None:
@@ -49,6 +50,7 @@ def run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: 
     study = Study(request)
     try:
         request.folder.create(request.text)
+        study.load_complete()  # study.json has the earlier cells even if this start is interrupted
         reporter.message(introduction)
         _CellRunner(study, reporter, open_ranks, cells).run()
     except KeyboardInterrupt:
@@ -56,6 +58,8 @@ def run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: 
         study.failure = "interrupted"
         study.write()
         reporter.message(f"interrupted; resume with: netbottleneck study --directory {request.folder.path}")
+        if study.found:
+            report.write_evidence(study)
         raise
     return report.finish(study, reporter)
 
@@ -83,6 +87,8 @@ class _CellRunner:
             except LabError as error:
                 for cell in waiting:
                     self._report_failure(cell, str(error))
+                if not waiting:  # all its cells have run
+                    self._reporter.message(f"{name}: {error}.")
 
     def _run_group(self, group: RankGroup, name: str, waiting: list[Cell]) -> None:
         with self._reporter.progress(f"{name}: measuring the actual rates"):
@@ -91,9 +97,8 @@ class _CellRunner:
             self._reporter.message(report.measured_line(name, seen))
         if group.why:
             self._reporter.message(f"{group.how}: {group.why}.")
-        link = waiting[0].link
-        caps = {"link_bps": link.link_bps, "flow_bps": list(link.flow_bps)}
-        network = {"how": group.how, **caps, "verified": seen or {}}
+        network = described_network(group.how, group.caps, seen)
+        notes = (*self._request.notes, *([f"{group.how}: {group.why}"] if group.why else []))
         if waiting[0].link == spec.caps(waiting[0].network):  # else all ranks share one host
             self._study.networks[waiting[0].network] = network
         while waiting:
@@ -101,16 +106,16 @@ class _CellRunner:
             self._progress.next(cell)
             began = time.monotonic()
             try:
-                self._cell(group, cell, network)
+                self._cell(group, cell, network, notes)
             except (JobError, ValueError, OSError) as error:
                 self._report_failure(cell, str(error))
             else:
                 self._progress.finished(cell, time.monotonic() - began)
 
-    def _cell(self, group: RankGroup, cell: Cell, network: Mapping[str, Any]) -> None:
+    def _cell(self, group: RankGroup, cell: Cell, network: Mapping[str, Any], notes: tuple[str, ...]) -> None:
         began = time.monotonic()
         folder = self._request.folder.new_cell_folder(cell.key)
-        first = report.task(cell, folder, network, self._request.spec.provider, self._request.notes)
+        first = report.task(cell, folder, network, self._request.spec.provider, notes)
         if cell.job == REPLAY:
             what = report.load_schedule(cell.model)
             task.write_schedule(folder / "schedule.json", what)
@@ -169,6 +174,7 @@ class _LabRanks:
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
         self.how, self.why, self.interface = lab.how, lab.why, lab.interface
+        self.caps: Sequence[LinkSpec] = lab.caps
 
     def verify(self, seconds: float) -> dict[str, Any]:
         """Measure the lab, as Lab.verify."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -267,8 +268,8 @@ def _on_one_host(ranks: int, ranks_per_host: int) -> bool:
 
 
 def slug(text: str) -> str:
-    """Return a text as part of a path: "2gbit/500mbit" becomes 2gbit-500mbit."""
-    return re.sub(r"[^A-Za-z0-9._]+", "-", text)
+    """Return a text as part of a path: "2gbit/500mbit" becomes 2gbit-500mbit. A "+" stays: it adds a link."""
+    return re.sub(r"[^A-Za-z0-9._+]+", "-", text)
 
 
 def caps(network: str) -> LinkSpec:
@@ -301,9 +302,7 @@ def parse(
         own = list(_cells(keys, _model(table, lines, number, Path(path).parent, keys.get("ranks_per_host", 1)), at))
         if hosts and any(cell.ranks > hosts and not done(cell.key) for cell in own):
             raise ValueError(f"{at}: ranks = {keys['ranks']}: only {hosts} were started: start more, or request fewer")
-        if duplicates := {cell.key for cell in cells} & {cell.key for cell in own}:
-            where = lines.of("", number)
-            raise ValueError(f"{where}: duplicate cell name {min(duplicates)}: give this [[model]] its own label")
+        _check_names(cells, own, lines, number)
         cells += own
     fit_key = _fit(raw.get("fit"), cells, lines.of("fit"))
     return StudySpec(
@@ -313,6 +312,17 @@ def parse(
         raw.get("provider"),
         raw.get("interface", ""),
     )
+
+
+def _check_names(before: Sequence[Cell], own: Sequence[Cell], lines: Lines, number: int) -> None:
+    """Raise ValueError if two cells share a name, which is that of their folder. before: cells of earlier models."""
+    named = Counter(cell.key for cell in own)
+    if twice := [key for key, count in named.items() if count > 1]:
+        where = lines.of("networks", number)
+        raise ValueError(f"{where}: networks: two of them are the same, {min(twice)}: name each network once")
+    if duplicates := named.keys() & {cell.key for cell in before}:
+        where = lines.of("", number)
+        raise ValueError(f"{where}: duplicate cell name {min(duplicates)}: give this [[model]] its own label")
 
 
 def _check_placement(keys: Mapping[str, Any], hosts: int, lines: Lines, number: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -129,11 +130,33 @@ class Outcome:
 WARM_BYTES = 32 << 20
 WARM_TIMES = 3
 MONITOR_HZ = 100  # default: a study samples the counters of its hosts
+ALIVE_S = 10.0  # between reports of a job whose blocks take longer
+
+StepProgress = Callable[[int, int, str], None]  # step, steps, arm
+
+
+class Reports:
+    """Reports a job's progress: between its blocks, and every ALIVE_S inside a longer one. Without any, it is ended."""
+
+    def __init__(self, progress: StepProgress, steps: int) -> None:
+        self._progress = progress
+        self._steps = steps
+        self._last = time.monotonic()
+
+    def block(self, step: int, arm: str) -> None:
+        """Report the end of a block, before step `step`."""
+        self._last = time.monotonic()
+        self._progress(step, self._steps, arm)
+
+    def alive(self, step: int, arm: str) -> None:
+        """Report a step inside a block, unless another report was recent."""
+        if time.monotonic() - self._last >= ALIVE_S:
+            self.block(step, arm)
 
 
 @contextmanager
 def open_task(task: Task) -> Generator[Session, None, None]:
-    """Open the session of a task; at the end close it, and on rank 0 gather the records of all ranks.
+    """Open the session of a task; at the end close it, and bring the records of all ranks to rank 0's folder.
 
     Every rank calls it. Raises as open_session.
     """
@@ -144,8 +167,8 @@ def open_task(task: Task) -> Generator[Session, None, None]:
         session.close(f"{type(error).__name__}: {error}")
         raise
     session.close()
-    if session.place.rank == 0:
-        session.collect()
+    session.bring()
+    session.collect()
 
 
 def _open(task: Task) -> Session:
@@ -304,35 +327,37 @@ class Player:
         )
 
 
-def play_schedule(task: Task, progress: Callable[[int, int, str], None]) -> Outcome:
-    """Play a task's schedule on this rank; every rank calls it. progress(step, steps, arm): between blocks.
+def play_schedule(task: Task, progress: StepProgress) -> Outcome:
+    """Play a task's schedule on this rank; every rank calls it. progress: see Reports.
 
     Raises what the transports raise, and ValueError for an invalid schedule.
     """
+    reports = Reports(progress, task.steps)
     schedule = read_schedule(task.schedule)
     with open_task(task) as session:
         place = session.place
         player = Player(schedule, place.rank, place.size, spin=task.compute == "spin")
         session.describe(**player.describe())
         if task.alone:
-            _play_alone(session, player, task, progress)
+            _play_alone(session, player, task, reports)
         warm_up(session)
-        _play(session, player, task, progress)
+        _play(session, player, task, reports)
         digests = session.control.exchange(player.digest())
     return Outcome(str(session.folder), task.steps, tuple(digest.hex() for digest in digests))
 
 
-def _play_alone(session: Session, player: Player, task: Task, progress: Callable[[int, int, str], None]) -> None:
+def _play_alone(session: Session, player: Player, task: Task, reports: Reports) -> None:
     """Replay on rank 0 alone, without communication; the other ranks wait."""
     if session.place.rank == 0:
         for number in range(task.alone):
             with session.by_itself(number):
                 player.step(session.recorder)
-        progress(0, task.steps, "one rank alone")
+            reports.alive(0, "one rank alone")
+        reports.block(0, "one rank alone")
     session.control.exchange(b"alone".ljust(8))
 
 
-def _play(session: Session, player: Player, task: Task, progress: Callable[[int, int, str], None]) -> None:
+def _play(session: Session, player: Player, task: Task, reports: Reports) -> None:
     arm = ""
     while session.step < task.steps:
         if session.arm != arm:
@@ -344,4 +369,5 @@ def _play(session: Session, player: Player, task: Task, progress: Callable[[int,
             session.begin()
             player.step(session.recorder)
             session.end()
-        progress(session.step, task.steps, arm)
+            reports.alive(session.step, arm)
+        reports.block(session.step, arm)

@@ -96,9 +96,9 @@ class Link:
 class Wire:
     """A network as known before a run, bits a second. None: no cap, or not measured.
 
-    link_bps, flow_bps: configured caps of each link and each flow, headers included. one_flow_bps, many_flows_bps:
-    payload rates measured before the run, with one flow and with enough flows to fill the link. burst_bytes: bytes that
-    an idle flow may send at once, beyond its rate.
+    link_bps, flow_bps: configured caps of each host and each flow, headers included. one_flow_bps, many_flows_bps:
+    payload rates measured before the run, with one flow and with enough flows to fill the links of a host. burst_bytes:
+    bytes that an idle flow may send at once, beyond its rate.
     """
 
     link_bps: float | None = None
@@ -115,7 +115,10 @@ class Wire:
         verified = {name: network.verified.get(name) or {} for name in ("one_flow", "many_flows")}
         rates = [float(found["measured_bps"]) if "measured_bps" in found else None for found in verified.values()]
         burst_bytes = verified["one_flow"].get("burst_bytes")
-        return cls(network.link_bps, min(network.flow_bps, default=None), rates[0], rates[1], burst_bytes)
+        one, many = rates
+        if many is not None:  # `many_flows` fill the first link alone
+            many += sum(float(link["measured_bps"]) for link in network.verified.get("more_links") or ())
+        return cls(network.link_bps, min(network.flow_bps, default=None), one, many, burst_bytes)
 
     @classmethod
     def of_network(cls, network: Mapping[str, Any]) -> Wire:

@@ -70,20 +70,33 @@ def _training_results(cell: CellFacts) -> str:
 
 
 def training_results(cells: Sequence[CellFacts]) -> Statement:
-    """Return whether all ranks hold equal weights, whether they equal those of stock alone, and the accuracy."""
+    """Return whether all ranks hold equal weights, whether they equal those of stock alone, and the accuracy.
+
+    A replay trains nothing: its sums are compared, but it is not counted.
+    """
     known = [cell for cell in cells if cell.equal_weights is not None]
-    if not known:
-        return "The results of training were not compared.", (), ("no cell records its weights",)
+    trained = [cell for cell in known if cell.compute == "real"]
     lines = [_training_results(cell) for cell in known]
-    compared = [cell for cell in known if cell.same_as_stock is not None]
+    compared = [cell for cell in trained if cell.same_as_stock is not None]
     missing = [] if compared else ["a run over stock alone"]
-    bad = values.join_names(cell.key for cell in known if not cell.equal_weights or cell.same_as_stock is False)
-    if bad:
-        return f"The results of training differ in {bad} (measured).", lines, missing
-    verdict = f"The results of training are bit-identical on all ranks in {len(known)} of {len(known)} cells"
+    if not trained:
+        missing = ["a cell that trains: the job digits" if known else "no cell records its weights"]
+    if differ := _differing(known):
+        return differ, lines, missing
+    if not trained:
+        return "The results of training were not compared.", lines, missing
+    verdict = f"The results of training are bit-identical on all ranks in {len(trained)} of {len(trained)} cells"
     if compared:
         verdict += f", and equal to stock alone in {len(compared)} of {len(compared)} compared cells"
     return f"{verdict} (measured).", lines, missing
+
+
+def _differing(cells: Sequence[CellFacts]) -> str:
+    """Name the cells whose results differ, between ranks or from stock alone; "" if there are none."""
+    bad = [cell for cell in cells if not cell.equal_weights or cell.same_as_stock is False]
+    jobs = {"real": "The results of training", "timed": "The sums of a replay"}
+    named = {what: values.join_names(cell.key for cell in bad if cell.compute == kind) for kind, what in jobs.items()}
+    return " ".join(f"{what} differ in {of} (measured)." for what, of in named.items() if of)
 
 
 # Claims about time: scaling factors, the link speed that is enough, stock compared with other transports.
@@ -189,11 +202,19 @@ def _growth(stopped: Sequence[str], growing: Sequence[str]) -> str:
     return f"{verdict} (measured; growth of at most {percent(GROWTH_MIN)} counts as none)."
 
 
+def _compared(cells: Sequence[CellFacts]) -> tuple[list[Row], list[str]]:
+    """Return the comparisons with stock whose gain may be reported, and why the gain of the other cells may not."""
+    rows = [(cell, pair) for cell in cells for pair in cell.pairs if pair.base == STOCK and pair.enough]
+    withheld = dict.fromkeys(f"{cell.key}: {cell.handicap.rstrip('.')}" for cell, _ in rows if cell.handicap)
+    return [row for row in rows if not row[0].handicap], list(withheld)
+
+
 def transports(cells: Sequence[CellFacts]) -> Statement:
-    """Compare stock with other transports, paired by blocks."""
-    pairs = [(cell, pair) for cell in cells for pair in cell.pairs if pair.base == STOCK and pair.enough]
+    """Compare stock with other transports, paired by blocks; cells whose gain is withheld are only named."""
+    pairs, missing = _compared(cells)
     if not pairs:
-        return "Stock was compared with no other transport.", (), ("pairs of blocks of stock and another transport",)
+        verdict = "Stock was compared with no other transport" + (" whose gain may be reported" if missing else "")
+        return f"{verdict}.", (), missing or ("pairs of blocks of stock and another transport",)
     lines = []
     for cell, pair in pairs:
         arm = cell.arms.get(pair.other)
@@ -208,13 +229,15 @@ def transports(cells: Sequence[CellFacts]) -> Statement:
         f"whole interval; at best the step is {fast:.2f} times ({least:.2f} to {most:.2f}) as fast as over stock "
         f"({best.other}, {best_cell.key}; measured)."
     )
-    return verdict, lines, ()
+    return verdict, lines, missing
 
 
 # Claims about hosts: average and active rate of interfaces, use of cores.
 
 # CPU use is low up to this part of all cores.
 CPU_LOW = 0.5
+# A core from this part of its time on is full, and may limit the thread on it.
+CORE_FULL = 0.9
 
 
 def average_at_full_use(cell: CellFacts, arm: ArmFacts) -> float | None:
@@ -300,10 +323,16 @@ def processors(cells: Sequence[CellFacts]) -> Statement:
             f"{cell.key}, {arm.name}: {percent(arm.cpu.busy)} of all cores ({kinds or 'idle'}), the busiest "
             f"{percent(arm.cpu.busiest)} (measured)"
         )
-    cell, arm = max(rows, key=lambda row: row[1].cpu.busy if row[1].cpu is not None else 0.0)
-    assert arm.cpu is not None
-    limit = "The CPUs are not the limit" if arm.cpu.busy < CPU_LOW else "The CPUs are busy, and may be the limit"
-    return f"{limit}: at most {percent(arm.cpu.busy)} of all cores ({cell.key}, {arm.name}; measured).", lines, ()
+    used = [(arm.cpu, f"{cell.key}, {arm.name}") for cell, arm in rows if arm.cpu is not None]
+    cpu, where = max(used, key=lambda row: row[0].busy)
+    core, core_where = max(used, key=lambda row: row[0].busiest)
+    if cpu.busy >= CPU_LOW:
+        limit = "The CPUs are busy, and may be the limit"
+    elif core.busiest >= CORE_FULL:
+        limit = f"One core is full ({percent(core.busiest)}, {core_where}), and may be the limit"
+    else:
+        limit = "The CPUs are not the limit"
+    return f"{limit}: at most {percent(cpu.busy)} of all cores ({where}; measured).", lines, ()
 
 
 # Predicted claims: the step at full use of the link, and the compression needed.
@@ -338,7 +367,7 @@ def full_use(cells: Sequence[CellFacts]) -> Statement:
             continue
         reached = parts_of_bound(cell)
         reached_by_arm = [
-            f"{arm.name} {values.factor(arm.scaling)}, {percent(reached[arm.name])} of the bound (measured)"
+            f"{arm.name} {values.factor(arm.scaling)}, {percent(reached[arm.name])} of the bound ({values.label(cell)})"
             for arm in cell.transports
             if arm.scaling is not None and arm.name in reached
         ]
@@ -395,20 +424,30 @@ def compression(cells: Sequence[CellFacts]) -> Statement:
         if one.enough_bps is not None:
             needs.append(f"a link faster than {gbit(one.enough_bps.value)}, fully used, does not help")
         lines.append(f"{cell.key}, for {one.target:g}: {'; '.join(needs)} (predicted, without the cost of a codec)")
-    known = [(one.full_use_ratio.value, cell) for cell, one in rows if one.full_use_ratio is not None]
-    used = [(one.ratio.value, cell) for cell, one in rows if one.ratio is not None]
     target = f"a scaling factor of {rows[0][1].target:g}"
-    if known:
-        most = max(known, key=lambda row: row[0])
-        verdict = f"With the link fully used, at most {most[0]:.1f}x compression is needed for {target} ({most[1].key})"
-        if used:
-            worst = max(used, key=lambda row: row[0])
-            verdict += f"; at the achieved rate, up to {worst[0]:.1f}x ({worst[1].key})"
+    full = _most([(cell, one.full_use_ratio, one.full_use_ratio_why) for cell, one in rows])
+    used = _most([(cell, one.ratio, one.ratio_why) for cell, one in rows])
+    if full is not None:
+        verdict = f"With the link fully used, at most {full[0]} compression is needed for {target} ({full[1]})"
+        if used is not None:
+            verdict += f"; at the achieved rate, up to {used[0]} ({used[1]})"
         return f"{verdict}; predicted.", lines, ()
-    if used:
-        worst = max(used, key=lambda row: row[0])
-        return f"At the achieved rate, {target} needs up to {worst[0]:.1f}x ({worst[1].key}; predicted).", lines, ()
+    if used is not None:
+        return f"At the achieved rate, {target} needs up to {used[0]} ({used[1]}; predicted).", lines, ()
     return f"No compression gives {target} (predicted).", lines, ()
+
+
+def _most(rows: Sequence[tuple[CellFacts, Estimate | None, str]]) -> tuple[str, str] | None:
+    """Give the largest ratio needed; and its cell, with the cells in which none is enough. None if no ratio is known.
+
+    rows: cell, ratio, why no ratio is enough.
+    """
+    known = [(ratio.value, cell) for cell, ratio, _ in rows if ratio is not None]
+    if not known:
+        return None
+    most, cell = max(known, key=lambda row: row[0])
+    beyond = values.join_names(cell.key for cell, ratio, why in rows if ratio is None and why)
+    return f"{most:.1f}x", cell.key + (f"; no ratio is enough in {beyond}" if beyond else "")
 
 
 # The chain of claims.
@@ -457,9 +496,10 @@ def _losses(cells: Sequence[CellFacts]) -> Statement:
     names = ("exposed", "inflation", "host_internal", "other")
     named = {"exposed": "exposed network communication", "host_internal": "inside hosts"}
     largest = max(names, key=lambda name: getattr(first, name))
+    label = next(values.label(cell) for cell in cells if cell.key == first.key)
     verdict = (
-        f"The largest loss of {first.arm} is {percent(first.loss)} of the step ({first.key}); most of it, "
-        f"{percent(getattr(first, largest))}, is {named.get(largest, largest)} (measured)."
+        f"The largest loss of {first.arm} is {percent(first.loss)} of the step ({first.key}); the largest part of it, "
+        f"{percent(getattr(first, largest))}, is {named.get(largest, largest)} ({label})."
     )
     lines = [
         f"{one.key}, {one.arm}: 1 - scaling factor {one.loss:.3f} = host-internal {one.host_internal:.3f} + inflation "

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis import comparisons, usage
+from netbottleneck.analysis import comparisons, rules, usage
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.intervals import (
     Intervals,
@@ -48,6 +48,7 @@ from netbottleneck.trace.model import Collective, Counters, Network, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, PSEUDO, SINGLE, Arm
 from netbottleneck.units import gbit
 from netbottleneck.whatif import questions, sweeps
+from netbottleneck.whatif.cost import Wire
 from netbottleneck.whatif.questions import LeastValue
 
 # Bytes that the ranks of a run sent, from three sources: the algorithm's formula, the engine, the kernel's counters.
@@ -169,23 +170,30 @@ def _interface_bytes(net: Counters, spans: Intervals) -> float | None:
 # Counters of the hosts for one arm: interfaces, cores, bytes sent. Means over hosts.
 
 
-def nic(hosts: Sequence[HostUse]) -> Nic | None:
-    """Return the mean over hosts of each host's busiest interface; the loopback only if there is no other."""
-    rows = []
-    for host in hosts:
-        named = [use for use in host.interfaces if use.interface != "lo"] or list(host.interfaces)
-        ways = {use.way: use for use in named if use.interface == named[0].interface}
-        if len(ways) == 2:
-            rows.append(ways)
+def _ways(host: HostUse, together: bool) -> dict[str, list[usage.Use]]:
+    """Return by direction the interfaces of a host that count; {} if it has none."""
+    named = [use for use in host.interfaces if use.interface != "lo"] or list(host.interfaces)
+    own = [use for use in named if together or use.interface == named[0].interface]
+    ways = {way: [use for use in own if use.way == way] for way in ("rx", "tx")}
+    return ways if all(ways.values()) else {}
+
+
+def nic(hosts: Sequence[HostUse], *, together: bool = False) -> Nic | None:
+    """Return the mean over hosts of each host's busiest interface; the loopback only if there is no other.
+
+    together: the interfaces of a host share the traffic, and count as one.
+    """
+    rows = [ways for host in hosts if (ways := _ways(host, together))]
     if not rows:
         return None
 
     def active(way: str) -> float | None:
-        known = [bps for bps in (row[way].active_bps for row in rows) if bps is not None]
+        known = [bps for row in rows if (bps := _sum([use.active_bps for use in row[way]])) is not None]
         return fmean(known) if len(known) == len(rows) else None
 
-    average = {way: fmean(row[way].average_bps for row in rows) for way in ("rx", "tx")}
-    return Nic(rows[0]["tx"].interface, average["rx"], average["tx"], active("rx"), active("tx"))
+    average = {way: fmean(sum(use.average_bps for use in row[way]) for row in rows) for way in ("rx", "tx")}
+    name = ",".join(sorted(use.interface for use in rows[0]["tx"]))
+    return Nic(name, average["rx"], average["tx"], active("rx"), active("tx"))
 
 
 def cpu(hosts: Sequence[HostUse]) -> Cpu | None:
@@ -346,6 +354,7 @@ def cell_facts(
         cell,
         arms={name: with_sent(arm, sums) for name, arm in arms.items()},
         pairs=_enough(run.findings.comparisons),
+        handicap=rules.handicap_sentence(run.findings) or "",
         hooks=next(iter(_enough([comparisons.compare(passes_only, BARE, NULL)])), None)
         if about.job == INFLATION
         else None,
@@ -380,6 +389,7 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
     """Return the facts that do not depend on an arm: the network, the model, and the step of one rank."""
     trace = run.trace
     network = trace.network or Network()
+    wire = Wire.of(network)
     name = next((arm for arm in (SINGLE, NULL) if comparisons.step_times(trace, arm)), None)
     baseline = {SINGLE: ALONE, NULL: NOTHING_MOVES, None: COMPUTED}[name]
     own = splits.get(name, ()) if name is not None else ()
@@ -390,8 +400,8 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
         ranks=trace.size,
         link_bps=run.findings.link_bps,
         flow_bps=network.flow_bps,
-        one_flow_bps=_measured_bps(network, "one_flow"),
-        many_flows_bps=_measured_bps(network, "many_flows"),
+        one_flow_bps=wire.one_flow_bps,
+        many_flows_bps=wire.many_flows_bps,
         link_burst_bytes=run.findings.link_burst_bytes,
         model_title=trace.model,
         compute="timed" if about.job in TIMED else "real",
@@ -408,10 +418,9 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
     )
 
 
-def _measured_bps(network: Network, flows: str) -> float | None:
-    """Return the bandwidth that the preflight measurement found, for "one_flow" or "many_flows"."""
-    bps = (network.verified.get(flows) or {}).get("measured_bps")
-    return None if bps is None else float(bps)
+def _several_links(trace: Trace) -> bool:
+    """Return whether each host has several links, as the measurement before the run says."""
+    return trace.network is not None and bool(trace.network.verified.get("more_links"))
 
 
 def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence[Split]]) -> ArmFacts:
@@ -433,7 +442,7 @@ def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence
         forward_backward_ns=values.median(comparisons.step_times(passes_only, name)),
         active_bps=active_bps,
         average_bps=average_bps,
-        nic=nic(hosts),
+        nic=nic(hosts, together=_several_links(trace)),
         cpu=cpu(hosts),
         sent_segments=known_sum([host.sent_segments for host in hosts]),
         retransmitted_segments=known_sum([host.retransmitted_segments for host in hosts]),
@@ -455,7 +464,7 @@ def scaling(trace: Trace, name: Arm, baseline: str, splits: Sequence[Split]) -> 
         return values.ratio(comparisons.step_times(trace, SINGLE), times)
     if baseline == NOTHING_MOVES:
         pair = comparisons.compare(trace, NULL, name)
-        return None if pair is None else values.inverse(pair.ratio)
+        return values.inverse(pair.ratio) if pair is not None and pair.enough else None
     shares: dict[int, list[float]] = defaultdict(list)
     for one in splits:
         shares[one.block].append(1 - (one.exposed_ns + one.wait_ns) / max(one.step_ns, 1))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CELLS = ("cell", "arm", "step", "scaling factor", "full use", "reached")
 CELL_KEY = (
-    "Step and scaling factor: measured, 95 % by blocks. Full use: the scaling factor with the link fully used "
+    "Step and scaling factor: measured{but}, 95 % by blocks. Full use: the scaling factor with the link fully used "
     "(predicted). Reached: the step at full use over the measured step"
 )
 PREDICTIONS = ("cell", "arm", "predicted", "measured", "error")
@@ -40,6 +40,13 @@ Words = tuple[str, ...]
 def cells(facts: Sequence[CellFacts]) -> list[Words]:
     """Return one row per arm: its step and scaling factor, and the bound at full use of the link."""
     return [_arm(cell, arm) for cell in facts if cell.job != INFLATION for arm in cell.arms.values()]
+
+
+def cell_key(facts: Sequence[CellFacts]) -> str:
+    """Return the key of the table of cells. It names the cells whose scaling factors are estimates."""
+    scaled = [cell for cell in facts if any(arm.scaling for arm in cell.transports)]
+    found = [cell.key for cell in scaled if values.label(cell) == "estimated"]
+    return CELL_KEY.format(but=f" (the factor is estimated in {values.join_names(found)})" if found else "")
 
 
 def _arm(cell: CellFacts, arm: ArmFacts) -> Words:
@@ -179,7 +186,7 @@ def _context(evidence: Evidence) -> dict[str, Any]:
             "prediction": _table(PREDICTIONS, predictions(evidence.predictions)),
             "budget": _table(BUDGETS, budgets(evidence.budgets)),
         },
-        "cell_key": CELL_KEY,
+        "cell_key": cell_key(evidence.cells),
         "cell_count": len(evidence.cells),
         "bars": bars,
         "bar_height": BAR_HEIGHT,
@@ -225,7 +232,7 @@ def render(evidence: Evidence, console: Console) -> None:
             if row[0] != before[0]:
                 console.print(Text(row[0], style="bold"))
             console.print(Text(_columns(row[1:])))
-        console.print(Text(f"{CELL_KEY}."))
+        console.print(Text(f"{cell_key(evidence.cells)}."))
     for note in evidence.notes:
         console.print(Text(note))
 

@@ -150,7 +150,8 @@ class CellFacts:
     communication and waiting; scaling factors are then estimates, and inflation is not known).
     hooks: forward and backward of the null arm over those of the bare arm, in the job inflation, where bare moves no
     bytes. contention: forward and backward of each arm over those of the null arm. pairs: each arm against the first
-    transport. compute: "timed" if it is a timed wait, else "real".
+    transport. handicap: why no gain over the first transport may be reported, "" if it may. compute: "timed" if it is a
+    timed wait, else "real".
     """
 
     key: str
@@ -175,6 +176,7 @@ class CellFacts:
     single_forward_backward_ns: Estimate | None = None
     arms: Mapping[str, ArmFacts] = field(default_factory=dict)
     pairs: tuple[Paired, ...] = ()
+    handicap: str = ""
     hooks: Paired | None = None
     contention: tuple[Paired, ...] = ()
     equal_weights: bool | None = None

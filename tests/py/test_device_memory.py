@@ -145,6 +145,7 @@ def test_each_part_of_gpu_check_writes_its_result(device: dict[str, str], tmp_pa
         assert (written["verdict"], len(written["rows"])) == ("ok", ROWS[part])
 
 
+@pytest.mark.timeout(300)
 def test_a_failed_part_of_gpu_check_keeps_the_results_of_the_others(device: dict[str, str], tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     options = ["--device", "fakecuda", "--results", str(results)]

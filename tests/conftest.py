@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +21,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent / "tools"))
 
+from ports import free_port  # noqa: E402
 from warm import READ_EARLY, WarmPair, WarmProcess, read_early  # noqa: E402
 
 import skips  # noqa: E402
@@ -114,18 +113,6 @@ def pytest_make_collect_report(
     report = yield
     refuse_unlisted_skip(report, collector.config.stash[STRICT])
     return report
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback address that was free a moment ago.
-
-    It is below those that the kernel deals to outgoing connections, one of which could have taken it meanwhile.
-    """
-    first_dealt = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(16384, first_dealt)))
-            return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from harness.modes import MODES, UNTOUCHED  # noqa: E402 - found by the path above
 from harness.pairs import Outcome, run_mode  # noqa: E402

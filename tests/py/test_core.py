@@ -555,9 +555,14 @@ def test_a_signal_ends_a_wait_and_not_the_operation(pair: list[_core.Comm]) -> N
         work = pair[0].submit("long", _core.BARRIER, None, _core.UINT8)
         me = threading.main_thread().ident
         assert me is not None
-        threading.Timer(0.05, signal.pthread_kill, (me, signal.SIGUSR1)).start()
-        with pytest.raises(Rang):
+        timer = threading.Timer(0.05, signal.pthread_kill, (me, signal.SIGUSR1))
+
+        def wait() -> None:
+            timer.start()
             work.wait(LIMIT_S)
+
+        with pytest.raises(Rang):
+            wait()
     finally:
         signal.signal(signal.SIGUSR1, old)
     pair[1].submit("long", _core.BARRIER, None, _core.UINT8)

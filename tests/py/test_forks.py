@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import socket
-from contextlib import ExitStack
+from collections.abc import Generator
 
+import ports
 import pytest
 from conftest import Ranks
 
@@ -213,30 +213,17 @@ for child in children:
 """
 
 
-def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive ports without a listener."""
-    for low in range(21000, 30000, count):
-        with ExitStack() as stack:
-            try:
-                for port in range(low, low + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return low
-    raise OSError("no ports are free")
-
-
-def few_ports() -> dict[str, str]:
-    """Return settings with the fewest ports of a job of two: rank 0's store and listener, and a lane of each rank."""
-    count = 4
-    low = free_ports(count)
-    return {"NETBOTTLENECK_PORTS": f"{low}-{low + count - 1}", "NETBOTTLENECK_STREAMS": "1"}
+@pytest.fixture
+def few_ports() -> Generator[dict[str, str], None, None]:
+    """Provide settings with the fewest ports of a job of two: rank 0's store and listener, and a lane of each rank."""
+    with ports.block() as given:
+        yield {"NETBOTTLENECK_PORTS": f"{given[0]}-{given[3]}", "NETBOTTLENECK_STREAMS": "1"}
 
 
 def test_jobs_in_sequence_use_the_same_few_ports_while_children_of_each_stage_live(
-    warm_ranks: Ranks, network: dict[str, str]
+    warm_ranks: Ranks, network: dict[str, str], few_ports: dict[str, str]
 ) -> None:
-    for result in warm_ranks(2, STAGES, {**network, **few_ports()}):
+    for result in warm_ranks(2, STAGES, network | few_ports):
         assert "done" in result.stdout, result.stderr
 
 
@@ -281,7 +268,7 @@ for child in children:
 
 
 def test_an_elastic_job_restarts_on_the_same_few_ports_while_children_live(
-    warm_ranks: Ranks, network: dict[str, str]
+    warm_ranks: Ranks, network: dict[str, str], few_ports: dict[str, str]
 ) -> None:
-    for result in warm_ranks(2, ELASTIC, {**network, **few_ports()}):
+    for result in warm_ranks(2, ELASTIC, network | few_ports):
         assert "done" in result.stdout, result.stderr

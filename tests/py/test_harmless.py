@@ -247,8 +247,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
-model = DistributedDataParallel(torch.nn.Linear(4, 4))
+dist.init_process_group("gloo")
+dist.barrier()  # the limit of the group below counts from here on, not for the start
+group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
 pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
 dist.all_gather(pids, torch.tensor([os.getpid()]))
 for _ in range(2):  # DDP rebuilds its buckets over its own group

@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import horovod_suite  # noqa: E402
-from horovod_suite_jobs import Job, Rendezvous, by_horovodrun  # noqa: E402
+import horovod_suite_jobs  # noqa: E402
+from horovod_suite_jobs import Job, Rendezvous  # noqa: E402
 
 FILE = "test/parallel/test_some.py"
 TESTS = """
@@ -64,7 +66,8 @@ def test_a_file_is_run_by_real_ranks_and_counted(environment: str, tmp_path: Pat
     for path, text in ((threads, "lent = True\n"), (tmp_path / FILE, TESTS)):
         path.parent.mkdir(parents=True)
         path.write_text(text, encoding="utf-8")
-    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, limit=18, quiet=18)
+    limits = {"limit": RANKS_LIMIT_S, "quiet": RANKS_LIMIT_S}
+    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, **limits)
     suite = horovod_suite.Suite(options, tmp_path / "made")
     suite.folder.mkdir()
     found = suite._part(FILE, 2, environment, False, ("test_that_hangs",))
@@ -96,14 +99,25 @@ def test_tests_after_a_hanging_one_are_run(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_ranks_without_progress_are_killed(tmp_path: Path) -> None:
-    news = tmp_path / "news"
+def test_ranks_without_progress_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that each wait advances by 20 s. The output grows in ten of them."""
+    news, waits = tmp_path / "news", 0
     news.mkdir()
-    talks = "import os, sys, time; [(open(sys.argv[1], 'a').write('x'), time.sleep(0.1)) for _ in range(10)]; "
-    command = [sys.executable, "-c", talks + "time.sleep(1000)", str(news / "0")]
-    end = by_horovodrun(Job(command, 1, {}, tmp_path, 60, news, 0.5))
+
+    def sleep(_: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits <= 10:
+            with (news / "0").open("a", encoding="utf-8") as out:
+                out.write("x")
+
+    clock = SimpleNamespace(monotonic=lambda: 20.0 * waits, sleep=sleep)
+    monkeypatch.setattr(horovod_suite_jobs, "time", clock)
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    end = horovod_suite_jobs.by_horovodrun(Job(command, 1, {}, tmp_path, 1000, news, 30))
     assert end.code is None
     assert (news / "0").stat().st_size == 10
+    assert waits == 12
 
 
 def ended(*tests: tuple[str, str]) -> list[dict[str, Any]]:

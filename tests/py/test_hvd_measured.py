@@ -134,14 +134,14 @@ def test_sparse_gradients_bypass_the_arms_with_one_log_line(warm_ranks: Ranks, t
 def test_a_run_that_one_rank_cannot_open_leaves_the_training_alone(
     warm_ranks: Ranks, tmp_path: Path, broken: str, kind: str
 ) -> None:
-    output = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="3")
+    output = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, OPENING_S="3")
     assert output.count("the training is left alone: no run can be measured on all ranks") == 2
     assert "No space left on device" in output
 
 
 def test_a_run_that_cannot_be_opened_is_an_error_in_strict_mode(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "BREAK": "open:1:1"}
-    strict = {"NETBOTTLENECK_STRICT": "1", "NETBOTTLENECK_START_TIMEOUT_S": "3"}
+    strict = {"NETBOTTLENECK_STRICT": "1", "OPENING_S": "3"}
     job = warm_ranks.start(2, SCRIPT, env={**ENV, **env, **strict}, args=["plain"])
     results = job.wait(check=False)
     assert all(result.code not in {0, None} for result in results)

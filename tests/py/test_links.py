@@ -26,12 +26,16 @@ NETWORKS = ("tcp", "ofi")
 
 
 class Job:
-    """Ranks in a lab, one per host; each host's side of a link can be set down and up. Jobs may share a lab."""
+    """Ranks in a lab, one per host; each host's side of a link can be set down and up. Jobs may share a lab.
+
+    The rounds count from `finish` on: the link is down by then.
+    """
 
     def __init__(self, lab: Lab, folder: Path, rounds: int, env: dict[str, str]) -> None:
         self.lab = lab
         self.folder = folder
         self.folder.mkdir()
+        self.counting = folder / "counting"
         secret = secrets.token_hex(16)
         self.processes = []
         for rank in range(lab.size):
@@ -46,10 +50,9 @@ class Job:
             self.processes.append(self._start(rank, rounds, {**direct, **env}))
 
     def _start(self, rank: int, rounds: int, env: dict[str, str]) -> subprocess.Popen[Any]:
+        command = [sys.executable, str(SCRIPT), str(self.counting), str(rounds)]
         with (self.folder / f"{rank}.out").open("wb") as out:
-            return self.lab.popen(
-                rank, [sys.executable, str(SCRIPT), str(rounds)], {**os.environ, **env}, stdout=out, stderr=out
-            )
+            return self.lab.popen(rank, command, {**os.environ, **env}, stdout=out, stderr=out)
 
     def output_of(self, rank: int) -> str:
         return (self.folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
@@ -64,6 +67,8 @@ class Job:
         return "\n".join(f"--- rank {rank}\n{self.output_of(rank)}" for rank in range(self.lab.size))
 
     def finish(self) -> None:
+        """Have the ranks count their rounds, and wait for their end."""
+        self.counting.touch()
         until = time.monotonic() + LIMIT_S
         for process in self.processes:
             try:

@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_arrive_is_named(ranks: Ranks, tmp_path: Path) -> N
 def test_a_wrong_variable_ends_the_job_before_it_begins(
     ranks: Ranks, tmp_path: Path, variable: str, value: str, message: str
 ) -> None:
-    env = explicit(2, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"), NETBOTTLENECK_START_TIMEOUT_S="2")
+    env = explicit(2, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"))
     results = ranks(
         2, SCRIPTS / "faults.py", lambda rank: {**env(rank), variable: value}, args=["nothing"], check=False
     )

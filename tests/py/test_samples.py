@@ -89,7 +89,9 @@ def test_counters_rise_at_true_times_until_the_rank_ends_it(tmp_path: Path) -> N
     for counters in (net, host):
         assert counters.hz == 500
         assert (np.diff(counters.time_ns) > 0).all()
-        assert (np.diff(counters.values, axis=0) >= 0).all()
+        # The kernel lets iowait decrease: a core that waits for I/O runs other tasks (filesystems/proc.rst).
+        rising = [place for place, name in enumerate(counters.columns) if not name.endswith(":iowait")]
+        assert (np.diff(counters.values[:, rising], axis=0) >= 0).all()
 
 
 def test_what_the_loopback_carries_is_counted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -227,13 +228,36 @@ def words_of(pid: int) -> list[str]:
         return []
 
 
+def stopped_on_record(cell: Path) -> list[int]:
+    """Wait until a cell has a step on record; return its processes, which are stopped.
+
+    They are stopped for every look, so that the cell cannot end between a look and what the test does.
+    """
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        pids = processes_with(str(cell))
+        send(pids, signal.SIGSTOP)
+        if recorded(cell / "run") > 0:
+            return pids
+        send(pids, signal.SIGCONT)
+        assert time.monotonic() < until, f"no step of {cell} on record within {DEADLINE_S} s"
+        time.sleep(0.02)
+
+
+def send(pids: Sequence[int], signum: int) -> None:
+    """Send a signal to processes that may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide the folder of a study that was killed in its second cell, after all its processes have ended."""
     base = tmp_path_factory.mktemp("killed")
     folder = base / "s"
     process = start(folder, str(small(base, 25)))
-    wait_for(lambda: recorded(folder / "cells" / "b-2-none" / "run") > 0, "a step of the second cell on record")
+    assert stopped_on_record(folder / "cells" / "b-2-none")
     assert holders(process)
     process.kill()
     process.communicate()
@@ -260,10 +284,9 @@ def test_a_killed_study_is_resumed(killed: Path) -> None:
 def test_a_failed_cell_is_reported_and_the_others_run(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     process = start(folder, str(small(tmp_path, 40)))
-    wait_for(lambda: recorded(folder / "cells" / "a-2-none" / "run") > 0, "a step of the first cell on record")
-    for pid in processes_with(str(folder / "cells" / "a-2-none")):
-        if b"RANK=1" in environ(pid):
-            os.kill(pid, signal.SIGKILL)
+    pids = stopped_on_record(folder / "cells" / "a-2-none")
+    send([pid for pid in pids if b"RANK=1" in environ(pid)], signal.SIGKILL)
+    send(pids, signal.SIGCONT)
     code, out, err = ended(process)
     assert code == 1, out + err
     assert "a-2-none: play: rank 1 was killed by SIGKILL" in err

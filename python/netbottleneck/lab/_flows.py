@@ -15,7 +15,7 @@ BLOCK = 1 << 18
 
 
 def receive(address: str, flows: int, warmup: float, window: float, deadline: float) -> None:
-    """Accept the flows, let them run for `warmup` s, then count for `window` s."""
+    """Accept the flows, let them run for `warmup` s, then count for about `window` s."""
     end = time.monotonic() + deadline
     with socket.create_server((address, 0), backlog=flows) as server:
         server.settimeout(deadline)
@@ -28,11 +28,10 @@ def receive(address: str, flows: int, warmup: float, window: float, deadline: fl
         index = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
         connection.setblocking(False)
         selector.register(connection, selectors.EVENT_READ, index)
-    count(selector, time.monotonic() + warmup, [0] * flows)
+    # From read to read: where this process has to wait for a processor, bytes come that nobody has read yet.
+    start = count(selector, time.monotonic() + warmup, [0] * flows)
     counted = [0] * flows
-    start = time.monotonic()
-    count(selector, start + window, counted)
-    seconds = time.monotonic() - start
+    seconds = count(selector, time.monotonic() + window, counted) - start
     sys.stdout.write(json.dumps({"flow_bps": [8 * n / seconds for n in counted], "seconds": seconds}) + "\n")
 
 
@@ -45,15 +44,20 @@ def ready(selector: selectors.BaseSelector, seconds: float) -> list[tuple[socket
     return found
 
 
-def count(selector: selectors.BaseSelector, until: float, counted: list[int]) -> None:
-    """Read from all flows until the given time; add the bytes of each flow to `counted`."""
-    buffer = bytearray(BLOCK)
+def count(selector: selectors.BaseSelector, until: float, counted: list[int]) -> float:
+    """Read from all flows until the given time; add the bytes of each flow to `counted`.
+
+    Returns the time of the last read, or of the end without one.
+    """
+    buffer, last = bytearray(BLOCK), 0.0
     while (left := until - time.monotonic()) > 0:
         for connection, index in ready(selector, left):
             got = connection.recv_into(buffer)
             if got == 0:
                 raise ConnectionError("a sender closed its connection")
             counted[index] += got
+            last = time.monotonic()
+    return last or time.monotonic()
 
 
 def send(address: str, port: int, flows: int, deadline: float) -> None:

@@ -172,7 +172,7 @@ SCRIPT = str(Path(__file__).with_name("_flows.py"))
 
 
 def measure(lab: Lab, seconds: float) -> dict[str, Any]:
-    """Return `one_flow`, `many_flows` and `ok`; rates are bits per second of payload, over `seconds` after a warm-up.
+    """Return `one_flow`, `many_flows` and `ok`: bits per second of payload, over about `seconds` after a warm-up.
 
     Both are measured on the first link. If hosts have more links, `more_links` has one entry for each, with as many
     flows as fill it. Raises LabError naming what failed."""

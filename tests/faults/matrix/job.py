@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import secrets
 import selectors
 import signal
@@ -16,11 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import ports
+
 from matrix import holdings
 
 RANK = Path(__file__).with_name("rank.py")
 ROOT = RANK.parents[3]
-FIRST_PORT, LAST_PORT, PORTS = 16384, 30000, 96  # below those that the kernel deals to outgoing connections
 UNDER_WAY = 2  # rounds that all ranks do before the fault
 GONE_S = 5.0  # for sockets that the kernel closes after a kill
 
@@ -54,25 +54,14 @@ class Place(Protocol):
     def start(self, rank: int, arguments: list[str], environ: Mapping[str, str], folder: Path) -> Process: ...
 
 
-def free_ports() -> range:
-    """Return ports in a row that were free a moment ago."""
-    taken = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            taken.add(int(line.split()[1].rpartition(":")[2], 16))
-    while True:
-        ports = range(first := random.randrange(FIRST_PORT, LAST_PORT, PORTS), first + PORTS)
-        if not taken.intersection(ports):
-            return ports
-
-
 class Job:
     """Ranks of one job. Every wait ends at `until`; what then still runs is killed by close()."""
 
     def __init__(self, place: Any, size: int, values: Mapping[str, str], until: float) -> None:
         self.place, self.size, self.until = place, size, until
         self.folder = place.new_folder()
-        self.ports = free_ports()
+        self._claim = contextlib.ExitStack()
+        self.ports = self._claim.enter_context(ports.block())
         self.values = {
             "NETBOTTLENECK_SIZE": str(size),
             "NETBOTTLENECK_MASTER": f"{place.address}:{self.ports[0]}",
@@ -254,6 +243,7 @@ class Job:
         for descriptor in self._commands.values():
             os.close(descriptor)
         self._commands.clear()
+        self._claim.close()
 
 
 def event_text(event: Event) -> str:

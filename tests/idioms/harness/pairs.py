@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from ports import free_port
 
 from harness.modes import Mode
 
@@ -29,7 +29,6 @@ END_S = 120.0  # for the records and reports at the end of the process
 STACKS_S = 2.0  # for a rank that hangs to write its stacks
 # What an idiom cannot be left alone for by itself: an earlier one in the same processes broke the ranks' connection.
 CARRIED = re.compile(r"left alone: .*\[Errno")
-PORTS = (16384, 30000)  # below those that the kernel deals to outgoing connections
 
 
 @dataclass
@@ -116,7 +115,7 @@ class Job:
                 shutil.rmtree(made, ignore_errors=True)
 
     def _start(self) -> None:
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             read, write = os.pipe()
             out = (self.folder / f"{rank}.out").open("wb")
@@ -285,13 +284,3 @@ def _place(printed: str) -> str:
     _, _, stack = printed.rpartition("most recent call first")
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)
     return " < ".join(f"{name} ({Path(path).name}:{line})" for path, line, name in frames[:5]) or "an unknown place"
-
-
-def _free_port() -> int:
-    while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", random.randrange(*PORTS)))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])

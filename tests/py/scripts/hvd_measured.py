@@ -3,6 +3,7 @@
 Says "alike" where both have the same weights after each step, on all ranks.
 
 BREAK: "open:RANK:CALL" has the CALL-th ring of that rank fail to open, "step:RANK" the beginning of its second step.
+OPENING_S: the limit of all waits for other ranks after the start of the measured job.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 TRANSPORTS = os.environ.pop("NETBOTTLENECK_TRANSPORT")  # before the import, which would have all jobs measured
@@ -93,6 +95,9 @@ def _failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
 def train(kind: str) -> list[str]:
     """Train in a new job; return a digest of the weights after each step."""
     hvd.init()
+    if "OPENING_S" in os.environ and "NETBOTTLENECK_TRANSPORT" in os.environ:
+        this = job.current()
+        this.settings = replace(this.settings, start_timeout_s=float(os.environ["OPENING_S"]))
     torch.manual_seed(0)
     model = Net(kind in {"dense", "sparse"})
     optimizer = hvd.DistributedOptimizer(

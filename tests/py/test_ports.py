@@ -1,0 +1,63 @@
+"""Ports for tests: their ranges, and who has a block."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ports
+import pytest
+
+CLAIM = "import ports, sys; held = ports.block(); print(held.__enter__()[0], flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize("outgoing", [32768, 20000, 16384, 10000, 4096])
+def test_blocks_and_single_ports_are_apart_and_below_those_of_outgoing_connections(outgoing: int) -> None:
+    firsts, singles = ports.below(outgoing)
+    assert len(firsts) >= 15
+    assert len(singles) >= 500
+    assert firsts.step == ports.BLOCK
+    assert firsts[0] > 1024
+    assert firsts[-1] + ports.BLOCK <= singles[0]
+    assert singles[-1] < outgoing
+
+
+def test_ports_are_found_where_nearly_all_are_for_outgoing_connections() -> None:
+    assert ports.below(1024) == ports.below(32768)
+
+
+def test_a_block_is_its_callers_alone_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    firsts = ports.here()[0][:2]
+    monkeypatch.setattr(ports, "here", lambda: (firsts, range(0)))
+    monkeypatch.setattr(ports, "in_use", set)
+    with ports.block() as one:
+        with ports.block() as other:
+            assert {one[0], other[0]} == set(firsts)
+            with pytest.raises(OSError, match="no block of 96 ports is free"), ports.block():
+                pass
+        with ports.block() as again:
+            assert again == other
+
+
+def test_a_block_of_another_process_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"PYTHONPATH": str(Path(ports.__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM], env=where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        monkeypatch.setattr(ports, "here", lambda: (range(first, first + 1), range(0)))
+        with pytest.raises(OSError, match="no block"), ports.block():
+            pass
+        process.communicate("")
+        with ports.block() as mine:
+            assert mine[0] == first
+
+
+def test_a_block_with_a_port_in_use_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    firsts = ports.here()[0][:2]
+    monkeypatch.setattr(ports, "here", lambda: (firsts, range(0)))
+    monkeypatch.setattr(ports, "in_use", lambda: {firsts[0] + 5})
+    with ports.block() as given:
+        assert given[0] == firsts[1]

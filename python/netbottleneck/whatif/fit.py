@@ -638,21 +638,25 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
     factor, contention_note = contention(trace, name)
     notes = (f"{algorithm} of {trace.size} ranks, {inside} per host", *([note] if note else []), contention_note)
-    cost = replace(
-        _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
-        launch_ns=_launch_ns(rows),
-        contention=1.0 if factor is None else factor.value,
-        residual=interval(rows, expected),
-        fitted_bytes=sizes,
-        fitted_size=trace.size,
-        poor=why,
-    )
-    probed = achievable(trace, name)
+
+    def cost_of(line: tuple[float, float]) -> Cost:
+        each_ns, byte_ns = line
+        return replace(
+            _cost(algorithm, trace.size, inside, (each_ns, min(each_ns, known or 0.0), byte_ns), add),
+            launch_ns=_launch_ns(rows),
+            contention=1.0 if factor is None else factor.value,
+            residual=interval(rows, expected),
+            fitted_bytes=sizes,
+            fitted_size=trace.size,
+            poor=why,
+        )
+
+    cost, probed = cost_of((a, b)), achievable(trace, name)
     reached = (cost.link, probed, nominal(trace))
     lines = bounding_lines(rows, a, b, floor)
     if most_fixed:
         lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)
-    others = [_with_line(cost, a, b, line) for line in lines]
+    others = [cost_of(line) for line in lines]
     return Fit(
         cost,
         name,
@@ -665,11 +669,3 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
         contention_note,
         tuple(others),
     )
-
-
-def _with_line(cost: Cost, a: float, b: float, line: tuple[float, float]) -> Cost:
-    """A cost with other fitted values: `line` replaces a ns of an operation and b ns of a byte."""
-    rate = b / line[1] if line[1] > 0 and b > 0 else 1.0
-    inside = None if cost.host_bps is None else cost.host_bps * rate
-    fixed_ns = max(0.0, cost.fixed_ns + line[0] - a)
-    return replace(cost, fixed_ns=fixed_ns, link=replace(cost.link, bps=cost.link.bps * rate), host_bps=inside)

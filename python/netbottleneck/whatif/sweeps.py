@@ -27,10 +27,9 @@ from netbottleneck.whatif.questions import (
     LeastValue,
     Setting,
     answer,
-    interval,
+    estimates,
     interval_ends,
     least,
-    scaling,
     simulate_setting,
 )
 
@@ -195,13 +194,14 @@ def ideal_overlap(job: Job, base: Answer) -> Answer:
     nothing = replace(base.setting, cost=Cost.free())
 
     def longer(end: IntervalEnd) -> float:
-        # Either communication scales, by the ratio of the steps' residual, or the compute differs.
-        return max(simulate_setting(end.job, nothing).step_ns, found.communication_ns * end.slower)
+        # Either communication scales, by the ratio of the steps' residual, or its line or the compute differs.
+        busy_ns = found.communication_ns * end.slower
+        if end.line is not None:
+            busy_ns = simulate_setting(job, base.setting, end.apply(base.setting.cost)).communication_ns
+        return max(simulate_setting(end.job, nothing).step_ns, busy_ns)
 
-    value_ns, at_ends = longer(IntervalEnd("", job)), [longer(end) for end in others]
-    step = interval(value_ns / 1e9, others, [at / 1e9 for at in at_ends])
-    factors = [scaling(end.job, at) for end, at in zip(others, at_ends, strict=True)]
-    factor = interval(scaling(job, value_ns), others, factors)
+    value_ns = longer(IntervalEnd("", job))
+    step, factor = estimates(job, value_ns, others, [longer(end) for end in others])
     overlapped = replace(found, step_ns=value_ns, communication_end_ns=value_ns)
     return Answer(setting, overlapped, step, factor, base.interval, PREDICTED, base.notes)
 
@@ -276,8 +276,8 @@ def _saved(job: Job, change: Callable[[Cost], Cost], plan: Plan) -> Estimate:
     value = at(itself, job.cost)
     sources: dict[str, list[float]] = defaultdict(list)
     for end in interval_ends(job, job.cost):
-        sources[end.source].append(at(end, job.cost))
-    sources["line"] = [at(itself, other) for other in (() if job.fit is None else job.fit.others)]
+        # A change is of the line's own cost: some depend on its rate.
+        sources[end.source].append(at(end, job.cost) if end.line is None else at(itself, end.line))
     if job.measured_ns is not None:
         sources["model"] = [value * job.measured_ns.value / simulate_setting(job, now(job)).step_ns]
     return widened(value, [ends for ends in sources.values() if ends])

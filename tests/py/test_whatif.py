@@ -118,6 +118,24 @@ def test_ranks_on_a_host_share_its_link_in_two_levels() -> None:
     assert ["a host is assumed to take no time" in " ".join(one.notes) for one in (alone, shared)] == [False, True]
 
 
+def test_rows_of_several_ranks_per_host_say_that_the_inside_of_a_host_is_free() -> None:
+    for host_bps, free in ((None, True), (5e10, False)):
+        job = made(Cost("two_level", link=Link(1e9), ranks_per_host=8, host_bps=host_bps), workers=16)
+        asked = [sweeps.workers(job, [4]), sweeps.links(job, [1e9]), sweeps.fusions(job, [1 << 20])]
+        asked += [sweeps.cycles(job, [MS]), sweeps.grid(job, [4], [1e9], [1.0], FREE)]
+        for (setting,) in asked:
+            notes = " ".join(questions.answer(job, setting).notes)
+            assert ("inside a host is assumed to take no time" in notes) == free
+
+
+def test_combined_errors_do_not_make_a_step_shorter_than_its_compute() -> None:
+    job = made(Cost(link=Link(1e10)))
+    ends = [questions.IntervalEnd(source, job) for source in ("one", "two", "two")]
+    step, factor = questions.estimates(job, 60e6, ends, [51e6, 51e6, 90e6])
+    assert (step.low, step.value, step.high) == (ALONE_S, 0.060, 0.090)
+    assert (factor.low, factor.value, factor.high) == (5 / 9, 5 / 6, 1.0)
+
+
 def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> None:
     job = made(Cost(link=Link(1e9), residual=(-0.1, 0.2)))
     found = questions.answer(job, sweeps.now(job))

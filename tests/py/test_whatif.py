@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck.analysis import arrivals
+from netbottleneck.analysis import arrivals, findings
 from netbottleneck.trace import layer_log, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
@@ -310,6 +310,19 @@ def test_a_run_that_lacks_a_rank_is_refused_because_waiting_for_it_is_no_cost(kn
     with pytest.raises(ValueError, match="rank 1 left no record"):
         questions.job(replace(known.of_rank(0), size=2), "stock")
     assert "rank 1 left no record" in sweeps.savings(replace(known.of_rank(0), size=2), Arm("stock"), None).refused
+
+
+def test_the_step_of_one_worker_is_that_of_all_ranks(known: Trace) -> None:
+    found = findings.find(known).scaling[Arm("stock")]
+    job = questions.job(known, "stock")
+    assert job.alone_ns == pytest.approx(found.t1_ns, rel=0.01)
+    other = {0: 1, 1: 0}
+    swapped = replace(
+        known,
+        steps=tuple(replace(step, rank=other[step.rank]) for step in known.steps),
+        collectives=tuple(replace(one, rank=other[one.rank]) for one in known.collectives),
+    )
+    assert questions.job(swapped, "stock").alone_ns == pytest.approx(job.alone_ns, rel=0.01)
 
 
 @pytest.mark.parametrize("off_ms", [20, -20, 80])

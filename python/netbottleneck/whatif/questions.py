@@ -332,7 +332,9 @@ def _ready(trace: Trace, transport: Arm | None, plan: Plan | None, cost: Cost, n
         notes = (*doubt, *notes)
     load = workload(trace, transport, cost.contention)
     load = replace(load, steps=load.steps[:: math.ceil(len(load.steps) / STEPS_MAX)])
-    alone = simulate(load, plan, Cost.free(), workers=1, steps=_steps(load))
+    ranks = len(load.ranks)
+    steps = ranks * math.ceil(_steps(load) / ranks)  # the same number from each rank
+    alone = simulate(load, plan, Cost.free(), workers=1, steps=steps)
     return Job(trace, load, plan, cost, trace.size, outcome(alone).step_ns, transport, notes=notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -228,7 +229,8 @@ def _streams(load: Workload, workers: int, steps: int) -> list[list[Draw]]:
     ranks = load.ranks
     if _all_recorded(load, workers):
         return [[load.steps[k % recorded][rank] for k in range(steps)] for rank in ranks]
-    own = [load.steps[k % recorded][ranks[k // recorded % len(ranks)]] for k in range(steps)]
+    shift = math.lcm(recorded, len(ranks))  # after so many, the pairs of a step and a rank recur
+    own = [load.steps[k % recorded][ranks[(k + k // shift) % len(ranks)]] for k in range(steps)]
     draws = load.draws
     if workers == 1 or len(draws) == 1:
         return [own]

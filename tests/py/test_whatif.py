@@ -211,6 +211,16 @@ def test_an_unreachable_target_reports_the_best_scaling_factor() -> None:
     assert "the run has no probe" in unknown.reason
 
 
+def test_a_target_that_is_reached_without_compression_needs_none() -> None:
+    job, slow = made(Cost(link=Link(1e11))), Codec(10.0, 10.0)
+    least = sweeps.least_compression(job, 0.9, slow)
+    assert least.value is not None
+    assert (least.value.low, least.value.value, least.value.high) == (1.0, 1.0, 1.0)
+    # The codec takes longer than all that it could save: 50 of 52.4 ms is the best.
+    unmet = sweeps.least_compression(job, 0.99, slow)
+    assert (unmet.value, unmet.reason) == (None, "at most 95.4 % is reached")
+
+
 def test_a_link_faster_than_the_enough_link_gains_at_most_one_percent() -> None:
     job = made(Cost(alpha_ns=MS))
     enough = sweeps.enough_link(job).value

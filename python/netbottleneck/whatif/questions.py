@@ -374,9 +374,7 @@ class LeastValue:
 
 
 def _search(meets: Callable[[float], bool], low: float, high: float, integer: bool) -> float:
-    """Least value in [low, high] that meets the aim, by bisection of the logarithm. `high` must meet it."""
-    if meets(low):
-        return low
+    """Least value in [low, high] that meets the aim, by bisection of the logarithm. `high` must meet it, `low` not."""
     for _ in range(HALVINGS if not integer else max(1, math.ceil(math.log2(high)))):
         if integer and high - low <= 1:
             break
@@ -401,7 +399,7 @@ class Aim:
 def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[IntervalEnd], float]) -> LeastValue:
     """The least value whose setting has a step of at most limit_ns, also at each end of the sources of error.
 
-    A larger value must never make a step longer.
+    Above the least value of the span, a larger value must never make a step longer.
     """
     low, high = aim.span
     best = make(high)
@@ -411,21 +409,28 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
     except ValueError as error:
         return replace(unmet, reason=str(error))
 
+    def step_ns(end: IntervalEnd, value: float) -> float:
+        setting = make(value)
+        try:
+            return simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns
+        except ValueError:
+            return math.inf  # an operation exceeds the simulation's limit, which the best setting did not
+
     def found(end: IntervalEnd) -> float:
         bound_ns = limit_ns(end)
 
         def meets(value: float) -> bool:
-            setting = make(value)
-            try:
-                return simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns <= bound_ns
-            except ValueError:
-                return False  # an operation exceeds the simulation's limit, which the best setting did not
+            return step_ns(end, value) <= bound_ns
 
+        if meets(low):  # a codec can make all other values slower
+            return low
         return _search(meets, low, high, aim.whole) if meets(high) else math.inf
 
-    value = found(IntervalEnd("", job))
+    itself = IntervalEnd("", job)
+    value = found(itself)
     if math.isinf(value):
-        return replace(unmet, reason=f"at most {percent(scaling(job, reached_ns), digits=1)} is reached")
+        most = scaling(job, min(reached_ns, step_ns(itself, low)))
+        return replace(unmet, reason=f"at most {percent(most, digits=1)} is reached")
     others = interval_ends(job, best.cost)
     between = interval(value, others, [found(end) for end in others])
     between = replace(between, low=max(low, between.low))  # ends combined in quadrature can exceed the range

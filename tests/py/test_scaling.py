@@ -410,6 +410,16 @@ def test_the_share_of_latency_is_fitted(constant, slope, share):
     assert comparisons.latency_share(rows) == pytest.approx(share, abs=0.02)
 
 
+def test_waiting_for_the_last_rank_is_no_latency():
+    rows, last = [], {}
+    for place, size in enumerate([100, 200, 400, 800, 1600] * 2):
+        begin, waited = place * 10**6, 5000 + 3000 * (place % 3)
+        rows.append(operation(begin, begin + waited + 1000 + size, tensor_bytes=size))
+        last[rows[-1].match] = (begin + waited, 1)
+    assert comparisons.latency_share(rows, last) == pytest.approx(1000 / 1620, abs=0.001)
+    assert comparisons.latency_share(rows) > 0.9
+
+
 def test_no_latency_is_fitted_to_too_little():
     rows = [operation(i * 10, i * 10 + 5, tensor_bytes=8) for i in range(20)]
     assert comparisons.latency_share(rows) is None

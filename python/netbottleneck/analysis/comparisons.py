@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -467,22 +468,26 @@ def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling |
     return Scaling(t1_ns / tn_ns, t1_ns, tn_ns, how)
 
 
-def latency_share(operations: Sequence[Collective]) -> float | None:
+def latency_share(
+    operations: Sequence[Collective], last: Mapping[tuple[Arm, int, int, int], tuple[int, int]] = MappingProxyType({})
+) -> float | None:
     """Part of transfer time that does not depend on size: a in ns = a + b bytes, by least squares.
 
-    Uses operations that ran alone on their rank; None if they are too few or too similar in size.
+    Uses operations that ran alone on their rank; None if they are too few or too similar in size. last: as
+    intervals.last_entries returns it: waiting for the last rank is not transfer.
     """
     points = []
-    by_rank: dict[int, list[Collective]] = defaultdict(list)
+    by_rank: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for c in operations:
         if c.finished and c.tensor_bytes > 0:
-            by_rank[c.rank].append(c)
+            begin = max(c.start_ns or 0, last.get(c.match, (0, 0))[0])
+            by_rank[c.rank].append((begin, c.done_ns or 0, c.tensor_bytes))
     for rows in by_rank.values():
-        spans = sorted(((c.start_ns or 0), (c.done_ns or 0), c.tensor_bytes) for c in rows)
+        spans = sorted(rows)
         busy_until = 0
         for place, (start, done, nbytes) in enumerate(spans):
             followed = place + 1 < len(spans) and spans[place + 1][0] < done
-            if start >= busy_until and not followed:
+            if busy_until <= start < done and not followed:
                 points.append((nbytes, done - start))
             busy_until = max(busy_until, done)
     if len(points) < FIT_OPERATIONS_MIN:

@@ -27,6 +27,7 @@ from netbottleneck.analysis.comparisons import (
     latency_share,
     mean_of_delays,
     mean_of_steps,
+    mean_of_typical,
     scaling_factor,
     step_times,
     travels,
@@ -192,17 +193,22 @@ def _delays(splits: Sequence[Split]) -> Estimate:
     return mean_of_delays(np.where(delayed, moving - quarter, 0.0))
 
 
+def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Estimate:
+    """The mean of a value over the middle half of the steps."""
+    return mean_of_typical(_over_steps(splits, value), _over_steps(splits, PARTS["step"]))
+
+
 def _starved(rows: Sequence[Row]) -> Estimate | None:
     """Ns of compute a step in which the process had no core; None if processor time was not recorded."""
     used = {(step.rank, step.index): step.cpu_ns for step, _, _ in rows}
     if not rows or any(ns is None for ns in used.values()):
         return None
-    lost = _over_steps([split for _, split, _ in rows], lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
-    return mean_of_steps(lost)
+    splits = [split for _, split, _ in rows]
+    return _of_typical(splits, lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
 
 
 def _parts_ns(splits: Sequence[Split]) -> dict[str, Estimate]:
-    return {name: mean_of_steps(_over_steps(splits, value)) for name, value in PARTS.items()}
+    return {name: _of_typical(splits, value) for name, value in PARTS.items()}
 
 
 def _share(splits: Sequence[Split]) -> Estimate:
@@ -334,7 +340,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         common,
         base=base,
         share=_share(splits),
-        parts_ns=_parts_ns(typical_splits),
+        parts_ns=_parts_ns(splits),
         delays_ns=_delays(splits),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),

@@ -283,7 +283,18 @@ def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
 
 @pytest.mark.parametrize(
     ("kind", "size", "factor"),
-    [("allreduce", 2, 1.0), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("broadcast", 4, 1.0), ("barrier", 4, 0.0)],
+    [
+        ("allreduce", 2, 1.0),
+        ("allreduce", 8, 1.75),
+        ("allgather", 4, 0.75),
+        ("reducescatter", 4, 0.75),
+        ("alltoall", 4, 0.75),
+        ("gather", 8, 0.875),
+        ("scatter", 8, 0.875),
+        ("broadcast", 4, 1.0),
+        ("reduce", 4, 1.0),
+        ("barrier", 4, 0.0),
+    ],
 )
 def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
     assert bandwidth.bus_factor(kind, size) == factor

@@ -303,7 +303,8 @@ def _send_less(f: Findings) -> str:
     """What to do about a full link: a transport that was measured to be faster comes first."""
     less, won = "end less (larger batches, smaller gradients) or get a faster link", best_gain(f)
     if won is None:
-        return f"S{less}; another transport cannot help much."
+        unknown = f.handicapped or any(pair.gain.high >= limits.GAIN_MIN for pair in f.comparisons)
+        return f"S{less}." if f.comparisons and unknown else f"S{less}; another transport cannot help much."
     return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 

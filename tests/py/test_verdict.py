@@ -131,6 +131,33 @@ def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):
     )
 
 
+def test_a_full_link_rules_other_transports_out_only_if_none_is_undecided(tmp_path):
+    numbers = findings_of(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    (pair,) = numbers.comparisons
+    slow = Estimate(1.1, 1.05, 1.15)
+    handicap = Paired(Arm("bare"), Arm("stock"), 4, 40, Estimate(9e6, 5e6, 13e6), slow)
+    perhaps = replace(pair, ratio=Estimate(0.92, 0.8, 1.04))
+
+    def advised(**changes):
+        return rules._send_less(replace(numbers, **changes))
+
+    sure = "another transport cannot help much."
+    assert advised().endswith(sure)
+    assert advised(comparisons=()).endswith(sure)
+    assert advised(comparisons=(), handicap=handicap).endswith(sure)
+    for changes in ({"comparisons": (perhaps,)}, {"comparisons": (pair, perhaps)}, {"handicap": handicap}):
+        assert advised(**changes) == "Send less (larger batches, smaller gradients) or get a faster link."
+
+
+def test_rates_are_judged_by_the_time_in_which_data_moved(tmp_path):
+    numbers = findings_of(tmp_path, size=4, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    parts = numbers.parts["stock"]
+    assert parts.transfer_ns == pytest.approx(40e6, rel=0.01)
+    for share, judged in ((0.19, True), (0.21, False)):
+        unsure = replace(numbers, clock_error_ns=share * 40e6 / parts.operations)
+        assert (rules.Facts(unsure, Arm("stock"), rules.Predicted(), ()).rates_known == "") == judged
+
+
 def test_a_noisy_arm_does_not_hide_a_sure_gain(tmp_path):
     def transfer(transport, block, _):
         return (1, {"stock": 78, "tcp": 67}.get(transport) or (20, 110)[block // 3 % 2])

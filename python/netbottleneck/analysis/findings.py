@@ -55,7 +55,7 @@ from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 class Parts:
     """Parts of an arm's step: means over the middle half of its steps. compute + exposed + wait + other = step.
 
-    own_ns: our own work between two steps, beside the step.
+    own_ns: our own work between two steps, beside the step. transfer_ns: time in which operations moved data.
     """
 
     step_ns: float
@@ -73,6 +73,7 @@ class Parts:
     tensor_bytes: float
     operations: float
     own_ns: float
+    transfer_ns: float
     steps: int
 
 

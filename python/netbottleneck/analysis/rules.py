@@ -147,7 +147,7 @@ class Facts:
         Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
         """
         parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
-        transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
+        transfer_ns = parts.transfer_ns if rate is not None else 0.0
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
         if not aligned and self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * transfer_ns > 0:
             return clock_text(self.f)

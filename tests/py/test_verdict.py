@@ -520,6 +520,22 @@ def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores
     assert verdict.decide(numbers).code == code
 
 
+def test_compute_that_lacks_a_core_counts_once(tmp_path):
+    numbers = findings_of(
+        tmp_path, transports=("stock",), blocks=1, block_steps=12, busy_cores=1.9, meta={"cores": [2, 3]}
+    )
+
+    def saving_ms(slower_ms, starved_ms):
+        ends = [Estimate(at * 1e6, at * 1e6 - 1e5, at * 1e6 + 1e5) for at in (slower_ms, starved_ms)]
+        slowed = Paired(Arm("null"), Arm("stock"), 4, 40, ends[0], Estimate(1.3, 1.2, 1.4))
+        facts = rules.Facts(replace(numbers, slowed=slowed, starved=ends[1]), Arm("stock"), rules.Predicted(), ())
+        return rules.host(facts).saving.value / 1e6
+
+    neither = saving_ms(0, 0)
+    assert saving_ms(8, 5) == pytest.approx(neither + 8)
+    assert saving_ms(5, 8) == pytest.approx(neither + 8)
+
+
 def test_a_simulated_step_keeps_no_core_busy(tmp_path):
     run = ring_reader.load(FakeRun(tmp_path, blocks=3, busy_cores=1.9, meta={"cores": [2, 3]}).write())
     assert findings.find(run).cores_busy is not None

@@ -365,8 +365,7 @@ def host(facts: Facts) -> RuleResult:
     saving = Estimate(0.0, 0.0, 0.0)
     sources, reasons = [], []
     if slowed is not None:
-        more = slowed.difference_ns
-        saving = more
+        more = saving = slowed.difference_ns
         sources.append(f"{f.label}: {slowed.pairs} pairs with {NULL}")
         reasons.append(
             f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
@@ -374,13 +373,13 @@ def host(facts: Facts) -> RuleResult:
         )
     idle = f.parts_ns["moving"]
     if busy >= limits.CORES_BUSY:
+        # Compute without a core is longer, and so is part of the difference to steps without traffic.
+        saving = max((one for one in (saving, f.starved) if one is not None), key=lambda one: one.value)
         # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
         least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
         saving = Estimate(
             saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
         )
-        if f.starved is not None:
-            saving = Estimate(*(getattr(saving, end) + getattr(f.starved, end) for end in ("value", "low", "high")))
         sources.append(f"cores {percent(busy)} busy")
         reasons.append(
             f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "

@@ -383,6 +383,28 @@ def test_a_wait_no_longer_than_what_our_measuring_adds_is_not_judged(tmp_path):
     assert straggler(41).rests == "our own measuring adds 41.0 ms to a step, and may cause this wait"
 
 
+def test_a_wait_between_ranks_is_as_uncertain_as_their_clocks(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
+    )
+    random = replace(numbers.lateness, last=None, jitter_ns=Estimate(40e6, 39e6, 41e6), steps=30)
+
+    def saving(code, lateness, error_ms):
+        found = replace(numbers, clock_error_ns=error_ms * 1e6, lateness=lateness)
+        return next(one for one in verdict.decide(found).evidence if one.code == code)
+
+    for code, lateness in (("STRAGGLER", numbers.lateness), ("IMBALANCE", random)):
+        sure, wide, none = (saving(code, lateness, error_ms) for error_ms in (0, 10, 39))
+        assert sure.fired
+        assert wide.fired
+        assert wide.saving.low == pytest.approx(sure.saving.low - 10e6)
+        assert wide.saving.high == pytest.approx(sure.saving.high + 10e6)
+        assert wide.saving.value == sure.saving.value
+        assert none.uncertain  # the wait is longer than the error, but not surely long enough to count
+        assert none.saving.low >= 0
+        assert saving(code, lateness, math.inf).rests == "the clocks of the ranks were not compared"
+
+
 def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94

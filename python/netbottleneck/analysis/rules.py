@@ -166,12 +166,12 @@ class Facts:
         step = self.step_ns if step_ns is None else step_ns
         return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * step, step_ns=step, **fields)  # type: ignore[arg-type]
 
-    def more_steps(self, saving: Estimate) -> dict[str, Any]:
+    def more_steps(self, saving: Estimate, error_ns: float = 0.0) -> dict[str, Any]:
         """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
 
-        The interval's width falls as 1/sqrt(n).
+        The interval's width falls as 1/sqrt(n). error_ns: an error beside the interval, which more steps do not reduce.
         """
-        reach = saving.value - limits.GAIN_MIN * self.step_ns
+        reach = saving.value - error_ns - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
         steps = sum(time.steps + time.blocks for time in self.f.times.values())
@@ -428,6 +428,16 @@ def _unsure_wait(facts: Facts, saving: Estimate) -> str:
     return ""
 
 
+def _clock_error_ns(f: Findings) -> float:
+    """Error of a wait between ranks by their clocks; 0 if no clock was compared: such a wait is not judged at all."""
+    return f.clock_error_ns if math.isfinite(f.clock_error_ns) else 0.0
+
+
+def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
+    """A saving of a wait between ranks whose clocks differ by at most error_ns."""
+    return replace(saving, low=min(saving.low, max(0.0, saving.low - error_ns)), high=saving.high + error_ns)
+
+
 def straggler(facts: Facts) -> RuleResult:
     """One rank arrives last, step after step."""
     f, late = facts.f, facts.f.lateness
@@ -435,8 +445,9 @@ def straggler(facts: Facts) -> RuleResult:
         return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
     if late.straggler is None:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
-    rank, saving = late.straggler, late.persistent_ns
-    unsure = _unsure_wait(facts, saving)
+    rank, error_ns = late.straggler, _clock_error_ns(f)
+    unsure = _unsure_wait(facts, late.persistent_ns)
+    saving = _beside_clocks(late.persistent_ns, error_ns)
     name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
     phase, more = max(late.longer.items(), key=lambda row: row[1])
     cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
@@ -450,7 +461,7 @@ def straggler(facts: Facts) -> RuleResult:
         why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
         f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
         next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
-        **facts.more_steps(saving),
+        **facts.more_steps(late.persistent_ns, error_ns),
     )
 
 
@@ -459,8 +470,9 @@ def imbalance(facts: Facts) -> RuleResult:
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
-    saving = late.jitter_ns
-    unsure = _unsure_wait(facts, saving)
+    error_ns, unsure = _clock_error_ns(f), _unsure_wait(facts, late.jitter_ns)
+    saving = _beside_clocks(late.jitter_ns, error_ns)
+    needs = facts.more_steps(late.jitter_ns, error_ns)
     short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
     saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
     return facts.evidence(
@@ -473,7 +485,7 @@ def imbalance(facts: Facts) -> RuleResult:
         f"{ms(saving.high)}) a step"
         + (". No rank is last persistently." if late.last is None else f", beside the wait for rank {late.last}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else facts.more_steps(saving)),
+        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else needs),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from netbottleneck.analysis import comparisons
+from netbottleneck.analysis.intervals import middle_half
 from netbottleneck.trace.transports import Arm
 
 A, B = Arm("a"), Arm("b")
@@ -55,6 +56,49 @@ def test_the_mean_of_steps_that_are_alike_is_covered(steps):
     assert sum(one.low <= 100 <= one.high for one in found) >= 0.88 * RUNS
     independent = [comparisons.mean_of_steps(run) for run in random.normal(100, 5, (RUNS, steps))]
     assert sum(one.low <= 100 <= one.high for one in independent) >= 0.93 * RUNS
+
+
+def covered_middles(random, lengths, many):
+    """Part of the runs whose interval has the true mean of the middle half: the worst of the length, and a part of it.
+
+    lengths: of the steps of each run; many: the same of very many steps.
+    """
+
+    def part_of(own):
+        return 0.3 * own + 2e6 * random.standard_normal(own.shape)
+
+    middle, shares = middle_half(many), []
+    for values, truth in ((lengths, many[middle].mean()), (part_of(lengths), part_of(many)[middle].mean())):
+        found = [comparisons.mean_of_typical(*run) for run in zip(values, lengths, strict=True)]
+        shares.append(float(np.mean([one.low <= truth <= one.high for one in found])))
+    return min(shares)
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+def test_the_mean_of_the_middle_half_of_blocks_of_steps_is_covered(tails):
+    pairs, random = 60, np.random.default_rng(60)
+    base = np.array([True, False, False, True] * pairs)[: 2 * pairs]
+    lengths = blocks_of_runs(random, pairs, tails)[:, base].reshape(RUNS, -1)
+    assert covered_middles(random, lengths, blocks_of_runs(random, pairs, tails).ravel()) >= 0.93
+
+
+@pytest.mark.parametrize("steps", [20, 60, 200])
+def test_the_mean_of_the_middle_half_is_covered_as_that_of_all_steps(steps):
+    random = np.random.default_rng(steps)
+    many = random.normal(1e8, 3e6, 300_000)
+    assert covered_middles(random, random.normal(1e8, 3e6, (RUNS, steps)), many) >= 0.93
+    alike = 1e8 + 3e6 * correlated(random, (RUNS, steps), 0.5, random.standard_normal)
+    assert covered_middles(random, alike, many) >= 0.88
+
+
+def test_the_mean_of_the_middle_half_is_that_of_the_typical_steps():
+    lengths = [9, 1, 4, 5, 6]
+    assert comparisons.mean_of_typical([1, 2, 3, 4, 8], lengths).value == 5
+    assert comparisons.mean_of_typical([1, 2, 6], lengths[:3]).value == 3
+    single = comparisons.mean_of_typical([7], [1])
+    assert (single.low, single.value, single.high) == (-math.inf, 7, math.inf)
+    with pytest.raises(ValueError, match="at least one value"):
+        comparisons.mean_of_typical([], [])
 
 
 def test_the_quantiles_are_those_of_the_tables():

@@ -117,6 +117,19 @@ def test_copies_longer_than_their_operation_are_refused() -> None:
         fit(run, copy_byte_ns=-1.0)
 
 
+@pytest.mark.parametrize("buckets", [TOGETHER, MIXED])
+def test_a_single_operation_shorter_than_its_copies_is_left_out(buckets: tuple[tuple[int, ...], ...]) -> None:
+    run = recorded(Cost(alpha_ns=100_000, link=Link(3e9), copy_byte_ns=0.5), buckets)
+    place = next(c for c in run.collectives if c.step == 4 and c.bucket == 1)
+    fast = [
+        replace(c, done_ns=(c.start_ns or 0) + 100_000) if (c.step, c.bucket) == (place.step, place.bucket) else c
+        for c in run.collectives
+    ]
+    found = fit(replace(run, collectives=tuple(fast)), copy_byte_ns=0.5)
+    assert found.cost.copy_byte_ns == pytest.approx(0.5, rel=0.01)
+    assert found.cost.link.rate_bps == pytest.approx(3e9, rel=0.01)
+
+
 def test_a_table_of_copies_is_of_tensors_copied_one_by_one() -> None:
     table = Table((0.0, 1000.0, 2000.0), (50.0, 150.0, 650.0))
     assert copy_cost_from_table(table, [1000, 2000, 0]) == pytest.approx(800 / 3000)

@@ -13,6 +13,7 @@ from netbottleneck.analysis.intervals import counted
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Parameter, Probe, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
+from netbottleneck.whatif import questions, sweeps
 from netbottleneck.whatif.cost import UNLIMITED, Cost, Link, Table
 from netbottleneck.whatif.fit import Fit, Service, bounding_lines, fit, services
 from netbottleneck.whatif.plan import Plan, in_flight
@@ -212,8 +213,67 @@ def test_totals_of_a_step_give_the_cost_of_bytes_if_operations_do_not() -> None:
     assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
 
 
+def of_one_size() -> Trace:
+    """Operations of 1 MiB that take 8.39 ms on a link of 1 Gbit/s and 0.2 ms beside."""
+    return replace(run_at(Cost(alpha_ns=1e5, link=Link(1e9)), sizes=(MIB,) * 4), network=None)
+
+
+def test_an_answer_covers_both_splits_between_an_operation_and_its_bytes() -> None:
+    job = questions.job(with_info(of_one_size(), TransportInfo("tcp", link_bps=10**9)))
+    (setting,) = sweeps.links(job, [1e11])
+    found = questions.answer(job, setting)
+    assert found.step_s is not None
+    assert found.scaling is not None
+    assert found.step_s.high - found.step_s.value == pytest.approx(2e-4, rel=0.05)
+    assert found.step_s.low == pytest.approx(found.step_s.value, rel=1e-4)
+    assert found.scaling.low == pytest.approx(job.alone_ns / 1e9 / found.step_s.high)
+    # As recorded, both splits take as long.
+    now = questions.answer(job, sweeps.now(job)).step_s
+    assert now is not None
+    assert now.high - now.low < 1e-5
+    # 0.5 ms after the last gradient: all of it is for the bytes, or what 0.2 ms of the operation leave.
+    link = sweeps.least_link(job, job.alone_ns / (job.alone_ns + 5e5)).value
+    assert link is not None
+    assert (link.value, link.high) == pytest.approx((8e9 * MIB / 5e5, 8e9 * MIB / 3e5), rel=0.02)
+
+
+def test_all_overlapped_has_the_interval_of_its_splits() -> None:
+    run = with_info(of_one_size(), TransportInfo("tcp", link_bps=10**9))
+    job = questions.job(run)
+    many = Plan.explicit([(0,), (1,), (2,), (3,)])
+    faster = replace(sweeps.now(job), plan=many, cost=replace(job.cost, link=Link(2.5e9)))
+    found = sweeps.ideal_overlap(job, questions.answer(job, faster))
+    assert found.outcome is not None
+    assert found.step_s is not None
+    # The bytes of four operations take 13.4 ms, and the rest of them 0 or 0.8 ms: both are less than the compute.
+    assert found.step_s.low == found.step_s.value == found.step_s.high
+    slower = replace(faster, cost=replace(job.cost, link=Link(5e8)))
+    found = sweeps.ideal_overlap(job, questions.answer(job, slower))
+    assert found.step_s is not None
+    assert found.step_s.high - found.step_s.value == pytest.approx(8e-4, rel=0.05)
+
+
+TIMES_MS = [
+    {1: 4, 2: 2, 3: 4, 9: 2, 16: 4, 24: 2},  # no time of a byte
+    {1: 2, 2: 4, 3: 2, 9: 4, 16: 2, 24: 4},  # at one end no time of a byte
+]
+
+
+@pytest.mark.parametrize("times_ms", TIMES_MS)
+def test_other_costs_of_a_fit_take_as_long_in_total(times_ms: dict[int, int]) -> None:
+    run = run_at(Cost(fixed_ns=1e6))
+    took_ns = {size * MIB: ms * 1_000_000 for size, ms in times_ms.items()}
+    rows = [replace(c, done_ns=(c.start_ns or 0) + took_ns[c.tensor_bytes]) for c in run.collectives]
+    found = fit(replace(run, collectives=tuple(rows)))
+    assert len(found.others) == 2
+    costs = (found.cost, *found.others)
+    assert {cost.link.bps == UNLIMITED for cost in costs} == {True, False}
+    totals = [cost.fixed_ns * len(SIZES) + cost.link.byte_ns * sum(SIZES) for cost in costs]
+    assert totals == pytest.approx([totals[0]] * 3)
+
+
 def test_a_fit_of_one_size_or_of_few_operations_is_poor() -> None:
-    one_size = replace(run_at(Cost(alpha_ns=1e5, link=Link(1e9)), sizes=(MIB,) * 4), network=None)
+    one_size = of_one_size()
     assert "one size" in fit(one_size).reason
     assert "one size" in fit(with_info(one_size, TransportInfo("tcp", link_bps=10**10))).reason
     assert "one size" in fit(with_info(one_size, TransportInfo("tcp", link_bps=10**8))).reason

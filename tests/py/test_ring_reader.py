@@ -145,6 +145,14 @@ def test_a_call_of_the_script_has_its_kind_its_phase_and_its_ranks():
     assert [c.name for c in rows[:2]] == ["forward/allreduce", "other/gather"]
 
 
+@pytest.mark.parametrize(("transport", "nbytes"), [("tcp", 32), (None, 64)])
+def test_an_all_to_all_has_the_bytes_of_its_input(transport, nbytes):
+    number = ring_reader.KINDS.index("alltoall")
+    submit = Event("OP_SUBMIT", 1, 0, 5, 0, 64, 0, 0, number | 6 << 8)
+    (row,) = ring_reader.collectives([submit], 0, transport, ring_reader.StepIndex([]), ring_reader.BucketIndex([]))
+    assert (row.kind, row.tensor_bytes) == ("alltoall", nbytes)
+
+
 def test_a_pass_without_gradients_is_evaluation_and_a_save_a_checkpoint():
     kinds = ("STEP_BEGIN", "FORWARD_BEGIN", "FORWARD_END", "FORWARD_BEGIN", "FORWARD_END")
     kinds += ("CHECKPOINT_BEGIN", "CHECKPOINT_END", "STEP_END")

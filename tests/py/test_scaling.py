@@ -283,7 +283,18 @@ def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
 
 @pytest.mark.parametrize(
     ("kind", "size", "factor"),
-    [("allreduce", 2, 1.0), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("broadcast", 4, 1.0), ("barrier", 4, 0.0)],
+    [
+        ("allreduce", 2, 1.0),
+        ("allreduce", 8, 1.75),
+        ("allgather", 4, 0.75),
+        ("reducescatter", 4, 0.75),
+        ("alltoall", 4, 0.75),
+        ("gather", 8, 0.875),
+        ("scatter", 8, 0.875),
+        ("broadcast", 4, 1.0),
+        ("reduce", 4, 1.0),
+        ("barrier", 4, 0.0),
+    ],
 )
 def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
     assert bandwidth.bus_factor(kind, size) == factor
@@ -408,6 +419,16 @@ def test_the_share_of_latency_is_fitted(constant, slope, share):
         rows.append(operation(now, now + constant + slope * size + (size == 0), tensor_bytes=size))
         now += 10**6
     assert comparisons.latency_share(rows) == pytest.approx(share, abs=0.02)
+
+
+def test_waiting_for_the_last_rank_is_no_latency():
+    rows, last = [], {}
+    for place, size in enumerate([100, 200, 400, 800, 1600] * 2):
+        begin, waited = place * 10**6, 5000 + 3000 * (place % 3)
+        rows.append(operation(begin, begin + waited + 1000 + size, tensor_bytes=size))
+        last[rows[-1].match] = (begin + waited, 1)
+    assert comparisons.latency_share(rows, last) == pytest.approx(1000 / 1620, abs=0.001)
+    assert comparisons.latency_share(rows) > 0.9
 
 
 def test_no_latency_is_fitted_to_too_little():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -196,7 +197,8 @@ def test_free_communication_leaves_the_compute(data: st.DataObject) -> None:
     found = simulate(trace_of(ranks, sizes, kinds), plan, Cost.free(), workers=1)
     begin = 0
     for at, step in enumerate(found.steps):
-        spec = ranks[at // len(ranks[0]) % len(ranks)][at % len(ranks[0])]
+        turn = at // math.lcm(len(ranks[0]), len(ranks))
+        spec = ranks[(at + turn) % len(ranks)][at % len(ranks[0])]
         begin += spec.head + sum(ns for _, ns in spec.gaps) + spec.post + spec.tail
         assert step.end_ns == begin
 
@@ -294,6 +296,23 @@ def test_more_workers_wait_for_the_slowest_recorded_step_and_memory_stays() -> N
     few = simulate(load, Plan.ddp(), Cost.free(), workers=3, steps=8)
     assert sum(s.duration_ns for s in few.steps) < 1600
     assert any("drawn from 8 recorded steps" in note for note in many.notes)
+
+
+def test_a_simulated_rank_is_typical_of_all_ranks() -> None:
+    ranks = [[RankStep(0, [(0, ns + at)], 0, 0) for at in range(20)] for ns in (100, 200, 300)]
+    load = workload(trace_of(ranks, [8], ["f"]))
+    alone = simulate(load, Plan.ddp(), Cost.free(), workers=1, steps=21).steps
+    lengths = [step.duration_ns // 100 for step in alone]
+    assert [lengths.count(one) for one in (1, 2, 3)] == [7, 7, 7]
+
+
+def test_a_step_with_a_pause_that_is_too_long_for_the_engine_is_left_out() -> None:
+    specs = [RankStep(0, [(0, ns)], 0, 0) for ns in (100, 110, 1001 * 10**9, 120)]
+    load = workload(trace_of([specs, specs], [8], ["f"]))
+    assert [draws[0].compute_ns for draws in load.steps] == [100, 110, 120]
+    only = workload(trace_of([specs[2:3]] * 2, [8], ["f"]))
+    with pytest.raises(ValueError, match="an invalid work time"):
+        simulate(only, Plan.ddp(), Cost.free())
 
 
 def test_the_output_is_an_ordinary_trace(tmp_path: Path) -> None:

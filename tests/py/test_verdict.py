@@ -131,6 +131,33 @@ def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):
     )
 
 
+def test_a_full_link_rules_other_transports_out_only_if_none_is_undecided(tmp_path):
+    numbers = findings_of(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    (pair,) = numbers.comparisons
+    slow = Estimate(1.1, 1.05, 1.15)
+    handicap = Paired(Arm("bare"), Arm("stock"), 4, 40, Estimate(9e6, 5e6, 13e6), slow)
+    perhaps = replace(pair, ratio=Estimate(0.92, 0.8, 1.04))
+
+    def advised(**changes):
+        return rules._send_less(replace(numbers, **changes))
+
+    sure = "another transport cannot help much."
+    assert advised().endswith(sure)
+    assert advised(comparisons=()).endswith(sure)
+    assert advised(comparisons=(), handicap=handicap).endswith(sure)
+    for changes in ({"comparisons": (perhaps,)}, {"comparisons": (pair, perhaps)}, {"handicap": handicap}):
+        assert advised(**changes) == "Send less (larger batches, smaller gradients) or get a faster link."
+
+
+def test_rates_are_judged_by_the_time_in_which_data_moved(tmp_path):
+    numbers = findings_of(tmp_path, size=4, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    parts = numbers.parts["stock"]
+    assert parts.transfer_ns == pytest.approx(40e6, rel=0.01)
+    for share, judged in ((0.19, True), (0.21, False)):
+        unsure = replace(numbers, clock_error_ns=share * 40e6 / parts.operations)
+        assert (rules.Facts(unsure, Arm("stock"), rules.Predicted(), ()).rates_known == "") == judged
+
+
 def test_a_noisy_arm_does_not_hide_a_sure_gain(tmp_path):
     def transfer(transport, block, _):
         return (1, {"stock": 78, "tcp": 67}.get(transport) or (20, 110)[block // 3 % 2])
@@ -356,6 +383,28 @@ def test_a_wait_no_longer_than_what_our_measuring_adds_is_not_judged(tmp_path):
     assert straggler(41).rests == "our own measuring adds 41.0 ms to a step, and may cause this wait"
 
 
+def test_a_wait_between_ranks_is_as_uncertain_as_their_clocks(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
+    )
+    random = replace(numbers.lateness, last=None, jitter_ns=Estimate(40e6, 39e6, 41e6), steps=30)
+
+    def saving(code, lateness, error_ms):
+        found = replace(numbers, clock_error_ns=error_ms * 1e6, lateness=lateness)
+        return next(one for one in verdict.decide(found).evidence if one.code == code)
+
+    for code, lateness in (("STRAGGLER", numbers.lateness), ("IMBALANCE", random)):
+        sure, wide, none = (saving(code, lateness, error_ms) for error_ms in (0, 10, 39))
+        assert sure.fired
+        assert wide.fired
+        assert wide.saving.low == pytest.approx(sure.saving.low - 10e6)
+        assert wide.saving.high == pytest.approx(sure.saving.high + 10e6)
+        assert wide.saving.value == sure.saving.value
+        assert none.uncertain  # the wait is longer than the error, but not surely long enough to count
+        assert none.saving.low >= 0
+        assert saving(code, lateness, math.inf).rests == "the clocks of the ranks were not compared"
+
+
 def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
@@ -491,6 +540,22 @@ def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores
     )
     assert numbers.cores_busy == (None if share is None else pytest.approx(share, rel=1e-3))
     assert verdict.decide(numbers).code == code
+
+
+def test_compute_that_lacks_a_core_counts_once(tmp_path):
+    numbers = findings_of(
+        tmp_path, transports=("stock",), blocks=1, block_steps=12, busy_cores=1.9, meta={"cores": [2, 3]}
+    )
+
+    def saving_ms(slower_ms, starved_ms):
+        ends = [Estimate(at * 1e6, at * 1e6 - 1e5, at * 1e6 + 1e5) for at in (slower_ms, starved_ms)]
+        slowed = Paired(Arm("null"), Arm("stock"), 4, 40, ends[0], Estimate(1.3, 1.2, 1.4))
+        facts = rules.Facts(replace(numbers, slowed=slowed, starved=ends[1]), Arm("stock"), rules.Predicted(), ())
+        return rules.host(facts).saving.value / 1e6
+
+    neither = saving_ms(0, 0)
+    assert saving_ms(8, 5) == pytest.approx(neither + 8)
+    assert saving_ms(5, 8) == pytest.approx(neither + 8)
 
 
 def test_a_simulated_step_keeps_no_core_busy(tmp_path):

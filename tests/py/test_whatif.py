@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck.analysis import arrivals
+from netbottleneck.analysis import arrivals, findings
 from netbottleneck.trace import layer_log, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
@@ -118,6 +118,24 @@ def test_ranks_on_a_host_share_its_link_in_two_levels() -> None:
     assert ["a host is assumed to take no time" in " ".join(one.notes) for one in (alone, shared)] == [False, True]
 
 
+def test_rows_of_several_ranks_per_host_say_that_the_inside_of_a_host_is_free() -> None:
+    for host_bps, free in ((None, True), (5e10, False)):
+        job = made(Cost("two_level", link=Link(1e9), ranks_per_host=8, host_bps=host_bps), workers=16)
+        asked = [sweeps.workers(job, [4]), sweeps.links(job, [1e9]), sweeps.fusions(job, [1 << 20])]
+        asked += [sweeps.cycles(job, [MS]), sweeps.grid(job, [4], [1e9], [1.0], FREE)]
+        for (setting,) in asked:
+            notes = " ".join(questions.answer(job, setting).notes)
+            assert ("inside a host is assumed to take no time" in notes) == free
+
+
+def test_combined_errors_do_not_make_a_step_shorter_than_its_compute() -> None:
+    job = made(Cost(link=Link(1e10)))
+    ends = [questions.IntervalEnd(source, job) for source in ("one", "two", "two")]
+    step, factor = questions.estimates(job, 60e6, ends, [51e6, 51e6, 90e6])
+    assert (step.low, step.value, step.high) == (ALONE_S, 0.060, 0.090)
+    assert (factor.low, factor.value, factor.high) == (5 / 9, 5 / 6, 1.0)
+
+
 def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> None:
     job = made(Cost(link=Link(1e9), residual=(-0.1, 0.2)))
     found = questions.answer(job, sweeps.now(job))
@@ -191,6 +209,16 @@ def test_an_unreachable_target_reports_the_best_scaling_factor() -> None:
     unknown = sweeps.least_lanes(job, 0.9, 1e9)
     assert unknown.value is None
     assert "the run has no probe" in unknown.reason
+
+
+def test_a_target_that_is_reached_without_compression_needs_none() -> None:
+    job, slow = made(Cost(link=Link(1e11))), Codec(10.0, 10.0)
+    least = sweeps.least_compression(job, 0.9, slow)
+    assert least.value is not None
+    assert (least.value.low, least.value.value, least.value.high) == (1.0, 1.0, 1.0)
+    # The codec takes longer than all that it could save: 50 of 52.4 ms is the best.
+    unmet = sweeps.least_compression(job, 0.99, slow)
+    assert (unmet.value, unmet.reason) == (None, "at most 95.4 % is reached")
 
 
 def test_a_link_faster_than_the_enough_link_gains_at_most_one_percent() -> None:
@@ -292,6 +320,19 @@ def test_a_run_that_lacks_a_rank_is_refused_because_waiting_for_it_is_no_cost(kn
     with pytest.raises(ValueError, match="rank 1 left no record"):
         questions.job(replace(known.of_rank(0), size=2), "stock")
     assert "rank 1 left no record" in sweeps.savings(replace(known.of_rank(0), size=2), Arm("stock"), None).refused
+
+
+def test_the_step_of_one_worker_is_that_of_all_ranks(known: Trace) -> None:
+    found = findings.find(known).scaling[Arm("stock")]
+    job = questions.job(known, "stock")
+    assert job.alone_ns == pytest.approx(found.t1_ns, rel=0.01)
+    other = {0: 1, 1: 0}
+    swapped = replace(
+        known,
+        steps=tuple(replace(step, rank=other[step.rank]) for step in known.steps),
+        collectives=tuple(replace(one, rank=other[one.rank]) for one in known.collectives),
+    )
+    assert questions.job(swapped, "stock").alone_ns == pytest.approx(job.alone_ns, rel=0.01)
 
 
 @pytest.mark.parametrize("off_ms", [20, -20, 80])

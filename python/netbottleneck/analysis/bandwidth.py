@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from netbottleneck.analysis.intervals import Split
 
 
+# Collectives in which each rank keeps its own part of the tensor.
+IN_PARTS = ("allgather", "reducescatter", "alltoall", "gather", "scatter")
+
+
 def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | None = None) -> float:
     """Factor from tensor bytes to bytes on a link. Source: nccl-tests, doc/PERFORMANCE.md.
 
@@ -28,7 +32,7 @@ def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | 
         size = hosts
     if kind in ("barrier", "recv") or size < 2:
         return 0.0
-    return {"allreduce": 2.0, "allgather": 1.0, "reducescatter": 1.0}.get(kind, size / (size - 1)) * (size - 1) / size
+    return {"allreduce": 2.0, **dict.fromkeys(IN_PARTS, 1.0)}.get(kind, size / (size - 1)) * (size - 1) / size
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted
+from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted, middle_half
 from netbottleneck.analysis.thresholds import FIT_OPERATIONS_MIN, FIT_SIZES_RATIO_MIN, PAIRS_MIN
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
@@ -226,11 +227,33 @@ def mean_of_steps(values: Sequence[float] | Floats) -> Estimate:
     array = np.asarray(values, np.float64)
     if not array.size:
         raise ValueError("an estimate needs at least one value")
-    count = min(BATCHES, max(5, len(array) // BATCH_STEPS), len(array))
-    parts = [part.mean() for part in np.array_split(array, count)]
-    mean, found = float(array.mean()), _student_interval(np.array(parts))
+    return _around(float(array.mean()), [float(part.mean()) for part in np.array_split(array, _batches(len(array)))])
+
+
+def _batches(steps: int) -> int:
+    """Number of parts into which a sequence of steps is cut."""
+    return min(BATCHES, max(5, steps // BATCH_STEPS), steps)
+
+
+def _around(value: float, parts: Sequence[float]) -> Estimate:
+    """A value with Student's interval over the values of parts of a sequence."""
+    found = _student_interval(np.array(parts))
     half = (found.high - found.low) / 2
-    return Estimate(mean, mean - half, mean + half)
+    return Estimate(value, value - half, value + half)
+
+
+def mean_of_typical(values: Sequence[float] | Floats, lengths: Sequence[float] | Floats) -> Estimate:
+    """Return the mean of a value over the middle half of a sequence of steps by length, with its 95 % interval.
+
+    The interval is that of mean_of_steps, over means of the middle half of each part: the steps were chosen by the
+    lengths of all of them, so the chosen ones alone differ too little. Raises ValueError without a value.
+    """
+    array, long = np.asarray(values, np.float64), np.asarray(lengths, np.float64)
+    if not array.size:
+        raise ValueError("an estimate needs at least one value")
+    parts = np.array_split(np.arange(len(array)), _batches(len(array)))
+    means = [float(array[part][middle_half(long[part])].mean()) for part in parts]
+    return _around(float(array[middle_half(long)].mean()), means)
 
 
 def pairs_needed(effect: float, spread: float) -> int:
@@ -467,22 +490,26 @@ def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling |
     return Scaling(t1_ns / tn_ns, t1_ns, tn_ns, how)
 
 
-def latency_share(operations: Sequence[Collective]) -> float | None:
+def latency_share(
+    operations: Sequence[Collective], last: Mapping[tuple[Arm, int, int, int], tuple[int, int]] = MappingProxyType({})
+) -> float | None:
     """Part of transfer time that does not depend on size: a in ns = a + b bytes, by least squares.
 
-    Uses operations that ran alone on their rank; None if they are too few or too similar in size.
+    Uses operations that ran alone on their rank; None if they are too few or too similar in size. last: as
+    intervals.last_entries returns it: waiting for the last rank is not transfer.
     """
     points = []
-    by_rank: dict[int, list[Collective]] = defaultdict(list)
+    by_rank: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for c in operations:
         if c.finished and c.tensor_bytes > 0:
-            by_rank[c.rank].append(c)
+            begin = max(c.start_ns or 0, last.get(c.match, (0, 0))[0])
+            by_rank[c.rank].append((begin, c.done_ns or 0, c.tensor_bytes))
     for rows in by_rank.values():
-        spans = sorted(((c.start_ns or 0), (c.done_ns or 0), c.tensor_bytes) for c in rows)
+        spans = sorted(rows)
         busy_until = 0
         for place, (start, done, nbytes) in enumerate(spans):
             followed = place + 1 < len(spans) and spans[place + 1][0] < done
-            if start >= busy_until and not followed:
+            if busy_until <= start < done and not followed:
                 points.append((nbytes, done - start))
             busy_until = max(busy_until, done)
     if len(points) < FIT_OPERATIONS_MIN:

@@ -27,6 +27,7 @@ from netbottleneck.analysis.comparisons import (
     latency_share,
     mean_of_delays,
     mean_of_steps,
+    mean_of_typical,
     scaling_factor,
     step_times,
     travels,
@@ -38,6 +39,7 @@ from netbottleneck.analysis.intervals import (
     Split,
     counted,
     is_split,
+    last_entries,
     layers,
     passes,
     split_steps,
@@ -53,7 +55,7 @@ from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 class Parts:
     """Parts of an arm's step: means over the middle half of its steps. compute + exposed + wait + other = step.
 
-    own_ns: our own work between two steps, beside the step.
+    own_ns: our own work between two steps, beside the step. transfer_ns: time in which operations moved data.
     """
 
     step_ns: float
@@ -71,6 +73,7 @@ class Parts:
     tensor_bytes: float
     operations: float
     own_ns: float
+    transfer_ns: float
     steps: int
 
 
@@ -191,17 +194,22 @@ def _delays(splits: Sequence[Split]) -> Estimate:
     return mean_of_delays(np.where(delayed, moving - quarter, 0.0))
 
 
+def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Estimate:
+    """The mean of a value over the middle half of the steps."""
+    return mean_of_typical(_over_steps(splits, value), _over_steps(splits, PARTS["step"]))
+
+
 def _starved(rows: Sequence[Row]) -> Estimate | None:
     """Ns of compute a step in which the process had no core; None if processor time was not recorded."""
     used = {(step.rank, step.index): step.cpu_ns for step, _, _ in rows}
     if not rows or any(ns is None for ns in used.values()):
         return None
-    lost = _over_steps([split for _, split, _ in rows], lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
-    return mean_of_steps(lost)
+    splits = [split for _, split, _ in rows]
+    return _of_typical(splits, lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
 
 
 def _parts_ns(splits: Sequence[Split]) -> dict[str, Estimate]:
-    return {name: mean_of_steps(_over_steps(splits, value)) for name, value in PARTS.items()}
+    return {name: _of_typical(splits, value) for name, value in PARTS.items()}
 
 
 def _share(splits: Sequence[Split]) -> Estimate:
@@ -333,7 +341,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         common,
         base=base,
         share=_share(splits),
-        parts_ns=_parts_ns(typical_splits),
+        parts_ns=_parts_ns(splits),
         delays_ns=_delays(splits),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
@@ -344,8 +352,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         headroom=headroom(trace, base),
         slowed=_slowed(trace, base, warmup),
         script_ns=_script_ns(middle),
-        latency_share=latency_share([c for c in own if not c.by_script]),
-        starved=_starved(middle),
+        latency_share=latency_share([c for c in own if not c.by_script], last_entries(trace)),
+        starved=_starved(rows),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
         predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),

@@ -351,6 +351,15 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     return found
 
 
+def middle_half(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """True for the steps of the middle half by length; for all of fewer than 4 steps."""
+    if len(lengths) < 4:
+        return np.ones(len(lengths), np.bool_)
+    low, high = np.percentile(lengths, [25, 75])
+    usual: NDArray[np.bool_] = (low <= lengths) & (lengths <= high)
+    return usual
+
+
 def typical(rows: Sequence[T], split_of: Callable[[T], Split]) -> tuple[T, ...]:
     """The rows of the middle half of the steps by their mean length over ranks; all rows of fewer than 4 steps.
 
@@ -360,11 +369,8 @@ def typical(rows: Sequence[T], split_of: Callable[[T], Split]) -> tuple[T, ...]:
     lengths: dict[tuple[Arm, int, int], list[int]] = defaultdict(list)
     for split in map(split_of, rows):
         lengths[split.arm, split.block, split.index].append(split.step_ns)
-    if len(lengths) < 4:
-        return tuple(rows)
-    means = {step: sum(own) / len(own) for step, own in lengths.items()}
-    low, high = np.percentile(list(means.values()), [25, 75])
-    chosen = {step for step, mean in means.items() if low <= mean <= high}
+    means = np.array([sum(own) / len(own) for own in lengths.values()], np.float64)
+    chosen = {step for step, usual in zip(lengths, middle_half(means), strict=True) if usual}
     return tuple(
         row for row, one in zip(rows, map(split_of, rows), strict=True) if (one.arm, one.block, one.index) in chosen
     )

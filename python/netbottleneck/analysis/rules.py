@@ -147,7 +147,7 @@ class Facts:
         Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
         """
         parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
-        transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
+        transfer_ns = parts.transfer_ns if rate is not None else 0.0
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
         if not aligned and self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * transfer_ns > 0:
             return clock_text(self.f)
@@ -166,12 +166,12 @@ class Facts:
         step = self.step_ns if step_ns is None else step_ns
         return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * step, step_ns=step, **fields)  # type: ignore[arg-type]
 
-    def more_steps(self, saving: Estimate) -> dict[str, Any]:
+    def more_steps(self, saving: Estimate, error_ns: float = 0.0) -> dict[str, Any]:
         """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
 
-        The interval's width falls as 1/sqrt(n).
+        The interval's width falls as 1/sqrt(n). error_ns: an error beside the interval, which more steps do not reduce.
         """
-        reach = saving.value - limits.GAIN_MIN * self.step_ns
+        reach = saving.value - error_ns - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
         steps = sum(time.steps + time.blocks for time in self.f.times.values())
@@ -303,7 +303,8 @@ def _send_less(f: Findings) -> str:
     """What to do about a full link: a transport that was measured to be faster comes first."""
     less, won = "end less (larger batches, smaller gradients) or get a faster link", best_gain(f)
     if won is None:
-        return f"S{less}; another transport cannot help much."
+        unknown = f.handicapped or any(pair.gain.high >= limits.GAIN_MIN for pair in f.comparisons)
+        return f"S{less}." if f.comparisons and unknown else f"S{less}; another transport cannot help much."
     return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
@@ -364,8 +365,7 @@ def host(facts: Facts) -> RuleResult:
     saving = Estimate(0.0, 0.0, 0.0)
     sources, reasons = [], []
     if slowed is not None:
-        more = slowed.difference_ns
-        saving = more
+        more = saving = slowed.difference_ns
         sources.append(f"{f.label}: {slowed.pairs} pairs with {NULL}")
         reasons.append(
             f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
@@ -373,13 +373,13 @@ def host(facts: Facts) -> RuleResult:
         )
     idle = f.parts_ns["moving"]
     if busy >= limits.CORES_BUSY:
+        # Compute without a core is longer, and so is part of the difference to steps without traffic.
+        saving = max((one for one in (saving, f.starved) if one is not None), key=lambda one: one.value)
         # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
         least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
         saving = Estimate(
             saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
         )
-        if f.starved is not None:
-            saving = Estimate(*(getattr(saving, end) + getattr(f.starved, end) for end in ("value", "low", "high")))
         sources.append(f"cores {percent(busy)} busy")
         reasons.append(
             f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "
@@ -428,6 +428,16 @@ def _unsure_wait(facts: Facts, saving: Estimate) -> str:
     return ""
 
 
+def _clock_error_ns(f: Findings) -> float:
+    """Error of a wait between ranks by their clocks; 0 if no clock was compared: such a wait is not judged at all."""
+    return f.clock_error_ns if math.isfinite(f.clock_error_ns) else 0.0
+
+
+def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
+    """A saving of a wait between ranks whose clocks differ by at most error_ns."""
+    return replace(saving, low=min(saving.low, max(0.0, saving.low - error_ns)), high=saving.high + error_ns)
+
+
 def straggler(facts: Facts) -> RuleResult:
     """One rank arrives last, step after step."""
     f, late = facts.f, facts.f.lateness
@@ -435,8 +445,9 @@ def straggler(facts: Facts) -> RuleResult:
         return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
     if late.straggler is None:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
-    rank, saving = late.straggler, late.persistent_ns
-    unsure = _unsure_wait(facts, saving)
+    rank, error_ns = late.straggler, _clock_error_ns(f)
+    unsure = _unsure_wait(facts, late.persistent_ns)
+    saving = _beside_clocks(late.persistent_ns, error_ns)
     name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
     phase, more = max(late.longer.items(), key=lambda row: row[1])
     cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
@@ -450,7 +461,7 @@ def straggler(facts: Facts) -> RuleResult:
         why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
         f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
         next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
-        **facts.more_steps(saving),
+        **facts.more_steps(late.persistent_ns, error_ns),
     )
 
 
@@ -459,8 +470,9 @@ def imbalance(facts: Facts) -> RuleResult:
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
-    saving = late.jitter_ns
-    unsure = _unsure_wait(facts, saving)
+    error_ns, unsure = _clock_error_ns(f), _unsure_wait(facts, late.jitter_ns)
+    saving = _beside_clocks(late.jitter_ns, error_ns)
+    needs = facts.more_steps(late.jitter_ns, error_ns)
     short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
     saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
     return facts.evidence(
@@ -473,7 +485,7 @@ def imbalance(facts: Facts) -> RuleResult:
         f"{ms(saving.high)}) a step"
         + (". No rank is last persistently." if late.last is None else f", beside the wait for rank {late.last}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else facts.more_steps(saving)),
+        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else needs),
     )
 
 

@@ -239,7 +239,8 @@ def collectives(
                 "key": event.key,
                 "round": event.a + times[event.key, event.a],
                 "submit_ns": event.time_ns,
-                "tensor_bytes": event.b,
+                # An all-to-all of ours has its input and its output in one buffer.
+                "tensor_bytes": event.b // 2 if transport is not None and kind == "alltoall" else event.b,
                 "name": buckets.name(bucket, event.key) if phase == PHASES[0] else f"{phase}/{kind}",
                 "step": step.index if step else None,
                 "comm": event.d & 0xFFFFFFFF,

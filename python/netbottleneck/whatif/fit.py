@@ -459,8 +459,8 @@ def measured_copy_cost(rows: Sequence[Service], in_flight: int) -> tuple[float |
     """Return ns of a byte copied one way, fitted to a run's operations, and a sentence about it.
 
     Time is fixed + bytes x beta, plus 2 bytes x copy for an operation of several tensors. Returns None and the reason
-    if one kind is missing or has one size, or if operations shared the link: there copies overlap other transfers.
-    Returns 0 if the interval of the cost includes 0.
+    if one kind is missing or has one size, or if operations shared the link: there copies overlap other transfers. So
+    if the fitted copies take longer than the operations. Returns 0 if the interval of the cost includes 0.
     """
     kinds = [[row.nbytes for row in rows if row.members and (row.members > 1) == several] for several in (False, True)]
     if any(row.members is None for row in rows) or any(
@@ -475,6 +475,8 @@ def measured_copy_cost(rows: Sequence[Service], in_flight: int) -> tuple[float |
     )
     if low <= 0:
         return 0.0, f"the cost of fusion-buffer copies cannot be distinguished from 0: {spread}"
+    if _too_long(rows, value) is not None:
+        return None, f"{UNKNOWN}: they would take longer than the operations ({spread})"
     return value, f"a copy into a fusion buffer takes {value:.3f} ns a byte, {spread}"
 
 
@@ -488,21 +490,30 @@ def copy_cost(rows: Sequence[Service], in_flight: int, given_byte_ns: float | No
     return found or 0.0, note
 
 
-def without_copies(rows: Sequence[Service], byte_ns: float) -> list[Service]:
-    """Return the operations with the time of their copies subtracted.
+def _copies_ns(row: Service, byte_ns: float) -> float:
+    return WAYS * byte_ns * row.nbytes if (row.members or 0) > 1 else 0.0
 
-    Raises ValueError if the copies would take longer than an operation did.
+
+def _too_long(rows: Sequence[Service], byte_ns: float) -> Service | None:
+    """The median operation of several tensors, if copies at this cost take longer than it did; None if they do not."""
+    several = sorted((row for row in rows if (row.members or 0) > 1), key=lambda row: row.ns / max(row.nbytes, 1))
+    middle = several[len(several) // 2] if several else None
+    return middle if middle is not None and _copies_ns(middle, byte_ns) >= middle.ns else None
+
+
+def without_copies(rows: Sequence[Service], byte_ns: float) -> list[Service]:
+    """Return the operations with the time of their copies subtracted, without those that were shorter than that.
+
+    Raises ValueError if the copies would take longer than the median operation did.
     """
-    found = []
-    for row in rows:
-        copies_ns = WAYS * byte_ns * row.nbytes if (row.members or 0) > 1 else 0.0
-        if copies_ns >= row.ns:
-            raise ValueError(
-                f"copies of {byte_ns:.3g} ns a byte would take {copies_ns:.0f} ns of an operation of {row.nbytes} "
-                f"bytes, which took {row.ns:.0f} ns in all: leave --copy-table out"
-            )
-        found.append(Service(row.step, row.nbytes, row.ns - copies_ns, row.launch_ns, row.members))
-    return found
+    short = _too_long(rows, byte_ns)
+    if short is not None:
+        raise ValueError(
+            f"copies of {byte_ns:.3g} ns a byte would take {_copies_ns(short, byte_ns):.0f} ns of an operation of "
+            f"{short.nbytes} bytes, which took {short.ns:.0f} ns in all: leave --copy-table out"
+        )
+    left = [replace(row, ns=row.ns - _copies_ns(row, byte_ns)) for row in rows]
+    return [row for row in left if row.ns > 0]
 
 
 # Fit: the operation cost that explains a run.
@@ -558,8 +569,8 @@ def fit(
     recorded, or a ring. ranks_per_host: None: from the host ids. copy_byte_ns: cost of a byte copied into or out of the
     fusion buffer, used if the run does not give it; if neither does, copies are part of the operation cost.
 
-    Raises ValueError if no all-reduce of that transport was finished by all ranks in a step, and if copies would take
-    longer than an operation.
+    Raises ValueError if no all-reduce of that transport was finished by all ranks in a step, and if copies of the given
+    cost would take longer than the median operation of several tensors.
     """
     name, (formula, rows, concurrent) = _recorded(trace, transport)
     chosen = algorithm or formula
@@ -638,21 +649,25 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
     factor, contention_note = contention(trace, name)
     notes = (f"{algorithm} of {trace.size} ranks, {inside} per host", *([note] if note else []), contention_note)
-    cost = replace(
-        _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
-        launch_ns=_launch_ns(rows),
-        contention=1.0 if factor is None else factor.value,
-        residual=interval(rows, expected),
-        fitted_bytes=sizes,
-        fitted_size=trace.size,
-        poor=why,
-    )
-    probed = achievable(trace, name)
+
+    def cost_of(line: tuple[float, float]) -> Cost:
+        each_ns, byte_ns = line
+        return replace(
+            _cost(algorithm, trace.size, inside, (each_ns, min(each_ns, known or 0.0), byte_ns), add),
+            launch_ns=_launch_ns(rows),
+            contention=1.0 if factor is None else factor.value,
+            residual=interval(rows, expected),
+            fitted_bytes=sizes,
+            fitted_size=trace.size,
+            poor=why,
+        )
+
+    cost, probed = cost_of((a, b)), achievable(trace, name)
     reached = (cost.link, probed, nominal(trace))
     lines = bounding_lines(rows, a, b, floor)
     if most_fixed:
         lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)
-    others = [_with_line(cost, a, b, line) for line in lines]
+    others = [cost_of(line) for line in lines]
     return Fit(
         cost,
         name,
@@ -665,11 +680,3 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
         contention_note,
         tuple(others),
     )
-
-
-def _with_line(cost: Cost, a: float, b: float, line: tuple[float, float]) -> Cost:
-    """A cost with other fitted values: `line` replaces a ns of an operation and b ns of a byte."""
-    rate = b / line[1] if line[1] > 0 and b > 0 else 1.0
-    inside = None if cost.host_bps is None else cost.host_bps * rate
-    fixed_ns = max(0.0, cost.fixed_ns + line[0] - a)
-    return replace(cost, fixed_ns=fixed_ns, link=replace(cost.link, bps=cost.link.bps * rate), host_bps=inside)

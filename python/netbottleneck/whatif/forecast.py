@@ -149,6 +149,7 @@ def _arm(workload: _Workload, found: Fit, share: _Share, alone_ns: float) -> tup
     ends = [[likely.step_ns.low, likely.step_ns.high], [max(min(alone_ns, value), value - share.saved_ns)]]
     ends += [[_step_ns(workload, found, *end) for end in source] for source in _sources(found, share)]
     step = widened(value, ends)
+    step = replace(step, low=max(step.low, min(alone_ns, value)))  # combined errors do not shorten the compute
     factor = Estimate(likely.scaling.value, alone_ns / step.high, alone_ns / step.low)
     return replace(likely, step_ns=step, scaling=factor), notes
 

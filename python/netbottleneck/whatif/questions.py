@@ -100,18 +100,36 @@ class Job:
 class IntervalEnd:
     """One end of a source of error. With the defaults: the job itself.
 
-    slower: operations take this many times as long. contention: the job's contention at this end.
+    slower: operations take this many times as long. contention: the job's contention at this end. line: another cost
+    that explains the run as well as the job's fit.
     """
 
     source: str
     job: Job
     slower: float = 1.0
     contention: float | None = None
+    line: Cost | None = None
 
     def apply(self, cost: Cost) -> Cost:
         """Return a cost as it is at this end."""
-        changed = cost if self.slower == 1.0 else cost.slower(self.slower)
+        changed = cost
+        if self.line is not None and self.job.fit is not None:
+            changed = _on_line(changed, self.job.fit.cost, self.line)
+        if self.slower != 1.0:
+            changed = changed.slower(self.slower)
         return changed if self.contention is None else replace(changed, contention=self.contention)
+
+
+def _on_line(cost: Cost, fitted: Cost, line: Cost) -> Cost:
+    """A cost that was made from `fitted`, as if it were made from `line`. Rates that a question replaced stay."""
+    return replace(
+        cost,
+        fixed_ns=max(0.0, cost.fixed_ns + line.fixed_ns - fitted.fixed_ns),
+        alpha_ns=max(0.0, cost.alpha_ns + line.alpha_ns - fitted.alpha_ns),
+        host_alpha_ns=max(0.0, cost.host_alpha_ns + line.host_alpha_ns - fitted.host_alpha_ns),
+        link=line.link if cost.link == fitted.link else cost.link,
+        host_bps=line.host_bps if cost.host_bps == fitted.host_bps else cost.host_bps,
+    )
 
 
 def interval_ends(job: Job, cost: Cost) -> tuple[IntervalEnd, ...]:
@@ -122,6 +140,8 @@ def interval_ends(job: Job, cost: Cost) -> tuple[IntervalEnd, ...]:
     for other in job.at_ends:
         scaled = replace(other, workers=job.workers)
         found.append(IntervalEnd("contention", scaled, contention=other.cost.contention))
+    if job.fit is not None and cost.fitted_bytes is not None:
+        found += [IntervalEnd("line", job, line=other) for other in job.fit.others]
     return tuple(found)
 
 
@@ -131,6 +151,21 @@ def interval(value: float, found: Sequence[IntervalEnd], at: Sequence[float]) ->
     for end, other in zip(found, at, strict=True):
         by_source[end.source].append(other)
     return widened(value, by_source.values())
+
+
+def estimates(
+    job: Job, value_ns: float, found: Sequence[IntervalEnd], at_ns: Sequence[float]
+) -> tuple[Estimate, Estimate]:
+    """A step in s, and its scaling factor, with intervals; `at_ns` holds the step at the ends `found`.
+
+    Combined errors do not make a step shorter than its compute.
+    """
+    step = interval(value_ns / 1e9, found, [step_ns / 1e9 for step_ns in at_ns])
+    least_s = min([value_ns, job.alone_ns, *(end.job.alone_ns for end in found)]) / 1e9
+    factors = [scaling(end.job, step_ns) for end, step_ns in zip(found, at_ns, strict=True)]
+    factor = interval(scaling(job, value_ns), found, factors)
+    most = max(factor.value, 1.0)
+    return replace(step, low=max(step.low, least_s)), replace(factor, high=min(factor.high, most))
 
 
 def _by_step(trace: Trace, rank: int) -> dict[int, list[Collective]]:
@@ -189,9 +224,7 @@ def answer(job: Job, setting: Setting) -> Answer:
         steps = [simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns for end in others]
     except ValueError as error:
         return Answer(setting, None, None, None, refused=f"at one end of the interval: {error}")
-    step = interval(found.step_ns / 1e9, others, [step_ns / 1e9 for step_ns in steps])
-    factors = [scaling(end.job, step_ns) for end, step_ns in zip(others, steps, strict=True)]
-    factor = interval(scaling(job, found.step_ns), others, factors)
+    step, factor = estimates(job, found.step_ns, others, steps)
     return Answer(setting, found, step, factor, bool(others), notes=(*setting.remarks, *found.notes))
 
 
@@ -299,7 +332,9 @@ def _ready(trace: Trace, transport: Arm | None, plan: Plan | None, cost: Cost, n
         notes = (*doubt, *notes)
     load = workload(trace, transport, cost.contention)
     load = replace(load, steps=load.steps[:: math.ceil(len(load.steps) / STEPS_MAX)])
-    alone = simulate(load, plan, Cost.free(), workers=1, steps=_steps(load))
+    ranks = len(load.ranks)
+    steps = ranks * math.ceil(_steps(load) / ranks)  # the same number from each rank
+    alone = simulate(load, plan, Cost.free(), workers=1, steps=steps)
     return Job(trace, load, plan, cost, trace.size, outcome(alone).step_ns, transport, notes=notes)
 
 
@@ -339,9 +374,7 @@ class LeastValue:
 
 
 def _search(meets: Callable[[float], bool], low: float, high: float, integer: bool) -> float:
-    """Least value in [low, high] that meets the aim, by bisection of the logarithm. `high` must meet it."""
-    if meets(low):
-        return low
+    """Least value in [low, high] that meets the aim, by bisection of the logarithm. `high` must meet it, `low` not."""
     for _ in range(HALVINGS if not integer else max(1, math.ceil(math.log2(high)))):
         if integer and high - low <= 1:
             break
@@ -366,7 +399,7 @@ class Aim:
 def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[IntervalEnd], float]) -> LeastValue:
     """The least value whose setting has a step of at most limit_ns, also at each end of the sources of error.
 
-    A larger value must never make a step longer.
+    Above the least value of the span, a larger value must never make a step longer.
     """
     low, high = aim.span
     best = make(high)
@@ -376,21 +409,28 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
     except ValueError as error:
         return replace(unmet, reason=str(error))
 
+    def step_ns(end: IntervalEnd, value: float) -> float:
+        setting = make(value)
+        try:
+            return simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns
+        except ValueError:
+            return math.inf  # an operation exceeds the simulation's limit, which the best setting did not
+
     def found(end: IntervalEnd) -> float:
         bound_ns = limit_ns(end)
 
         def meets(value: float) -> bool:
-            setting = make(value)
-            try:
-                return simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns <= bound_ns
-            except ValueError:
-                return False  # an operation exceeds the simulation's limit, which the best setting did not
+            return step_ns(end, value) <= bound_ns
 
+        if meets(low):  # a codec can make all other values slower
+            return low
         return _search(meets, low, high, aim.whole) if meets(high) else math.inf
 
-    value = found(IntervalEnd("", job))
+    itself = IntervalEnd("", job)
+    value = found(itself)
     if math.isinf(value):
-        return replace(unmet, reason=f"at most {percent(scaling(job, reached_ns), digits=1)} is reached")
+        most = scaling(job, min(reached_ns, step_ns(itself, low)))
+        return replace(unmet, reason=f"at most {percent(most, digits=1)} is reached")
     others = interval_ends(job, best.cost)
     between = interval(value, others, [found(end) for end in others])
     between = replace(between, low=max(low, between.low))  # ends combined in quadrature can exceed the range

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from netbottleneck.whatif.plan import RULES, Plan
 
 # Item codes of csrc/sim/sim.h. FORWARD and below are marks, which the engine only passes on.
 WAIT, END, BACKWARD, FORWARD, OPTIMIZER, OPTIMIZED = -1, -2, -3, -4, -5, -6
+# NB_SIM_NS_MAX: the engine refuses a longer item, such as an evaluation or a pause within a step.
+WORK_NS_MAX = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +155,19 @@ def _script_keys(trace: Trace) -> set[int]:
     return {one.key for one in trace.collectives if one.by_script}
 
 
+def _simulated(steps: Sequence[Mapping[int, Draw]]) -> tuple[Mapping[int, Draw], ...]:
+    """The steps without items that are too long for the engine; all of them if each has one."""
+    usual = [draws for draws in steps if max(draw.work_ns.max() for draw in draws.values()) <= WORK_NS_MAX]
+    return tuple(usual or steps)
+
+
 def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0) -> Workload:
     """Return the compute of a run's ranks, from the steps of one transport without the first of each block.
 
     contention: the factor by which compute was longer while operations were in flight; it is taken out. transport:
-    None: the first that recorded gradient readiness. Raises ValueError if none did, if no step was recorded by all
-    participating ranks, or if the tensors are not described.
+    None: the first that recorded gradient readiness. Steps with an item that is too long for the engine are left out if
+    there are others. Raises ValueError if no arm recorded readiness, if no step was recorded by all participating
+    ranks, or if the tensors are not described.
     """
     name = _transport(trace, transport)
     if not trace.parameters:
@@ -174,7 +184,7 @@ def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0
     whole = tuple(draws for _, draws in sorted(by_index.items()) if set(draws) == ranks)
     if not whole:
         raise ValueError(f"no step over {name} was recorded by all ranks")
-    return Workload(trace, name, whole)
+    return Workload(trace, name, _simulated(whole))
 
 
 # The simulation.
@@ -219,7 +229,8 @@ def _streams(load: Workload, workers: int, steps: int) -> list[list[Draw]]:
     ranks = load.ranks
     if _all_recorded(load, workers):
         return [[load.steps[k % recorded][rank] for k in range(steps)] for rank in ranks]
-    own = [load.steps[k % recorded][ranks[k // recorded % len(ranks)]] for k in range(steps)]
+    shift = math.lcm(recorded, len(ranks))  # after so many, the pairs of a step and a rank recur
+    own = [load.steps[k % recorded][ranks[(k + k // shift) % len(ranks)]] for k in range(steps)]
     draws = load.draws
     if workers == 1 or len(draws) == 1:
         return [own]

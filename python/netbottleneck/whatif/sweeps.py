@@ -27,10 +27,9 @@ from netbottleneck.whatif.questions import (
     LeastValue,
     Setting,
     answer,
-    interval,
+    estimates,
     interval_ends,
     least,
-    scaling,
     simulate_setting,
 )
 
@@ -105,13 +104,14 @@ def achievable(job: Job) -> Iterator[Setting]:
 def links(job: Job, speeds_bps: Sequence[float]) -> Iterator[Setting]:
     """Other links, fully used."""
     for bps in speeds_bps:
-        yield _setting(job, "link", f"{bps / 1e9:g} Gbit/s", with_link(job.cost, bps))
+        cost = with_link(job.cost, bps)
+        yield _setting(job, "link", f"{bps / 1e9:g} Gbit/s", cost, remarks=_remarks(cost))
 
 
 def workers(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
     """Other numbers of workers, each on its own host unless the cost says otherwise."""
     for count in counts:
-        yield _setting(job, "workers", f"{count} workers", workers=count, remarks=_codec_remarks(job.cost))
+        yield _setting(job, "workers", f"{count} workers", workers=count, remarks=_remarks(job.cost))
 
 
 def with_ranks_per_host(job: Job, ranks: int) -> Job:
@@ -120,9 +120,18 @@ def with_ranks_per_host(job: Job, ranks: int) -> Job:
     return replace(job, cost=replace(job.cost, ranks_per_host=ranks, algorithm=algorithm))
 
 
-def _host_remarks(job: Job) -> tuple[str, ...]:
-    known = job.cost.host_bps is not None or job.cost.ranks_per_host == 1
+def _host_remarks(cost: Cost) -> tuple[str, ...]:
+    known = cost.host_bps is not None or cost.ranks_per_host == 1
     return () if known else ("communication inside a host is assumed to take no time: it was not measured",)
+
+
+def _codec_remarks(cost: Cost) -> tuple[str, ...]:
+    free = cost.ratio != 1.0 and cost.encode_byte_ns == cost.decode_byte_ns == 0.0
+    return ("encoding and decoding are assumed to take no time",) if free else ()
+
+
+def _remarks(cost: Cost) -> tuple[str, ...]:
+    return (*_host_remarks(cost), *_codec_remarks(cost))
 
 
 def ranks_per_host(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
@@ -130,16 +139,15 @@ def ranks_per_host(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
     for count in counts:
         if count <= job.workers:
             on_fewer_hosts = with_ranks_per_host(job, count)
-            yield _setting(
-                on_fewer_hosts, "ranks per host", f"{count} ranks per host", remarks=_host_remarks(on_fewer_hosts)
-            )
+            remarks = _host_remarks(on_fewer_hosts.cost)
+            yield _setting(on_fewer_hosts, "ranks per host", f"{count} ranks per host", remarks=remarks)
 
 
 def fusions(job: Job, sizes_bytes: Sequence[int]) -> Iterator[Setting]:
     """DDP's rule with other limits."""
     for size in sizes_bytes:
         plan = Plan.ddp(size, min(Plan.ddp().first_bytes, size), job.plan.in_flight)
-        yield _setting(job, "fusion", f"buckets of {nbytes(size)}", plan=plan, remarks=_codec_remarks(job.cost))
+        yield _setting(job, "fusion", f"buckets of {nbytes(size)}", plan=plan, remarks=_remarks(job.cost))
 
 
 def cycles(job: Job, cycles_ns: Sequence[int]) -> Iterator[Setting]:
@@ -147,7 +155,7 @@ def cycles(job: Job, cycles_ns: Sequence[int]) -> Iterator[Setting]:
     for cycle_ns in cycles_ns:
         plan = Plan.horovod(FUSION_BYTES, cycle_ns, job.plan.in_flight)
         title = f"Horovod, cycle {ms(cycle_ns)}"
-        yield _setting(job, "cycle", title, plan=plan, remarks=_codec_remarks(job.cost))
+        yield _setting(job, "cycle", title, plan=plan, remarks=_remarks(job.cost))
 
 
 def compressed(cost: Cost, ratio: float, codec: Codec) -> Cost:
@@ -155,11 +163,6 @@ def compressed(cost: Cost, ratio: float, codec: Codec) -> Cost:
     if ratio == 1.0:
         return replace(cost, ratio=1.0, encode_byte_ns=0.0, decode_byte_ns=0.0)
     return replace(cost, ratio=ratio, encode_byte_ns=codec.encode_byte_ns, decode_byte_ns=codec.decode_byte_ns)
-
-
-def _codec_remarks(cost: Cost) -> tuple[str, ...]:
-    free = cost.ratio != 1.0 and cost.encode_byte_ns == cost.decode_byte_ns == 0.0
-    return ("encoding and decoding are assumed to take no time",) if free else ()
 
 
 def compression(job: Job, ratios: Sequence[float], codec: Codec) -> Iterator[Setting]:
@@ -181,8 +184,7 @@ def grid(
     for ratio, count, bps in product(ratios, counts, speeds_bps):
         title = f"{count} workers, {bps / 1e9:g} Gbit/s, {ratio:g}x"
         cost = compressed(with_link(job.cost, bps), ratio, codec)
-        remarks = (*_host_remarks(job), *_codec_remarks(cost))
-        yield _setting(job, "grid", title, cost, workers=count, remarks=remarks)
+        yield _setting(job, "grid", title, cost, workers=count, remarks=_remarks(cost))
 
 
 def ideal_overlap(job: Job, base: Answer) -> Answer:
@@ -195,13 +197,14 @@ def ideal_overlap(job: Job, base: Answer) -> Answer:
     nothing = replace(base.setting, cost=Cost.free())
 
     def longer(end: IntervalEnd) -> float:
-        # Either communication scales, by the ratio of the steps' residual, or the compute differs.
-        return max(simulate_setting(end.job, nothing).step_ns, found.communication_ns * end.slower)
+        # Either communication scales, by the ratio of the steps' residual, or its line or the compute differs.
+        busy_ns = found.communication_ns * end.slower
+        if end.line is not None:
+            busy_ns = simulate_setting(job, base.setting, end.apply(base.setting.cost)).communication_ns
+        return max(simulate_setting(end.job, nothing).step_ns, busy_ns)
 
-    value_ns, at_ends = longer(IntervalEnd("", job)), [longer(end) for end in others]
-    step = interval(value_ns / 1e9, others, [at / 1e9 for at in at_ends])
-    factors = [scaling(end.job, at) for end, at in zip(others, at_ends, strict=True)]
-    factor = interval(scaling(job, value_ns), others, factors)
+    value_ns = longer(IntervalEnd("", job))
+    step, factor = estimates(job, value_ns, others, [longer(end) for end in others])
     overlapped = replace(found, step_ns=value_ns, communication_end_ns=value_ns)
     return Answer(setting, overlapped, step, factor, base.interval, PREDICTED, base.notes)
 
@@ -276,8 +279,8 @@ def _saved(job: Job, change: Callable[[Cost], Cost], plan: Plan) -> Estimate:
     value = at(itself, job.cost)
     sources: dict[str, list[float]] = defaultdict(list)
     for end in interval_ends(job, job.cost):
-        sources[end.source].append(at(end, job.cost))
-    sources["line"] = [at(itself, other) for other in (() if job.fit is None else job.fit.others)]
+        # A change is of the line's own cost: some depend on its rate.
+        sources[end.source].append(at(end, job.cost) if end.line is None else at(itself, end.line))
     if job.measured_ns is not None:
         sources["model"] = [value * job.measured_ns.value / simulate_setting(job, now(job)).step_ns]
     return widened(value, [ends for ends in sources.values() if ends])

@@ -499,6 +499,8 @@ def test_a_comparison_whose_interval_includes_the_least_gain_names_its_steps(une
 def test_time_that_does_not_depend_on_size_is_latency(unexplained):
     assert verdict.decide(replace(unexplained, latency_share=0.7)).code == "LATENCY_LIMITED"
     assert verdict.decide(replace(unexplained, latency_share=0.4)).code == "INCONCLUSIVE"
+    coarse = replace(unexplained, latency_share=0.7, clock_error_ns=1e9)  # of the submissions of other ranks
+    assert verdict.decide(coarse).code == "INCONCLUSIVE"
 
 
 def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):

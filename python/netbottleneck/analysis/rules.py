@@ -141,15 +141,21 @@ class Facts:
         return self.f.parts_ns["moving"]
 
     @property
-    def rates_known(self) -> str:
-        """Why rates may not be judged; "" if they may.
+    def coarse_clocks(self) -> bool:
+        """True if the ranks' clocks may differ by too much of the time in transfer.
 
         Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
         """
-        parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
-        transfer_ns = parts.transfer_ns if rate is not None else 0.0
+        parts, did = self.f.parts[self.base], self.f.achieved.get(self.base)
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
-        if not aligned and self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * transfer_ns > 0:
+        if aligned or did is None or parts.transfer_ns <= 0:
+            return False
+        return self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * parts.transfer_ns
+
+    @property
+    def rates_known(self) -> str:
+        """Why rates may not be judged; "" if they may."""
+        if self.coarse_clocks:
             return clock_text(self.f)
         more = self.unseen
         if more is not None and more.surely >= limits.OTHER_TRAFFIC:
@@ -312,7 +318,7 @@ def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
     f, base = facts.f, facts.base
     parts, did = f.parts[base], f.achieved.get(base)
-    share, rests = f.latency_share, "least squares over the sizes"
+    share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
     each = parts.tensor_bytes / max(parts.operations, 1)
     limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
     small = each <= limits.SMALL_BYTES and parts.operations >= limits.SMALL_OPERATIONS_MIN

@@ -915,7 +915,7 @@ def run_over_a_delay(folder: Path, setting: str = "", lost: int = 0) -> Run:
 def test_small_buffers_over_a_long_path_are_found_in_a_run(tmp_path: Path, setting: str, words: str) -> None:
     run = run_over_a_delay(tmp_path, setting)
     (cause,) = [one for one in run.verdict.evidence if one.code == "MISCONFIGURED"]
-    assert cause.applies == bool(setting)
+    assert cause.applies == bool(setting), run.connections.ends
     assert words in cause.why
     assert f"net.ipv4.{setting}" in cause.next or not setting
     assert text.connection_lines(run.connections) == []

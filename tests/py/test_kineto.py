@@ -145,6 +145,8 @@ def cpu_events(trace, rank):
 
 
 def gpu_events(trace, rank):
+    """The CPU launches everything at the begin of a step. A kernel of NCCL runs from this rank's arrival on."""
+    begins = {step.index: step.begin_ns for step in trace.steps if step.rank == rank}
     for step in (s for s in trace.steps if s.rank == rank):
         yield event(f"ProfilerStep#{step.index}", (step.begin_ns, step.end_ns))
         yield event(f"ProfilerStep#{step.index}", (step.begin_ns + 5000, step.end_ns + 5000), "gpu_user_annotation")
@@ -157,8 +159,9 @@ def gpu_events(trace, rank):
     for number, one in enumerate(c for c in trace.collectives if c.rank == rank):
         about = {"External id": number, "Collective name": "allreduce", "In msg nelems": one.tensor_bytes // 4}
         about |= {"Out msg nelems": one.tensor_bytes // 4, "dtype": "Float", "Process Group Name": "0"}
-        yield event("record_param_comms", (one.submit_ns, one.submit_ns + 100), "cpu_op", **about)
-        yield event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", (one.start_ns, one.done_ns), "kernel", **about)
+        called_ns = begins[one.step] + 200 * number
+        yield event("record_param_comms", (called_ns, called_ns + 100), "cpu_op", **about)
+        yield event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", (one.submit_ns, one.done_ns), "kernel", **about)
 
 
 def write(folder, trace, events, ranks=None, base_ns=10**18):

@@ -175,6 +175,9 @@ def _steps(found: _Recorded) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
+    """called_ns: when the CPU called it, which tells its step. submit_ns: when the rank arrived at it."""
+
+    called_ns: int
     submit_ns: int
     start_ns: int
     done_ns: int
@@ -199,7 +202,7 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
         begin, end = found.span(event)
         own = calls[kind, _shape(event)]
         submit_ns = own.pop(0) if own and own[0] <= begin else begin
-        yield _Operation(submit_ns, begin, end, kind, _bytes(event))
+        yield _Operation(submit_ns, submit_ns, begin, end, kind, _bytes(event))
 
 
 def _shape(event: Event) -> str:
@@ -209,7 +212,7 @@ def _shape(event: Event) -> str:
 
 
 def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
-    """NCCL's kernels, each with the call that launched it. Of a call's kernels, begin and end count."""
+    """NCCL's kernels. The CPU runs ahead: a rank arrives when its kernel begins, which waits for the others."""
     calls = {
         event["args"]["External id"]: found.span(event)[0]
         for event in found.events
@@ -221,8 +224,8 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
         if event.get("cat") != "kernel" or NO_KERNELS not in event["name"].lower() or kind is None:
             continue
         begin, end = found.span(event)
-        submit_ns = min(begin, calls.get(args.get("External id"), begin))
-        yield _Operation(submit_ns, begin, end, kind, _bytes(event), str(args.get("Process Group Name", "")))
+        called_ns = min(begin, calls.get(args.get("External id"), begin))
+        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), str(args.get("Process Group Name", "")))
 
 
 class _Finder:
@@ -240,8 +243,8 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
     """The operations of a rank's steps. An operation is the same on all ranks by its place in its step and group."""
     rows, places, buckets, finder = [], Counter[tuple[int, str]](), Counter[int](), _Finder(steps)
     operations = _gpu_operations(found) if found.gpu else _cpu_operations(found)
-    for one in sorted(operations, key=lambda o: (o.submit_ns, o.start_ns)):
-        step = finder.at(one.submit_ns)
+    for one in sorted(operations, key=lambda o: (o.called_ns, o.start_ns)):
+        step = finder.at(one.called_ns)
         if step is None:
             continue
         if one.group not in groups:

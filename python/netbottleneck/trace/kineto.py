@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from netbottleneck.trace.model import (
     ENDED,
+    POINT_TO_POINT,
     SCHEDULED,
     STATES,
     Bucket,
@@ -458,7 +459,8 @@ DTYPES = {
     "byte": "uint8",
     "bool": "bool",
 }
-POINT_TO_POINT = 1 << 32  # added to the key of a send or receive: they have numbers of their own
+_BATCH = ("process_group", "collective_seq_id", "p2p_seq_id")  # equal in the rows of a batch
+_FOLLOWED = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
 _DAMAGE = (OSError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
 _UNREADABLE = (*_DAMAGE, pickle.UnpicklingError, RecursionError, ImportError)
 
@@ -564,6 +566,26 @@ def _state(row: Mapping[str, Any], backend: str) -> str:
     return ENDED if over else state  # only NCCL's process group follows the state; another one records the end
 
 
+def _of_batches(rows: Iterable[Event]) -> list[Event]:
+    """The rows by record. NCCL follows one row of a batch: the last, "nccl:coalesced", with the numbers of the others.
+
+    The others take its state, and it is a send or receive if they are. Source: issue 137969 of pytorch/pytorch.
+    """
+    ordered = sorted(rows, key=lambda row: int(row.get("record_id", 0)))
+    before: dict[Any, list[int]] = defaultdict(list)
+    for at, row in enumerate(ordered):
+        name, batch = str(row["profiling_name"]), str([row.get(part) for part in _BATCH])
+        if not name.endswith("coalesced"):
+            before[batch].append(at)
+            continue
+        known = {part: row[part] for part in _FOLLOWED if part in row}
+        for place in before.pop(batch, []):
+            own = ordered[place]
+            ordered[place] = {**own, **known} if own.get("state") == SCHEDULED else own
+            ordered[at] = {**ordered[at], "is_p2p": ordered[at].get("is_p2p") or own.get("is_p2p", False)}
+    return ordered
+
+
 def _time(row: Mapping[str, Any], name: str) -> int | None:
     """A time of a row in ns; JSON has 0 for one that is not known."""
     return int(row.get(name) or 0) or None
@@ -616,17 +638,13 @@ def _read_dump(path: Path) -> _Dump:
         version = str(whole["version"])
         if not version.startswith(DUMP_VERSIONS):
             raise ValueError(f"version {version}; this netbottleneck reads versions {DUMP_VERSIONS}x")
-        entries = tuple(sorted(map(_entry, whole["entries"]), key=_record))
+        entries = tuple(map(_entry, _of_batches(whole["entries"])))
         last = {int(key): int(one["last_enqueued_collective"]) for key, one in whole.get("pg_status", {}).items()}
         members = _members(whole.get("pg_config", {}))
     except _UNREADABLE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(f"{path}: unreadable dump of the flight recorder: {what}") from error
     return _Dump(path, int(match["rank"]), version, entries, members, last)
-
-
-def _record(entry: _Entry) -> int:
-    return entry.record
 
 
 def _with_members(ranks: Sequence[_Dump]) -> list[_Dump]:

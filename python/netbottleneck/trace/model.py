@@ -227,6 +227,8 @@ class Collective:
 
 # States of an operation: submitted; begun; done; over, with or without an error.
 STATES = SCHEDULED, STARTED, COMPLETED, ENDED = ("scheduled", "started", "completed", "ended")
+# What torch recorded itself: the key of a send or receive, or of a batch of them, is this or more.
+POINT_TO_POINT = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -297,13 +298,99 @@ def test_kinds_and_sizes_of_operations_are_read_in_every_spelling():
         "broadcast": "broadcast",
         "barrier": "barrier",
         "alltoall_base": "alltoall",
-        "send": None,
+        "c10d::reduce_": "reduce",
+        "gloo:gather": "gather",
+        "scatter": "scatter",
+        "c10d::recv_any_source_": "recv",
+        "ncclDevKernel_SendRecv(x)": "send",
+        "coalesced": None,
     }
     assert {name: kineto._kind(name) for name in kinds} == kinds
     listed = {"Input Dims": [[[2, 3], [4]]], "Input type": ["float"]}
     assert kineto._bytes({"args": listed}) == 40
+    assert kineto._bytes({"args": {"Input Dims": [[2, 3], [4], []], "Input type": ["float", "double", ""]}}) == 56
     gathered = {"In msg nelems": 4, "Out msg nelems": 32, "dtype": "BFloat16"}
     assert kineto._bytes({"args": gathered}) == 64
+
+
+def pipeline_events(cpu):
+    """Stages of a pipeline, rank 0 sends and rank 1 receives, once more: no collective."""
+
+    def events(trace, rank):
+        name = ("send", "recv")[rank]
+        about = {"In msg nelems": 8, "dtype": "Float", "Process Group Name": "0"}
+        for step in (step for step in trace.steps if step.rank == rank):
+            yield event(f"ProfilerStep#{step.index}", (step.begin_ns, step.end_ns))
+            for number in range(2 + rank):
+                begin = step.begin_ns + 1_000_000 * (number + 1)
+                span = begin, begin + 500_000
+                if cpu:
+                    yield event(f"c10d::{name}", (begin - 100, begin), "cpu_op", **shape(8))
+                    yield event(f"gloo:{name}", span, **shape(8))
+                else:
+                    about["Collective name"] = "coalesced" if number else name
+                    yield event("ncclDevKernel_SendRecv(x)", span, "kernel", **about)
+
+    return events
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_sends_of_a_pipeline_are_operations_of_one_rank_each(known, tmp_path, cpu):
+    trace = Run(write(tmp_path / "k", replace(known.trace, size=2), pipeline_events(cpu))).trace
+    rows = {rank: [one for one in trace.collectives if one.rank == rank] for rank in (0, 1)}
+    assert {rank: len(own) for rank, own in rows.items()} == {0: 2 * 12, 1: 3 * 12}
+    assert {one.kind for one in trace.collectives} == {"send", "recv"}
+    assert {one.tensor_bytes for one in trace.collectives} == {32}
+    assert not {one.match for one in rows[0]} & {one.match for one in rows[1]}
+    assert all(one.by_script for one in trace.collectives)
+
+
+def test_an_unknown_kernel_of_nccl_is_an_operation(known, tmp_path):
+    def events(trace, rank):
+        for one in gpu_events(trace, rank):
+            yield {**one, "args": {}, "name": one["name"].replace("AllReduce_Sum_f32_RING_LL", "New")}
+
+    found = Run(write(tmp_path / "k", known.trace, events))
+    assert {one.kind for one in found.trace.collectives} == {"other"}
+    assert len(found.trace.collectives) == len(known.trace.collectives)
+
+
+COLLECTIVES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+dist.init_process_group("gloo")
+rank, tensor = dist.get_rank(), torch.ones(100)
+parts = [torch.empty(100), torch.empty(100)]
+once = schedule(wait=0, warmup=1, active=1, repeat=1)
+
+def ready(prof):
+    prof.export_chrome_trace(f"{sys.argv[1]}/{rank}.pt.trace.json")
+
+with profile(activities=[ProfilerActivity.CPU], schedule=once, on_trace_ready=ready, record_shapes=True) as prof:
+    for _ in range(2):
+        dist.all_gather(parts, tensor)
+        dist.all_gather_into_tensor(torch.empty(200), tensor)
+        dist.gather(tensor, None if rank else parts)
+        dist.scatter(tensor, None if rank else parts)
+        dist.reduce(tensor, 0)
+        (dist.recv if rank else dist.send)(tensor, 1 - rank)
+        dist.barrier()
+        prof.step()
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_of_gloo_have_their_bytes_and_begin_with_their_call(tmp_path, warm_ranks):
+    warm_ranks(2, COLLECTIVES, args=[str(tmp_path)])
+    trace = Run(tmp_path).trace
+    expected = ["allgather", "allgather", "gather", "scatter", "reduce", "send", "barrier"]
+    own = [one for one in trace.collectives if one.rank == 0]
+    assert [one.kind for one in own] == expected
+    assert [one.tensor_bytes for one in own] == [800, 800, 800, 800, 400, 400, 0]
+    assert all(one.submit_ns < one.start_ns for one in own)  # at the call, before gloo's thread begins
 
 
 def test_a_study_is_not_taken_for_a_profile(tmp_path):

@@ -42,7 +42,14 @@ from netbottleneck.trace.model import (
 from netbottleneck.trace.transports import STOCK
 
 HEAD_BYTES = 4096
-KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall")
+# A kind that is part of another's name follows it.
+KINDS = (
+    *("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall"),
+    *("reduce", "gather", "scatter", "send", "recv"),
+)
+TWO_SIDED = ("send", "recv")
+WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole result; gloo annotates one rank's part
+UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
 STEP = re.compile(r"ProfilerStep#(\d+)")
 GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 # Bytes of an element, by the profiler's names of types.
@@ -156,10 +163,8 @@ def _bytes(event: Event) -> int:
     if "In msg nelems" in args:
         count = max(int(args["In msg nelems"]), int(args.get("Out msg nelems", 0)))
         return count * ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 0)
-    dims, types = args.get("Input Dims"), args.get("Input type")
-    if not dims or not types:
-        return 0
-    return _elements(dims[0]) * ITEM_BYTES.get(str(types[0]).lower(), 0)
+    dims, types = args.get("Input Dims") or (), args.get("Input type") or ()
+    return sum(_elements(one) * ITEM_BYTES.get(str(name).lower(), 0) for one, name in zip(dims, types, strict=False))
 
 
 def _steps(found: _Recorded) -> list[Step]:
@@ -188,28 +193,29 @@ class _Operation:
 
 
 def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
-    """What the process group annotates, each with the call of the same kind and size that came before it."""
-    calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """What the process group annotates, each with the first call before it of the same kind and size."""
+    calls: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in found.events:
         if event["name"].startswith("c10d::"):
             kind = _kind(event["name"])
             if kind is not None:
-                calls[kind, _shape(event)].append(found.span(event)[0])
+                calls[kind, _count(event, kind, 1)].append(found.span(event)[0])
     for event in found.events:
         backend, colon, name = event["name"].partition(":")
         kind = _kind(name)
         if not colon or backend not in ("gloo", "mpi", "ucc", "xccl") or kind is None:
             continue
         begin, end = found.span(event)
-        own = calls[kind, _shape(event)]
+        own = calls[kind, _count(event, kind)]
         submit_ns = own.pop(0) if own and own[0] <= begin else begin
-        yield _Operation(submit_ns, submit_ns, begin, end, kind, _bytes(event))
+        nbytes = _bytes(event) * (found.size if kind in WHOLE_RESULT else 1)
+        yield _Operation(submit_ns, submit_ns, begin, end, kind, nbytes)
 
 
-def _shape(event: Event) -> str:
-    """The number of elements, by which a call and its annotation are paired; "" if shapes were not recorded."""
-    dims = event.get("args", {}).get("Input Dims")
-    return str(_elements(dims[0])) if dims else ""
+def _count(event: Event, kind: str, most: int | None = None) -> int:
+    """Elements of the first `most` arguments, by which a call and its annotation are paired; 0 without shapes."""
+    dims = event.get("args", {}).get("Input Dims") or ()
+    return 0 if kind in UNLIKE_CALL else sum(map(_elements, dims[:most]))
 
 
 def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
@@ -221,10 +227,10 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
     }
     for event in found.events:
         args = event.get("args", {})
-        kind = _kind(str(args.get("Collective name", event["name"])))
-        if event.get("cat") != "kernel" or NO_KERNELS not in event["name"].lower() or kind is None:
+        if event.get("cat") != "kernel" or NO_KERNELS not in event["name"].lower():
             continue
         begin, end = found.span(event)
+        kind = _kind(str(args.get("Collective name", ""))) or _kind(event["name"]) or "other"
         called_ns = min(begin, calls.get(args.get("External id"), begin))
         yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), str(args.get("Process Group Name", "")))
 
@@ -241,8 +247,11 @@ class _Finder:
 
 
 def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> list[Collective]:
-    """The operations of a rank's steps. An operation is the same on all ranks by its place in its step and group."""
-    rows, places, buckets, finder = [], Counter[tuple[int, str]](), Counter[int](), _Finder(steps)
+    """The operations of a rank's steps. A collective is the same on all ranks by its place in its step and group.
+
+    Sends and receives have keys of their own on each rank, and belong to the script.
+    """
+    rows, places, buckets, finder = [], Counter[tuple[int, str, bool]](), Counter[int](), _Finder(steps)
     operations = _gpu_operations(found) if found.gpu else _cpu_operations(found)
     for one in sorted(operations, key=lambda o: (o.called_ns, o.start_ns)):
         step = finder.at(one.called_ns)
@@ -250,15 +259,16 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
             continue
         if one.group not in groups:
             groups.append(one.group)
-        place = places[step.index, one.group]
-        places[step.index, one.group] += 1
+        two_sided = one.kind in TWO_SIDED
+        place = places[step.index, one.group, two_sided]
+        places[step.index, one.group, two_sided] += 1
         bucket = None if found.gpu or one.kind != "allreduce" else buckets[step.index]
         buckets[step.index] += bucket is not None
         rows.append(
             Collective(
                 found.rank,
                 STOCK,
-                place + 1,
+                place + 1 + two_sided * POINT_TO_POINT * (found.rank + 1),
                 step.index,
                 one.submit_ns,
                 one.bytes,
@@ -266,6 +276,7 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
                 step.index,
                 groups.index(one.group),
                 kind=one.kind,
+                phase="other" if two_sided else "reduce",
                 bucket=bucket,
                 start_ns=one.start_ns,
                 done_ns=one.done_ns,

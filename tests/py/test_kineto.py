@@ -345,6 +345,15 @@ def test_the_sends_of_a_pipeline_are_operations_of_one_rank_each(known, tmp_path
     assert all(one.by_script for one in trace.collectives)
 
 
+def test_a_collective_of_some_ranks_has_their_number(known, tmp_path):
+    def in_a_pair(trace, rank):
+        for one in gpu_events(trace, rank):
+            yield {**one, "args": {**one["args"], "Group size": 2 if rank else 3}}
+
+    trace = Run(write(tmp_path / "k", known.trace, in_a_pair)).trace
+    assert {(one.rank, one.ranks) for one in trace.collectives} == {(0, None), (1, 2), (2, 2)}
+
+
 def test_an_unknown_kernel_of_nccl_is_an_operation(known, tmp_path):
     def events(trace, rank):
         for one in gpu_events(trace, rank):

@@ -181,7 +181,7 @@ def _steps(found: _Recorded) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """called_ns: when the CPU called it, which tells its step. submit_ns: when the rank arrived at it."""
+    """called_ns: when the CPU called it, which tells its step. submit_ns: when the rank arrived. ranks: if not all."""
 
     called_ns: int
     submit_ns: int
@@ -190,6 +190,7 @@ class _Operation:
     kind: str
     bytes: int
     group: str = ""
+    ranks: int | None = None
 
 
 def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
@@ -232,7 +233,9 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
         begin, end = found.span(event)
         kind = _kind(str(args.get("Collective name", ""))) or _kind(event["name"]) or "other"
         called_ns = min(begin, calls.get(args.get("External id"), begin))
-        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), str(args.get("Process Group Name", "")))
+        group, ranks = str(args.get("Process Group Name", "")), int(args.get("Group size") or found.size)
+        members = ranks if ranks < found.size else None
+        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), group, members)
 
 
 class _Finder:
@@ -275,6 +278,7 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
                 f"{one.kind}.{place}",
                 step.index,
                 groups.index(one.group),
+                one.ranks,
                 kind=one.kind,
                 phase="other" if two_sided else "reduce",
                 bucket=bucket,

@@ -238,7 +238,7 @@ class Part:
                 del self._tails[path.name]
         if self._steps:
             for path in (self._folder / "ranks").glob(f"*.{model.TCP}.counters"):
-                with contextlib.suppress(OSError, ValueError):  # `connections` of the run reports it
+                with contextlib.suppress(OSError, ValueError):  # a note of the run reports it
                     self._losses.setdefault(path.name, _Losses(path)).grow()
             self._forget()
         return grown
@@ -308,6 +308,8 @@ class Run:
             self.trace = ring_reader.load(self.path)
         else:
             self.trace = tr.read(self.path)
+        if self._folder is not None:
+            self.trace = replace(self.trace, notes=(*self.trace.notes, *model.unreadable(self._folder)))
 
     @cached_property
     def findings(self) -> Findings:

@@ -264,7 +264,8 @@ def test_folders_that_cannot_be_one_run_are_refused(known, tmp_path, capsys):
         return (one for one in cpu_events(trace, rank) if "ProfilerStep" not in one["name"])
 
     assert cli.main(["report", str(write(tmp_path / "n", known.trace, no_steps, ranks=(0,)))]) == 1
-    assert "call prof.step() after each step" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "profile with schedule=torch.profiler.schedule(...), and call prof.step() after each step" in said
 
 
 def test_a_report_may_be_written_beside_the_profiles(known, tmp_path):
@@ -400,6 +401,50 @@ def test_collectives_of_gloo_have_their_bytes_and_begin_with_their_call(tmp_path
     assert [one.kind for one in own] == expected
     assert [one.tensor_bytes for one in own] == [800, 800, 800, 800, 400, 400, 0]
     assert all(one.submit_ns < one.start_ns for one in own)  # at the call, before gloo's thread begins
+
+
+def test_events_that_a_trace_does_not_need_are_not_kept(known, tmp_path):
+    def with_others(events):
+        def both(trace, rank):
+            for number, one in enumerate(events(trace, rank)):
+                yield {**one, "args": {**one["args"], "block": [1024, 1, 1]}}
+                span = 1000 * one["ts"], 1000 * one["ts"] + 10
+                yield event("aten::add", span, "cpu_op", **{"External id": 10**6 + number}, **shape(3))
+                yield event("cudaLaunchKernel", span, "cuda_runtime")
+                yield event("Memcpy HtoD", span, "gpu_memcpy")
+
+        return both
+
+    for name, events in (("cpu", cpu_events), ("gpu", gpu_events)):
+        plain, more = (
+            write(tmp_path / f"{name}{n}", known.trace, e) for n, e in enumerate((events, with_others(events)))
+        )
+        (one, *_), (other, *_) = (kineto._read_all(kineto.files(folder))[0] for folder in (plain, more))
+        assert [e["name"] for e in other.events] == [e["name"] for e in one.events]
+        assert all(e.get("args", {}).keys() <= {"External id"} for e in other.events if e["name"].startswith("sgemm"))
+        ours, theirs = (Run(folder).trace for folder in (plain, more))
+        assert (ours.steps, ours.collectives, ours.parameters) == (theirs.steps, theirs.collectives, theirs.parameters)
+
+
+@pytest.mark.parametrize("events", [cpu_events, gpu_events])
+def test_the_empty_step_after_the_last_one_is_left_out(known, tmp_path, events):
+    end = max(step.end_ns for step in known.trace.steps)
+
+    def with_tail(work):
+        def both(trace, rank):
+            yield from events(trace, rank)
+            yield event("ProfilerStep#99", (end, end + 50_000))
+            if work and rank == 1:
+                yield event("DistributedDataParallel.forward", (end + 10, end + 20))
+                yield event("sgemm_128", (end + 10, end + 20), "kernel")
+
+        return both
+
+    trace = Run(write(tmp_path / "k", known.trace, with_tail(False))).trace
+    assert {step.index for step in trace.steps} == {step.index for step in known.trace.steps}
+    assert [one.bytes for one in trace.buckets] == [one["bytes"] for one in BUCKETS if events is cpu_events]
+    trace = Run(write(tmp_path / "w", known.trace, with_tail(True))).trace
+    assert [step.rank for step in trace.steps if step.index == 99] == [1]
 
 
 def test_a_study_is_not_taken_for_a_profile(tmp_path):

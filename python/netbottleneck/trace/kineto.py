@@ -54,23 +54,15 @@ STEP = re.compile(r"ProfilerStep#(\d+)")
 GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 # Bytes of an element, by the profiler's names of types.
 ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "half": 2,
-    "bfloat16": 2,
-    "c10::half": 2,
-    "c10::bfloat16": 2,
-    "long int": 8,
-    "long": 8,
-    "int": 4,
-    "short": 2,
-    "signed char": 1,
-    "char": 1,
-    "unsigned char": 1,
-    "byte": 1,
-    "bool": 1,
+    **dict.fromkeys(("double", "long int", "long"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "short"), 2),
+    **dict.fromkeys(("signed char", "char", "unsigned char", "byte", "bool"), 1),
 }
 NO_KERNELS = "nccl"  # part of the name of every kernel that communicates
+BACKENDS = ("gloo", "mpi", "ucc", "xccl")
+FORWARD, OPTIMIZER, ACCUMULATE = "DistributedDataParallel.forward", "Optimizer.step#", "torch::autograd::AccumulateGrad"
+USED = ("ProfilerStep#", "c10d::", *(f"{one}:" for one in BACKENDS), FORWARD, OPTIMIZER, GRADIENT, ACCUMULATE)
 
 Event = Mapping[str, Any]
 
@@ -125,12 +117,30 @@ class _Recorded:
         return self.ns(event["ts"]), self.ns(event["ts"] + event.get("dur", 0))
 
 
+def _communicates(event: Event) -> bool:
+    return event.get("cat") == "kernel" and NO_KERNELS in event["name"].lower()
+
+
+def _used(events: Sequence[Event]) -> list[Event]:
+    """The events that the trace is made of, few of a profile's: the rest would take most of the memory."""
+    launched = {event.get("args", {}).get("External id") for event in events if _communicates(event)} - {None}
+    found = []
+    for event in events:
+        args, is_call = event.get("args", {}), event.get("cat") == "cpu_op"
+        if event["name"].startswith(USED) or _communicates(event):
+            found.append(event)
+        elif event.get("cat") == "kernel" or (is_call and args.get("External id") in launched):
+            about = {"args": {"External id": args["External id"]}} if is_call else {}
+            found.append({name: event[name] for name in ("name", "cat", "ts", "dur") if name in event} | about)
+    return found
+
+
 def _read(path: Path) -> _Recorded:
     """Read one file. Raises ValueError naming it if it is damaged."""
     try:
         with _open(path) as file:
             whole = json.load(file)
-        events = [e for e in whole["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)]
+        events = _used([e for e in whole["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)])
         about = whole.get("distributedInfo") or {}
         rank, size = int(about.get("rank", 0)), int(about.get("world_size", 1))
         base_ns = int(whole.get("baseTimeNanoseconds", 0))
@@ -171,11 +181,12 @@ def _steps(found: _Recorded) -> list[Step]:
     """The profiler's steps, without their parts. Raises ValueError if there is none."""
     steps = {}
     for event in found.events:
-        match = STEP.fullmatch(event["name"])
-        if match and event.get("cat") != "gpu_user_annotation":
+        match = None if event.get("cat") == "gpu_user_annotation" else STEP.fullmatch(event["name"])
+        if match:
             steps[int(match[1])] = Step(found.rank, int(match[1]), 0, STOCK, *found.span(event))
     if not steps:
-        raise ValueError(f"{found.path}: no step: call prof.step() after each step of the training")
+        advice = "profile with schedule=torch.profiler.schedule(...), and call prof.step() after each step"
+        raise ValueError(f"{found.path}: no step: {advice} of the training")
     return [steps[index] for index in sorted(steps)]
 
 
@@ -204,7 +215,7 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
     for event in found.events:
         backend, colon, name = event["name"].partition(":")
         kind = _kind(name)
-        if not colon or backend not in ("gloo", "mpi", "ucc", "xccl") or kind is None:
+        if not colon or backend not in BACKENDS or kind is None:
             continue
         begin, end = found.span(event)
         own = calls[kind, _count(event, kind)]
@@ -228,7 +239,7 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
     }
     for event in found.events:
         args = event.get("args", {})
-        if event.get("cat") != "kernel" or NO_KERNELS not in event["name"].lower():
+        if not _communicates(event):
             continue
         begin, end = found.span(event)
         kind = _kind(str(args.get("Collective name", ""))) or _kind(event["name"]) or "other"
@@ -296,17 +307,17 @@ def _with_parts(found: _Recorded, steps: Sequence[Step]) -> list[Step]:
     ready: dict[int, list[int]] = defaultdict(list)
     finder = _Finder(steps)
     for event in found.events:
-        name, category = event["name"], event.get("cat")
+        name = event["name"]
         begin, end = found.span(event)
         step = finder.at(begin)
         if step is None:
             continue
         if found.gpu:
-            if category == "kernel" and NO_KERNELS not in name.lower():
+            if event.get("cat") == "kernel" and not _communicates(event):
                 forward[step.index].append((begin, min(end, step.end_ns)))
-        elif name == "DistributedDataParallel.forward":
+        elif name == FORWARD:
             forward[step.index].append((begin, end))
-        elif name.startswith("Optimizer.step#"):
+        elif name.startswith(OPTIMIZER):
             optimizer[step.index].append((begin, end))
         elif name == GRADIENT:
             ready[step.index].append(end)
@@ -334,6 +345,13 @@ def _with_waits(steps: Sequence[Step], rows: Sequence[Collective]) -> list[Step]
     return found
 
 
+def _without_tail(steps: list[Step], rows: Sequence[Collective]) -> list[Step]:
+    """The steps without the last one if nothing happens in it: the last prof.step() has opened it."""
+    last = steps[-1]
+    used = last.forward or last.optimizer or last.grad_ready or any(one.step == last.index for one in rows)
+    return steps if used or len(steps) == 1 else steps[:-1]
+
+
 def _union(spans: Iterable[Interval]) -> list[Interval]:
     merged: list[Interval] = []
     for begin, end in sorted((begin, end) for begin, end in spans if begin < end):
@@ -350,7 +368,7 @@ def _model(found: _Recorded, steps: Sequence[Step], own: Sequence[Collective]) -
     gradients = [
         _bytes(event)
         for event in found.events
-        if event["name"] == "torch::autograd::AccumulateGrad" and finder.at(found.span(event)[0]) is step
+        if event["name"] == ACCUMULATE and finder.at(found.span(event)[0]) is step
     ]
     reduced = [one for one in own if one.step == step.index and one.kind == "allreduce"]
     if not gradients or sum(gradients) != sum(one.tensor_bytes for one in reduced):
@@ -419,12 +437,9 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_Recorded], list[str]]:
     ranks, damaged = _readable(paths, _read, "trace of torch.profiler")
     epoch_ns = min(_steps(one)[0].begin_ns for one in ranks)
     return [
-        replace(one, base_ns=one.base_ns - epoch_ns, epoch_ns=epoch_ns) for one in sorted(ranks, key=_number)
+        replace(one, base_ns=one.base_ns - epoch_ns, epoch_ns=epoch_ns)
+        for one in sorted(ranks, key=lambda one: one.rank)
     ], damaged
-
-
-def _number(one: _Recorded) -> int:
-    return one.rank
 
 
 def load(paths: Sequence[Path]) -> Trace:
@@ -438,7 +453,7 @@ def load(paths: Sequence[Path]) -> Trace:
     for one in ranks:
         bare = _steps(one)
         rows.append(_collectives(one, bare, groups))
-        steps.append(_with_waits(_with_parts(one, bare), rows[-1]))
+        steps.append(_without_tail(_with_waits(_with_parts(one, bare), rows[-1]), rows[-1]))
     parameters, buckets = _model(ranks[0], steps[0], rows[0])
     everything = tuple(row for own in rows for row in own)
     return Trace(

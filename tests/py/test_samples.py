@@ -181,6 +181,18 @@ def proc(folder: Path, dev: str, stat: str) -> None:
     (folder / "net" / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 70 7\nUdp: A\nUdp: 1\n")
 
 
+def test_all_interfaces_are_read_though_the_kernel_returns_a_page_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "PROC", tmp_path)
+    read = os.pread
+    monkeypatch.setattr(sampler.os, "pread", lambda fd, count, at: read(fd, min(count, 500), at))
+    names = [f"veth{number}" for number in range(40)]
+    proc(tmp_path, "".join(f"{name}: 1 2 0 3 0 0 0 0 4 5 0 6 0 0 0 0\n" for name in names), "")
+    assert sampler.Net().interfaces == names[: sampler.MOST_INTERFACES]
+    assert sampler.Net().read() == [1, 2, 3, 4, 5, 6] * len(sampler.Net().interfaces)
+
+
 def test_removed_interfaces_keep_their_last_values_and_new_ones_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

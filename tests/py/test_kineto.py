@@ -229,7 +229,7 @@ def test_broadcast_buffers_are_no_bucket(known, tmp_path):
     assert rest < 5000  # of the broadcast, which has no layer
 
 
-def test_what_a_profile_does_not_tell_is_said(known, tmp_path):
+def test_what_a_profile_does_not_tell_is_said(known, tmp_path, capsys):
     def without_shapes(trace, rank):
         for one in cpu_events(trace, rank):
             yield {**one, "args": {}}
@@ -238,6 +238,10 @@ def test_what_a_profile_does_not_tell_is_said(known, tmp_path):
     assert "profile with record_shapes=True" in " ".join(found.text.split())
     assert found.findings.achieved == {}
     assert found.trace.parameters == ()
+    assert cli.main(["what-if", str(tmp_path / "k")]) == cli.USAGE
+    assert "the sizes of the gradients are not known: a profile has none without record_shapes=True" in (
+        capsys.readouterr().err
+    )
     assert found.findings.parts["stock"].exposed_ns == pytest.approx(known.findings.parts["stock"].exposed_ns, abs=2000)
     on_gpu = Run(write(tmp_path / "g", known.trace, gpu_events))
     assert "forward, backward and optimizer are not distinguished" in " ".join(on_gpu.text.split())

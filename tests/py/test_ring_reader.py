@@ -544,6 +544,14 @@ def test_records_of_ranks_without_the_folder_are_copied_to_rank_0(apart):
     assert sorted(path.read_bytes() for path in apart[0].glob("ranks/*.ring")) == [b"ring %d" % n for n in range(4)]
 
 
+def test_records_are_copied_if_the_hosts_are_not_known(apart):
+    for rank, folder in enumerate(apart):
+        run_folder.write_meta(folder, rank, {})
+    meeting = Meeting(apart)
+    meeting.gather([monotonic() + 60] * 4)
+    assert meeting.sent == [1, 2, 3]
+
+
 def test_all_ranks_stop_copying_when_the_time_of_one_is_over(apart):
     meeting = Meeting(apart)
     outcomes = meeting.gather([monotonic() + 60] * 3 + [monotonic()])

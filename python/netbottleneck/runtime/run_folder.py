@@ -209,7 +209,7 @@ def _host(folder: Path, rank: int) -> bytes:
     try:
         host = bytes.fromhex(json.loads(_meta_path(folder, rank).read_text(encoding="utf-8"))["host_id"])
     except (OSError, ValueError, KeyError):
-        host = rank.to_bytes(HOST_BYTES, "little")
+        host = (rank + 1).to_bytes(HOST_BYTES, "little")  # a host of its own: its records are copied
     return host.ljust(HOST_BYTES, b"\0")[:HOST_BYTES]
 
 

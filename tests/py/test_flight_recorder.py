@@ -226,6 +226,29 @@ def test_an_open_send_is_named_on_its_rank(tmp_path):
     assert "On rank 0, send 0->1, train.py:88 (number 4) of group 7 (experts) is not over" in run.summary["sentence"]
 
 
+def batch(*names, state, p2p=True, number=4):
+    """Rows of batch_isend_irecv: NCCL follows the last alone, which some versions of torch do not mark is_p2p."""
+    numbers = {"collective_seq_id": 1, "p2p_seq_id": number}
+    rows = [operation(5 + at, f"nccl:{name}", "scheduled", is_p2p=True, **numbers) for at, name in enumerate(names)]
+    return [*rows, operation(9, "nccl:coalesced", state, is_p2p=p2p, input_dtypes=[], input_sizes=[], **numbers)]
+
+
+@pytest.mark.parametrize("p2p", [True, False])
+def test_a_batch_of_sends_has_the_state_of_its_last_row(tmp_path, p2p):
+    write(tmp_path, 0, [operation(1), *batch("send 0->1", "recv 0<-1", state="completed", p2p=p2p)])
+    write(tmp_path, 1, [operation(1), *batch("recv 1<-0", state="completed", p2p=p2p, number=7)])
+    run = Run(tmp_path)
+    assert run.summary["sentence"].startswith("Every recorded operation was joined by its ranks and is over")
+    assert [one.kind for one in run.findings.joins] == ["allreduce"]
+    sent = [one for one in run.trace.collectives if one.kind in ("send", "recv")]
+    assert [(one.state, one.done_seen_ns is None) for one in sent] == [("completed", False)] * 3
+    write(tmp_path, 1, [operation(1), *batch("recv 1<-0", state="started", p2p=p2p, number=7)])
+    said = Run(tmp_path).summary["sentence"]
+    assert "On rank 1, recv 1<-0, train.py:88 (number 7) of group 7 (experts) is not over" in said
+    assert "On rank 0" not in said
+    assert "has not joined" not in said
+
+
 def test_missing_damaged_and_mixed_dumps_are_named_in_one_line_each(tmp_path):
     write(tmp_path, 0, [operation(1, state="started")], ranks="[0, 1, 2, 3]")
     write(tmp_path, 1, [operation(1, state="started")], ranks="[0, 1, 2, 3]", version="2.4")

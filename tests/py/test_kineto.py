@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -145,6 +146,8 @@ def cpu_events(trace, rank):
 
 
 def gpu_events(trace, rank):
+    """The CPU launches everything at the begin of a step. A kernel of NCCL runs from this rank's arrival on."""
+    begins = {step.index: step.begin_ns for step in trace.steps if step.rank == rank}
     for step in (s for s in trace.steps if s.rank == rank):
         yield event(f"ProfilerStep#{step.index}", (step.begin_ns, step.end_ns))
         yield event(f"ProfilerStep#{step.index}", (step.begin_ns + 5000, step.end_ns + 5000), "gpu_user_annotation")
@@ -157,8 +160,9 @@ def gpu_events(trace, rank):
     for number, one in enumerate(c for c in trace.collectives if c.rank == rank):
         about = {"External id": number, "Collective name": "allreduce", "In msg nelems": one.tensor_bytes // 4}
         about |= {"Out msg nelems": one.tensor_bytes // 4, "dtype": "Float", "Process Group Name": "0"}
-        yield event("record_param_comms", (one.submit_ns, one.submit_ns + 100), "cpu_op", **about)
-        yield event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", (one.start_ns, one.done_ns), "kernel", **about)
+        called_ns = begins[one.step] + 200 * number
+        yield event("record_param_comms", (called_ns, called_ns + 100), "cpu_op", **about)
+        yield event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", (one.submit_ns, one.done_ns), "kernel", **about)
 
 
 def write(folder, trace, events, ranks=None, base_ns=10**18):
@@ -225,7 +229,7 @@ def test_broadcast_buffers_are_no_bucket(known, tmp_path):
     assert rest < 5000  # of the broadcast, which has no layer
 
 
-def test_what_a_profile_does_not_tell_is_said(known, tmp_path):
+def test_what_a_profile_does_not_tell_is_said(known, tmp_path, capsys):
     def without_shapes(trace, rank):
         for one in cpu_events(trace, rank):
             yield {**one, "args": {}}
@@ -234,6 +238,10 @@ def test_what_a_profile_does_not_tell_is_said(known, tmp_path):
     assert "profile with record_shapes=True" in " ".join(found.text.split())
     assert found.findings.achieved == {}
     assert found.trace.parameters == ()
+    assert cli.main(["what-if", str(tmp_path / "k")]) == cli.USAGE
+    assert "the sizes of the gradients are not known: a profile has none without record_shapes=True" in (
+        capsys.readouterr().err
+    )
     assert found.findings.parts["stock"].exposed_ns == pytest.approx(known.findings.parts["stock"].exposed_ns, abs=2000)
     on_gpu = Run(write(tmp_path / "g", known.trace, gpu_events))
     assert "forward, backward and optimizer are not distinguished" in " ".join(on_gpu.text.split())
@@ -260,7 +268,8 @@ def test_folders_that_cannot_be_one_run_are_refused(known, tmp_path, capsys):
         return (one for one in cpu_events(trace, rank) if "ProfilerStep" not in one["name"])
 
     assert cli.main(["report", str(write(tmp_path / "n", known.trace, no_steps, ranks=(0,)))]) == 1
-    assert "call prof.step() after each step" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "profile with schedule=torch.profiler.schedule(...), and call prof.step() after each step" in said
 
 
 def test_a_report_may_be_written_beside_the_profiles(known, tmp_path):
@@ -294,13 +303,152 @@ def test_kinds_and_sizes_of_operations_are_read_in_every_spelling():
         "broadcast": "broadcast",
         "barrier": "barrier",
         "alltoall_base": "alltoall",
-        "send": None,
+        "c10d::reduce_": "reduce",
+        "gloo:gather": "gather",
+        "scatter": "scatter",
+        "c10d::recv_any_source_": "recv",
+        "ncclDevKernel_SendRecv(x)": "send",
+        "coalesced": None,
     }
     assert {name: kineto._kind(name) for name in kinds} == kinds
     listed = {"Input Dims": [[[2, 3], [4]]], "Input type": ["float"]}
     assert kineto._bytes({"args": listed}) == 40
+    assert kineto._bytes({"args": {"Input Dims": [[2, 3], [4], []], "Input type": ["float", "double", ""]}}) == 56
     gathered = {"In msg nelems": 4, "Out msg nelems": 32, "dtype": "BFloat16"}
     assert kineto._bytes({"args": gathered}) == 64
+
+
+def pipeline_events(cpu):
+    """Stages of a pipeline, rank 0 sends and rank 1 receives, once more: no collective."""
+
+    def events(trace, rank):
+        name = ("send", "recv")[rank]
+        about = {"In msg nelems": 8, "dtype": "Float", "Process Group Name": "0"}
+        for step in (step for step in trace.steps if step.rank == rank):
+            yield event(f"ProfilerStep#{step.index}", (step.begin_ns, step.end_ns))
+            for number in range(2 + rank):
+                begin = step.begin_ns + 1_000_000 * (number + 1)
+                span = begin, begin + 500_000
+                if cpu:
+                    yield event(f"c10d::{name}", (begin - 100, begin), "cpu_op", **shape(8))
+                    yield event(f"gloo:{name}", span, **shape(8))
+                else:
+                    about["Collective name"] = "coalesced" if number else name
+                    yield event("ncclDevKernel_SendRecv(x)", span, "kernel", **about)
+
+    return events
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_sends_of_a_pipeline_are_operations_of_one_rank_each(known, tmp_path, cpu):
+    trace = Run(write(tmp_path / "k", replace(known.trace, size=2), pipeline_events(cpu))).trace
+    rows = {rank: [one for one in trace.collectives if one.rank == rank] for rank in (0, 1)}
+    assert {rank: len(own) for rank, own in rows.items()} == {0: 2 * 12, 1: 3 * 12}
+    assert {one.kind for one in trace.collectives} == {"send", "recv"}
+    assert {one.tensor_bytes for one in trace.collectives} == {32}
+    assert not {one.match for one in rows[0]} & {one.match for one in rows[1]}
+    assert all(one.by_script for one in trace.collectives)
+
+
+def test_a_collective_of_some_ranks_has_their_number(known, tmp_path):
+    def in_a_pair(trace, rank):
+        for one in gpu_events(trace, rank):
+            yield {**one, "args": {**one["args"], "Group size": 2 if rank else 3}}
+
+    trace = Run(write(tmp_path / "k", known.trace, in_a_pair)).trace
+    assert {(one.rank, one.ranks) for one in trace.collectives} == {(0, None), (1, 2), (2, 2)}
+
+
+def test_an_unknown_kernel_of_nccl_is_an_operation(known, tmp_path):
+    def events(trace, rank):
+        for one in gpu_events(trace, rank):
+            yield {**one, "args": {}, "name": one["name"].replace("AllReduce_Sum_f32_RING_LL", "New")}
+
+    found = Run(write(tmp_path / "k", known.trace, events))
+    assert {one.kind for one in found.trace.collectives} == {"other"}
+    assert len(found.trace.collectives) == len(known.trace.collectives)
+
+
+COLLECTIVES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+dist.init_process_group("gloo")
+rank, tensor = dist.get_rank(), torch.ones(100)
+parts = [torch.empty(100), torch.empty(100)]
+once = schedule(wait=0, warmup=1, active=1, repeat=1)
+
+def ready(prof):
+    prof.export_chrome_trace(f"{sys.argv[1]}/{rank}.pt.trace.json")
+
+with profile(activities=[ProfilerActivity.CPU], schedule=once, on_trace_ready=ready, record_shapes=True) as prof:
+    for _ in range(2):
+        dist.all_gather(parts, tensor)
+        dist.all_gather_into_tensor(torch.empty(200), tensor)
+        dist.gather(tensor, None if rank else parts)
+        dist.scatter(tensor, None if rank else parts)
+        dist.reduce(tensor, 0)
+        (dist.recv if rank else dist.send)(tensor, 1 - rank)
+        dist.barrier()
+        prof.step()
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_of_gloo_have_their_bytes_and_begin_with_their_call(tmp_path, warm_ranks):
+    warm_ranks(2, COLLECTIVES, args=[str(tmp_path)])
+    trace = Run(tmp_path).trace
+    expected = ["allgather", "allgather", "gather", "scatter", "reduce", "send", "barrier"]
+    own = [one for one in trace.collectives if one.rank == 0]
+    assert [one.kind for one in own] == expected
+    assert [one.tensor_bytes for one in own] == [800, 800, 800, 800, 400, 400, 0]
+    assert all(one.submit_ns < one.start_ns for one in own)  # at the call, before gloo's thread begins
+
+
+def test_events_that_a_trace_does_not_need_are_not_kept(known, tmp_path):
+    def with_others(events):
+        def both(trace, rank):
+            for number, one in enumerate(events(trace, rank)):
+                yield {**one, "args": {**one["args"], "block": [1024, 1, 1]}}
+                span = 1000 * one["ts"], 1000 * one["ts"] + 10
+                yield event("aten::add", span, "cpu_op", **{"External id": 10**6 + number}, **shape(3))
+                yield event("cudaLaunchKernel", span, "cuda_runtime")
+                yield event("Memcpy HtoD", span, "gpu_memcpy")
+
+        return both
+
+    for name, events in (("cpu", cpu_events), ("gpu", gpu_events)):
+        plain, more = (
+            write(tmp_path / f"{name}{n}", known.trace, e) for n, e in enumerate((events, with_others(events)))
+        )
+        (one, *_), (other, *_) = (kineto._read_all(kineto.files(folder))[0] for folder in (plain, more))
+        assert [e["name"] for e in other.events] == [e["name"] for e in one.events]
+        assert all(e.get("args", {}).keys() <= {"External id"} for e in other.events if e["name"].startswith("sgemm"))
+        ours, theirs = (Run(folder).trace for folder in (plain, more))
+        assert (ours.steps, ours.collectives, ours.parameters) == (theirs.steps, theirs.collectives, theirs.parameters)
+
+
+@pytest.mark.parametrize("events", [cpu_events, gpu_events])
+def test_the_empty_step_after_the_last_one_is_left_out(known, tmp_path, events):
+    end = max(step.end_ns for step in known.trace.steps)
+
+    def with_tail(work):
+        def both(trace, rank):
+            yield from events(trace, rank)
+            yield event("ProfilerStep#99", (end, end + 50_000))
+            if work and rank == 1:
+                yield event("DistributedDataParallel.forward", (end + 10, end + 20))
+                yield event("sgemm_128", (end + 10, end + 20), "kernel")
+
+        return both
+
+    trace = Run(write(tmp_path / "k", known.trace, with_tail(False))).trace
+    assert {step.index for step in trace.steps} == {step.index for step in known.trace.steps}
+    assert [one.bytes for one in trace.buckets] == [one["bytes"] for one in BUCKETS if events is cpu_events]
+    trace = Run(write(tmp_path / "w", known.trace, with_tail(True))).trace
+    assert [step.rank for step in trace.steps if step.index == 99] == [1]
 
 
 def test_a_study_is_not_taken_for_a_profile(tmp_path):

@@ -238,6 +238,15 @@ def test_every_run_has_a_report_and_a_valid_summary(tmp_path, settings):
     assert overlaps(summary.chrome_trace(found.trace)) == []
 
 
+def test_an_operation_of_some_ranks_has_the_rate_of_its_group(tmp_path):
+    trace = Run(FakeRun(tmp_path, size=4, blocks=3).write()).trace
+    some = replace(trace, collectives=tuple(replace(one, ranks=2) for one in trace.collectives))
+    rows = [row["args"] for row in summary.chrome_trace(some)["traceEvents"] if "algbw_gbs" in row.get("args", {})]
+    assert rows
+    assert all(row["n_ranks"] == 2 for row in rows)
+    assert all(row["busbw_gbs"] == pytest.approx(row["algbw_gbs"]) for row in rows)  # 2(n-1)/n
+
+
 def test_the_schema_rejects_unknown_keys(run):
     with pytest.raises(jsonschema.ValidationError):
         check_schema({**run.summary, "mood": "good"})

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import threading
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -403,6 +405,7 @@ def test_a_path_that_is_not_a_run_is_refused(tmp_path):
 TWO_SESSIONS = """
 import sys
 from pathlib import Path
+from time import monotonic
 from netbottleneck import config
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import open_session
@@ -470,3 +473,89 @@ def test_a_folder_with_records_of_another_hosts_rank_is_not_free(tmp_path):
     comm = OtherHost(tmp_path / "run")
     assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.sent[1:] == [b"0", b"1"]
+
+
+class Meeting:
+    """Ranks in threads: each has a folder of its own, or that of rank 0. lost: broadcasts do not end."""
+
+    def __init__(self, folders, lost=False):
+        self.folders, self.lost = folders, lost
+        self.blobs = [b""] * len(folders)
+        self.met = threading.Barrier(len(folders), timeout=60)
+        self.sent = []  # ranks whose records were broadcast
+        self.outcomes = [None] * len(folders)
+
+    def gather(self, untils):
+        ranks = [threading.Thread(target=self._rank, args=(rank, until)) for rank, until in enumerate(untils)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+        return self.outcomes
+
+    def _rank(self, rank, until):
+        try:
+            run_folder.gather(Member(self, rank), self.folders[rank], until)
+        except OSError as error:
+            self.outcomes[rank] = error
+
+    def swap(self, rank, blob):
+        self.blobs[rank] = blob
+        self.met.wait()
+        blobs = list(self.blobs)
+        self.met.wait()
+        return blobs
+
+
+class Member:
+    def __init__(self, meeting, rank):
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.folders)
+
+    def exchange(self, blob, limit_s):
+        return self.meeting.swap(self.rank, blob)
+
+    def submit(self, name, kind, memory, dtype, root):
+        blobs = self.meeting.swap(self.rank, bytes(memory))
+        if self.rank == root:
+            self.meeting.sent.append(root)
+        memory[:] = blobs[root]
+        return self
+
+    def wait(self, timeout_s=None):
+        return not self.meeting.lost
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """Folders of four ranks: ranks 0 and 1 share a host and a folder, 2 and 3 have others, 3 with the same identity."""
+    pytest.importorskip("netbottleneck._core", reason="netbottleneck._core is not built")
+    folders = [tmp_path / name for name in ("a", "a", "b", "c")]
+    for rank, (folder, host) in enumerate(zip(folders, ("0a", "0a", "0b", "0a"), strict=True)):
+        run_folder.write_meta(folder, rank, {"host_id": host * 16})
+        (folder / "ranks" / f"{rank}.train.ring").write_bytes(b"ring %d" % rank)
+    run_folder.write_run(folders[0], {})
+    return folders
+
+
+def test_records_of_ranks_without_the_folder_are_copied_to_rank_0(apart):
+    meeting = Meeting(apart)
+    assert meeting.gather([monotonic() + 60] * 4) == [None] * 4
+    assert meeting.sent == [2, 3]
+    assert sorted(path.read_bytes() for path in apart[0].glob("ranks/*.ring")) == [b"ring %d" % n for n in range(4)]
+
+
+def test_records_are_copied_if_the_hosts_are_not_known(apart):
+    for rank, folder in enumerate(apart):
+        run_folder.write_meta(folder, rank, {})
+    meeting = Meeting(apart)
+    meeting.gather([monotonic() + 60] * 4)
+    assert meeting.sent == [1, 2, 3]
+
+
+def test_all_ranks_stop_copying_when_the_time_of_one_is_over(apart):
+    meeting = Meeting(apart)
+    outcomes = meeting.gather([monotonic() + 60] * 3 + [monotonic()])
+    assert [type(one) for one in outcomes] == [TimeoutError] * 4
+    assert meeting.sent == []
+    outcomes = Meeting(apart, lost=True).gather([monotonic() + 60] * 4)
+    assert [type(one) for one in outcomes] == [TimeoutError] * 4

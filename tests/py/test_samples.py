@@ -28,6 +28,7 @@ from netbottleneck.runtime.session import open_session
 from netbottleneck.trace import model
 from netbottleneck.trace.model import Clock, Collective, Counters, Rank, Samples, Step, Trace
 from netbottleneck.trace.transports import Arm
+from ringwriter import FakeRun
 
 DEADLINE_S = RANKS_LIMIT_S
 PLACE = connect.Place(0, 1, 0, 1, 0, 1)
@@ -180,6 +181,18 @@ def proc(folder: Path, dev: str, stat: str) -> None:
     (folder / "net" / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 70 7\nUdp: A\nUdp: 1\n")
 
 
+def test_all_interfaces_are_read_though_the_kernel_returns_a_page_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "PROC", tmp_path)
+    read = os.pread
+    monkeypatch.setattr(sampler.os, "pread", lambda fd, count, at: read(fd, min(count, 500), at))
+    names = [f"veth{number}" for number in range(40)]
+    proc(tmp_path, "".join(f"{name}: 1 2 0 3 0 0 0 0 4 5 0 6 0 0 0 0\n" for name in names), "")
+    assert sampler.Net().interfaces == names[: sampler.MOST_INTERFACES]
+    assert sampler.Net().read() == [1, 2, 3, 4, 5, 6] * len(sampler.Net().interfaces)
+
+
 def test_removed_interfaces_keep_their_last_values_and_new_ones_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +261,21 @@ def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as raised:
             model.read_samples(path)
         assert str(path) in str(raised.value)
+
+
+def test_a_report_is_made_without_counters_that_cannot_be_read(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, size=3, blocks=6).write() / "ranks"
+    damaged = [ranks / name for name in ("1.net.counters", "2.net.counters", "0.tcp.counters")]
+    damaged[0].write_bytes(b"")
+    written(damaged[1], version=2)
+    damaged[2].write_bytes(written(damaged[2]).read_bytes()[:40])
+    written(ranks / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4))
+    run = Run(tmp_path)
+    run.write_all()
+    notes = [note for note in run.summary["notes"] if note.startswith("left out: ")]
+    assert sorted(note.split(": ")[1] for note in notes) == sorted(map(str, damaged))
+    (sample,) = model.of_run(tmp_path)
+    assert (sample.rank, sample.host, sample.tcp) == (0, None, None)
 
 
 def counters(columns: dict[str, list[int]], time_ns: list[int], offset_ns: int = 0) -> Counters:

@@ -377,6 +377,28 @@ def test_a_process_number_of_another_pid_namespace_is_not_judged(tmp_path: Path)
     assert not any("killed" in line for line in container)
 
 
+def test_silence_is_the_time_without_a_new_step(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(wall_ns=10**18 + 3600 * 10**9, s=1000.0)
+    clock = SimpleNamespace(time_ns=lambda: now.wall_ns, monotonic=lambda: now.s)
+    monkeypatch.setattr(report, "time", clock)
+    for meta in fake.glob("ranks/*.meta.json"):
+        meta.write_text(meta.read_text().replace('"finished": true', '"finished": false'))
+    grows, following = Growing(fake), Following(fake)
+    grows.show(0.7)
+    assert "no new step: the last one ended 60 min" in following.about(following.look())[-1]
+    grows.show(1)
+    assert not any("no new step" in line for line in following.about(following.look()))
+    now.wall_ns *= 2  # a step of the clock is no silence
+    assert not any("no new step" in line for line in following.about(following.look()))
+    now.s += 90
+    assert "no new step: the last one ended 90 s ago" in following.about(following.look())[-1]
+    for ring in fake.glob("ranks/0.*.ring"):
+        ring.unlink()  # its clock is the reference of the others'
+    without = Following(fake)
+    assert not any("no new step" in line for line in without.about(without.look()))
+    assert not any("after the start" in line for line in text._head_lines(without.look().trace, ["in progress"]))
+
+
 # The alarm.
 
 

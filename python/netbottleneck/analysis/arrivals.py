@@ -12,7 +12,7 @@ import numpy as np
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
 from netbottleneck.analysis.intervals import Split
 from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
-from netbottleneck.trace.model import COMPLETED, ENDED, Clock, Collective, ProcessGroup, Step, Trace
+from netbottleneck.trace.model import COMPLETED, ENDED, POINT_TO_POINT, Clock, Collective, ProcessGroup, Step, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, nbytes
 
@@ -329,7 +329,7 @@ def joins(trace: Trace) -> tuple[Join, ...]:
     """The collectives of a flight recorder's dumps by group and number; empty for any other trace."""
     found: dict[tuple[int, int, int], dict[int, Collective]] = defaultdict(dict)
     for one in trace.collectives if trace.groups else ():
-        if one.state is not None and one.kind not in TWO_SIDED:
+        if one.state is not None and one.kind not in TWO_SIDED and one.key < POINT_TO_POINT:
             found[one.comm, one.round, one.key][one.rank] = one
     operated = {one.rank for one in trace.collectives}
     overwritten = {rank.rank: rank.events_dropped > 0 for rank in trace.ranks if rank.rank in operated}

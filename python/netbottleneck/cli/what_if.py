@@ -83,6 +83,9 @@ def _checked(path: Path, trace: Trace) -> Trace:
     """Return the trace if its rows are consistent. Raises ValueError naming the first that is not."""
     if trace.size < 1:
         raise ValueError(f"{path}: a run of {trace.size} ranks: must be 1 or more")
+    if not trace.parameters and any(step.grad_ready for step in trace.steps):
+        why = "a profile has none without record_shapes=True, or if they do not agree with the all-reduces"
+        raise ValueError(f"{path}: the sizes of the gradients are not known: {why}")
     for step in trace.steps:
         _check_step(f"{path}: step {step.index} of rank {step.rank}", trace, step)
     for parameter in trace.parameters:

@@ -238,7 +238,7 @@ class Part:
                 del self._tails[path.name]
         if self._steps:
             for path in (self._folder / "ranks").glob(f"*.{model.TCP}.counters"):
-                with contextlib.suppress(OSError, ValueError):  # `connections` of the run reports it
+                with contextlib.suppress(OSError, ValueError):  # a note of the run reports it
                     self._losses.setdefault(path.name, _Losses(path)).grow()
             self._forget()
         return grown
@@ -308,6 +308,8 @@ class Run:
             self.trace = ring_reader.load(self.path)
         else:
             self.trace = tr.read(self.path)
+        if self._folder is not None:
+            self.trace = replace(self.trace, notes=(*self.trace.notes, *model.unreadable(self._folder)))
 
     @cached_property
     def findings(self) -> Findings:
@@ -457,6 +459,8 @@ class Following:
         self._part = Part(path, steps)
         self._seen_change = 0  # of the window, at the last look
         self._peeked = False  # new events were found since the last look
+        self._newest: int | None = None  # the newest step
+        self._ended_s: float | None = None  # when it ended, by time.monotonic; None: not known
         self._cause: str | None = None
         self._other: tuple[str, int] | None = None  # a cause that one look has found, and the last step of that look
 
@@ -511,23 +515,32 @@ class Following:
         lines += [note for note in trace.notes if note.startswith(("left out:", "rank "))]
         if self._part.full:
             lines.append("a ring file is full: later steps are not recorded (NETBOTTLENECK_TRACE_EVENTS)")
-        return ["ended" if ended else "stopped" if gone else "in progress", *lines, *_quiet(trace, ended)]
+        return ["ended" if ended else "stopped" if gone else "in progress", *lines, *self._quiet(trace, ended)]
+
+    def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:
+        """A line about steps that do not come.
+
+        Of a step that has ended before the first look, the end is known by the wall clock alone.
+        """
+        if not trace.steps:
+            return ["no step was recorded" if ended else "no step is recorded yet (NETBOTTLENECK_START_STEP)"]
+        newest = max(step.index for step in trace.steps)
+        if self._newest is None and trace.epoch_wall_ns:
+            ago_ns = time.time_ns() - trace.epoch_wall_ns - max(step.end_ns for step in trace.steps)
+            self._ended_s = time.monotonic() - max(0, ago_ns) / 1e9
+        elif newest != self._newest and self._newest is not None:
+            self._ended_s = time.monotonic()
+        self._newest = newest
+        ago_s = 0.0 if self._ended_s is None else time.monotonic() - self._ended_s
+        longest_s = max(step.duration_ns for step in trace.steps) / 1e9
+        late = not ended and ago_s > max(QUIET_S, QUIET_STEPS * longest_s)
+        return [f"no new step: the last one ended {text.duration(ago_s)} ago"] if late else []
 
 
 def _missing(trace: tr.Trace) -> list[str]:
     """A line about the ranks without a record."""
     missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
     return [f"no record of rank {', '.join(map(str, missing))} in this folder"] if missing else []
-
-
-def _quiet(trace: tr.Trace, ended: bool) -> list[str]:
-    """A line about steps that do not come."""
-    if not trace.steps:
-        return ["no step was recorded" if ended else "no step is recorded yet (NETBOTTLENECK_START_STEP)"]
-    ago_s = (time.time_ns() - trace.epoch_wall_ns - max(step.end_ns for step in trace.steps)) / 1e9
-    longest_s = max(step.duration_ns for step in trace.steps) / 1e9
-    late = not ended and ago_s > max(QUIET_S, QUIET_STEPS * longest_s)
-    return [f"no new step: the last one ended {text.duration(ago_s)} ago"] if late else []
 
 
 def _is_gone(rank: tr.Rank) -> bool:

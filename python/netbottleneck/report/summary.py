@@ -556,7 +556,7 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
         "bytes": c.tensor_bytes,
         "wire_bytes": c.wire_bytes,
         "dtype": c.dtype,
-        "n_ranks": trace.size,
+        "n_ranks": c.ranks or trace.size,
         "bucket": c.bucket,
         "transport": c.arm,
         "algorithm": c.algorithm,
@@ -567,7 +567,7 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
         args["transfer_us"] = (done_ns - max(last_ns, start_ns)) / 1e3
     if done_ns > start_ns:
         args["algbw_gbs"] = c.tensor_bytes / (done_ns - start_ns)
-        factor = bus_factor(c.kind, trace.size, c.algorithm, host_count(trace))
+        factor = bus_factor(c.kind, c.ranks or trace.size, c.algorithm, host_count(trace))
         args["busbw_gbs"] = c.tensor_bytes * factor / (done_ns - start_ns)
     yield _span(c.rank, lane, c.name, start_ns, done_ns, **args)
     yield {**common, "ph": "b", "id": number, "name": c.name, "ts": c.submit_ns / 1e3}

@@ -705,8 +705,9 @@ def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:
     if ends:
         indices = [step.index for step in trace.steps]
         since_s = (trace.epoch_wall_ns + max(ends) - trace.started_wall_ns) / 1e9
+        since = f", {duration(since_s)} after the start" if trace.epoch_wall_ns else ""
         span = f"steps {min(indices)} to {max(indices)} ({duration((max(ends) - min(begins)) / 1e9)})"
-        lines.append(f"Step {max(indices)}, {duration(since_s)} after the start; window: {span}")
+        lines.append(f"Step {max(indices)}{since}; window: {span}")
     infos = {info.name: info for rank in trace.ranks for info in rank.transports}
     lines.append("Arms: " + ", ".join(_arm_text(arm, infos.get(arm.transport)) for arm in trace.arms))
     return lines

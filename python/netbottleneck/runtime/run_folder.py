@@ -27,6 +27,8 @@ RANKS = "ranks"
 FOLDER_BYTES = 1024  # fixed length of a folder's name in an exchange
 NAME_BYTES = 64
 COUNT_BYTES = 8
+LATE = (1 << 8 * COUNT_BYTES) - 1  # in place of a count: the deadline has passed on this rank
+HOST_BYTES = 16
 LEAST_S = 0.1
 
 logger = logging.getLogger("netbottleneck")
@@ -171,23 +173,44 @@ def _is_complete(meta: Path) -> bool:
 
 
 def gather(comm: "_core.Comm", folder: Path, until: float) -> None:
-    """Copy each rank's own files (ranks/<rank>.*) to rank 0's folder. Every rank calls it; the files are closed.
+    """Copy the files (ranks/<rank>.*) of each rank that does not write to rank 0's folder there.
 
-    until: deadline by time.monotonic. Raises what Comm.submit and Work.wait raise, TimeoutError if not all ranks arrive
-    by then, and OSError if rank 0 cannot write.
+    Every rank calls it; the files are closed. until: deadline by time.monotonic; when it has passed on one rank, all
+    stop. Raises what Comm.submit and Work.wait raise, TimeoutError if not all files arrive by then, and OSError if rank
+    0 cannot write.
     """
     core = connect.core()
-    for rank in range(1, comm.size):
-        packed = _pack(folder / RANKS, rank) if comm.rank == rank else b""
-        limit_s = max(LEAST_S, until - time.monotonic())
-        counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"), limit_s=limit_s)
-        total = int.from_bytes(counts[rank], "little")
-        if total == 0:
+    hosts = comm.exchange(_host(folder, comm.rank), limit_s=_left_s(until))
+    for rank in (rank for rank in range(1, comm.size) if hosts[rank] != hosts[0]):
+        late = time.monotonic() >= until
+        packed = _pack(folder / RANKS, rank) if comm.rank == rank and not late else b""
+        count = (LATE if late else len(packed)).to_bytes(COUNT_BYTES, "little")
+        counts = [int.from_bytes(one, "little") for one in comm.exchange(count, limit_s=_left_s(until))]
+        if LATE in counts:
+            raise TimeoutError(f"the time is over: those of rank {rank} and of later ranks are missing")
+        if counts[rank] == 0:
             continue
-        memory = bytearray(packed) if comm.rank == rank else bytearray(total)
-        comm.submit(f"netbottleneck.records.{rank}", core.BROADCAST, memory, core.UINT8, root=rank).wait()
+        memory = bytearray(packed) if comm.rank == rank else bytearray(counts[rank])
+        work = comm.submit(f"netbottleneck.records.{rank}", core.BROADCAST, memory, core.UINT8, root=rank)
+        if not work.wait(_left_s(until)):
+            raise TimeoutError(f"those of rank {rank} did not arrive in time")
         if comm.rank == 0:
             _unpack(memory, folder / RANKS)
+
+
+def _left_s(until: float) -> float:
+    return max(LEAST_S, until - time.monotonic())
+
+
+def _host(folder: Path, rank: int) -> bytes:
+    """Return the identity of this rank's host; zeros if it does not see the run.json of rank 0."""
+    if rank and not (folder / "run.json").exists():
+        return bytes(HOST_BYTES)
+    try:
+        host = bytes.fromhex(json.loads(_meta_path(folder, rank).read_text(encoding="utf-8"))["host_id"])
+    except (OSError, ValueError, KeyError):
+        host = (rank + 1).to_bytes(HOST_BYTES, "little")  # a host of its own: its records are copied
+    return host.ljust(HOST_BYTES, b"\0")[:HOST_BYTES]
 
 
 def _pack(ranks: Path, rank: int) -> bytes:

@@ -87,6 +87,15 @@ def _write(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
+def _whole(fd: int) -> bytes:
+    """Return a file of the kernel, of which one read returns at most about a page."""
+    parts, at = [], 0
+    while part := os.pread(fd, READ_BYTES, at):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)
+
+
 class Net:
     """Counters of the interfaces in this network namespace that exist at the start."""
 
@@ -100,7 +109,7 @@ class Net:
 
     def _lines(self) -> list[tuple[bytes, bytes]]:
         lines = []
-        for line in os.pread(self._fd, READ_BYTES, 0).split(b"\n")[2:]:
+        for line in _whole(self._fd).split(b"\n")[2:]:
             name, colon, rest = line.rpartition(b":")
             if colon:
                 lines.append((name.strip(), rest))

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from netbottleneck.trace.model import (
     ENDED,
+    POINT_TO_POINT,
     SCHEDULED,
     STATES,
     Bucket,
@@ -41,28 +42,27 @@ from netbottleneck.trace.model import (
 from netbottleneck.trace.transports import STOCK
 
 HEAD_BYTES = 4096
-KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall")
+# A kind that is part of another's name follows it.
+KINDS = (
+    *("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall"),
+    *("reduce", "gather", "scatter", "send", "recv"),
+)
+TWO_SIDED = ("send", "recv")
+WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole result; gloo annotates one rank's part
+UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
 STEP = re.compile(r"ProfilerStep#(\d+)")
 GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 # Bytes of an element, by the profiler's names of types.
 ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "half": 2,
-    "bfloat16": 2,
-    "c10::half": 2,
-    "c10::bfloat16": 2,
-    "long int": 8,
-    "long": 8,
-    "int": 4,
-    "short": 2,
-    "signed char": 1,
-    "char": 1,
-    "unsigned char": 1,
-    "byte": 1,
-    "bool": 1,
+    **dict.fromkeys(("double", "long int", "long"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "short"), 2),
+    **dict.fromkeys(("signed char", "char", "unsigned char", "byte", "bool"), 1),
 }
 NO_KERNELS = "nccl"  # part of the name of every kernel that communicates
+BACKENDS = ("gloo", "mpi", "ucc", "xccl")
+FORWARD, OPTIMIZER, ACCUMULATE = "DistributedDataParallel.forward", "Optimizer.step#", "torch::autograd::AccumulateGrad"
+USED = ("ProfilerStep#", "c10d::", *(f"{one}:" for one in BACKENDS), FORWARD, OPTIMIZER, GRADIENT, ACCUMULATE)
 
 Event = Mapping[str, Any]
 
@@ -117,12 +117,30 @@ class _Recorded:
         return self.ns(event["ts"]), self.ns(event["ts"] + event.get("dur", 0))
 
 
+def _communicates(event: Event) -> bool:
+    return event.get("cat") == "kernel" and NO_KERNELS in event["name"].lower()
+
+
+def _used(events: Sequence[Event]) -> list[Event]:
+    """The events that the trace is made of, few of a profile's: the rest would take most of the memory."""
+    launched = {event.get("args", {}).get("External id") for event in events if _communicates(event)} - {None}
+    found = []
+    for event in events:
+        args, is_call = event.get("args", {}), event.get("cat") == "cpu_op"
+        if event["name"].startswith(USED) or _communicates(event):
+            found.append(event)
+        elif event.get("cat") == "kernel" or (is_call and args.get("External id") in launched):
+            about = {"args": {"External id": args["External id"]}} if is_call else {}
+            found.append({name: event[name] for name in ("name", "cat", "ts", "dur") if name in event} | about)
+    return found
+
+
 def _read(path: Path) -> _Recorded:
     """Read one file. Raises ValueError naming it if it is damaged."""
     try:
         with _open(path) as file:
             whole = json.load(file)
-        events = [e for e in whole["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)]
+        events = _used([e for e in whole["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)])
         about = whole.get("distributedInfo") or {}
         rank, size = int(about.get("rank", 0)), int(about.get("world_size", 1))
         base_ns = int(whole.get("baseTimeNanoseconds", 0))
@@ -155,61 +173,65 @@ def _bytes(event: Event) -> int:
     if "In msg nelems" in args:
         count = max(int(args["In msg nelems"]), int(args.get("Out msg nelems", 0)))
         return count * ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 0)
-    dims, types = args.get("Input Dims"), args.get("Input type")
-    if not dims or not types:
-        return 0
-    return _elements(dims[0]) * ITEM_BYTES.get(str(types[0]).lower(), 0)
+    dims, types = args.get("Input Dims") or (), args.get("Input type") or ()
+    return sum(_elements(one) * ITEM_BYTES.get(str(name).lower(), 0) for one, name in zip(dims, types, strict=False))
 
 
 def _steps(found: _Recorded) -> list[Step]:
     """The profiler's steps, without their parts. Raises ValueError if there is none."""
     steps = {}
     for event in found.events:
-        match = STEP.fullmatch(event["name"])
-        if match and event.get("cat") != "gpu_user_annotation":
+        match = None if event.get("cat") == "gpu_user_annotation" else STEP.fullmatch(event["name"])
+        if match:
             steps[int(match[1])] = Step(found.rank, int(match[1]), 0, STOCK, *found.span(event))
     if not steps:
-        raise ValueError(f"{found.path}: no step: call prof.step() after each step of the training")
+        advice = "profile with schedule=torch.profiler.schedule(...), and call prof.step() after each step"
+        raise ValueError(f"{found.path}: no step: {advice} of the training")
     return [steps[index] for index in sorted(steps)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
+    """called_ns: when the CPU called it, which tells its step. submit_ns: when the rank arrived. ranks: if not all."""
+
+    called_ns: int
     submit_ns: int
     start_ns: int
     done_ns: int
     kind: str
     bytes: int
     group: str = ""
+    ranks: int | None = None
 
 
 def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
-    """What the process group annotates, each with the call of the same kind and size that came before it."""
-    calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """What the process group annotates, each with the first call before it of the same kind and size."""
+    calls: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in found.events:
         if event["name"].startswith("c10d::"):
             kind = _kind(event["name"])
             if kind is not None:
-                calls[kind, _shape(event)].append(found.span(event)[0])
+                calls[kind, _count(event, kind, 1)].append(found.span(event)[0])
     for event in found.events:
         backend, colon, name = event["name"].partition(":")
         kind = _kind(name)
-        if not colon or backend not in ("gloo", "mpi", "ucc", "xccl") or kind is None:
+        if not colon or backend not in BACKENDS or kind is None:
             continue
         begin, end = found.span(event)
-        own = calls[kind, _shape(event)]
+        own = calls[kind, _count(event, kind)]
         submit_ns = own.pop(0) if own and own[0] <= begin else begin
-        yield _Operation(submit_ns, begin, end, kind, _bytes(event))
+        nbytes = _bytes(event) * (found.size if kind in WHOLE_RESULT else 1)
+        yield _Operation(submit_ns, submit_ns, begin, end, kind, nbytes)
 
 
-def _shape(event: Event) -> str:
-    """The number of elements, by which a call and its annotation are paired; "" if shapes were not recorded."""
-    dims = event.get("args", {}).get("Input Dims")
-    return str(_elements(dims[0])) if dims else ""
+def _count(event: Event, kind: str, most: int | None = None) -> int:
+    """Elements of the first `most` arguments, by which a call and its annotation are paired; 0 without shapes."""
+    dims = event.get("args", {}).get("Input Dims") or ()
+    return 0 if kind in UNLIKE_CALL else sum(map(_elements, dims[:most]))
 
 
 def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
-    """NCCL's kernels, each with the call that launched it. Of a call's kernels, begin and end count."""
+    """NCCL's kernels. The CPU runs ahead: a rank arrives when its kernel begins, which waits for the others."""
     calls = {
         event["args"]["External id"]: found.span(event)[0]
         for event in found.events
@@ -217,12 +239,14 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
     }
     for event in found.events:
         args = event.get("args", {})
-        kind = _kind(str(args.get("Collective name", event["name"])))
-        if event.get("cat") != "kernel" or NO_KERNELS not in event["name"].lower() or kind is None:
+        if not _communicates(event):
             continue
         begin, end = found.span(event)
-        submit_ns = min(begin, calls.get(args.get("External id"), begin))
-        yield _Operation(submit_ns, begin, end, kind, _bytes(event), str(args.get("Process Group Name", "")))
+        kind = _kind(str(args.get("Collective name", ""))) or _kind(event["name"]) or "other"
+        called_ns = min(begin, calls.get(args.get("External id"), begin))
+        group, ranks = str(args.get("Process Group Name", "")), int(args.get("Group size") or found.size)
+        members = ranks if ranks < found.size else None
+        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), group, members)
 
 
 class _Finder:
@@ -237,31 +261,37 @@ class _Finder:
 
 
 def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> list[Collective]:
-    """The operations of a rank's steps. An operation is the same on all ranks by its place in its step and group."""
-    rows, places, buckets, finder = [], Counter[tuple[int, str]](), Counter[int](), _Finder(steps)
+    """The operations of a rank's steps. A collective is the same on all ranks by its place in its step and group.
+
+    Sends and receives have keys of their own on each rank, and belong to the script.
+    """
+    rows, places, buckets, finder = [], Counter[tuple[int, str, bool]](), Counter[int](), _Finder(steps)
     operations = _gpu_operations(found) if found.gpu else _cpu_operations(found)
-    for one in sorted(operations, key=lambda o: (o.submit_ns, o.start_ns)):
-        step = finder.at(one.submit_ns)
+    for one in sorted(operations, key=lambda o: (o.called_ns, o.start_ns)):
+        step = finder.at(one.called_ns)
         if step is None:
             continue
         if one.group not in groups:
             groups.append(one.group)
-        place = places[step.index, one.group]
-        places[step.index, one.group] += 1
+        two_sided = one.kind in TWO_SIDED
+        place = places[step.index, one.group, two_sided]
+        places[step.index, one.group, two_sided] += 1
         bucket = None if found.gpu or one.kind != "allreduce" else buckets[step.index]
         buckets[step.index] += bucket is not None
         rows.append(
             Collective(
                 found.rank,
                 STOCK,
-                place + 1,
+                place + 1 + two_sided * POINT_TO_POINT * (found.rank + 1),
                 step.index,
                 one.submit_ns,
                 one.bytes,
                 f"{one.kind}.{place}",
                 step.index,
                 groups.index(one.group),
+                one.ranks,
                 kind=one.kind,
+                phase="other" if two_sided else "reduce",
                 bucket=bucket,
                 start_ns=one.start_ns,
                 done_ns=one.done_ns,
@@ -277,17 +307,17 @@ def _with_parts(found: _Recorded, steps: Sequence[Step]) -> list[Step]:
     ready: dict[int, list[int]] = defaultdict(list)
     finder = _Finder(steps)
     for event in found.events:
-        name, category = event["name"], event.get("cat")
+        name = event["name"]
         begin, end = found.span(event)
         step = finder.at(begin)
         if step is None:
             continue
         if found.gpu:
-            if category == "kernel" and NO_KERNELS not in name.lower():
+            if event.get("cat") == "kernel" and not _communicates(event):
                 forward[step.index].append((begin, min(end, step.end_ns)))
-        elif name == "DistributedDataParallel.forward":
+        elif name == FORWARD:
             forward[step.index].append((begin, end))
-        elif name.startswith("Optimizer.step#"):
+        elif name.startswith(OPTIMIZER):
             optimizer[step.index].append((begin, end))
         elif name == GRADIENT:
             ready[step.index].append(end)
@@ -315,6 +345,13 @@ def _with_waits(steps: Sequence[Step], rows: Sequence[Collective]) -> list[Step]
     return found
 
 
+def _without_tail(steps: list[Step], rows: Sequence[Collective]) -> list[Step]:
+    """The steps without the last one if nothing happens in it: the last prof.step() has opened it."""
+    last = steps[-1]
+    used = last.forward or last.optimizer or last.grad_ready or any(one.step == last.index for one in rows)
+    return steps if used or len(steps) == 1 else steps[:-1]
+
+
 def _union(spans: Iterable[Interval]) -> list[Interval]:
     merged: list[Interval] = []
     for begin, end in sorted((begin, end) for begin, end in spans if begin < end):
@@ -331,7 +368,7 @@ def _model(found: _Recorded, steps: Sequence[Step], own: Sequence[Collective]) -
     gradients = [
         _bytes(event)
         for event in found.events
-        if event["name"] == "torch::autograd::AccumulateGrad" and finder.at(found.span(event)[0]) is step
+        if event["name"] == ACCUMULATE and finder.at(found.span(event)[0]) is step
     ]
     reduced = [one for one in own if one.step == step.index and one.kind == "allreduce"]
     if not gradients or sum(gradients) != sum(one.tensor_bytes for one in reduced):
@@ -400,12 +437,9 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_Recorded], list[str]]:
     ranks, damaged = _readable(paths, _read, "trace of torch.profiler")
     epoch_ns = min(_steps(one)[0].begin_ns for one in ranks)
     return [
-        replace(one, base_ns=one.base_ns - epoch_ns, epoch_ns=epoch_ns) for one in sorted(ranks, key=_number)
+        replace(one, base_ns=one.base_ns - epoch_ns, epoch_ns=epoch_ns)
+        for one in sorted(ranks, key=lambda one: one.rank)
     ], damaged
-
-
-def _number(one: _Recorded) -> int:
-    return one.rank
 
 
 def load(paths: Sequence[Path]) -> Trace:
@@ -419,7 +453,7 @@ def load(paths: Sequence[Path]) -> Trace:
     for one in ranks:
         bare = _steps(one)
         rows.append(_collectives(one, bare, groups))
-        steps.append(_with_waits(_with_parts(one, bare), rows[-1]))
+        steps.append(_without_tail(_with_waits(_with_parts(one, bare), rows[-1]), rows[-1]))
     parameters, buckets = _model(ranks[0], steps[0], rows[0])
     everything = tuple(row for own in rows for row in own)
     return Trace(
@@ -455,7 +489,8 @@ DTYPES = {
     "byte": "uint8",
     "bool": "bool",
 }
-POINT_TO_POINT = 1 << 32  # added to the key of a send or receive: they have numbers of their own
+_BATCH = ("process_group", "collective_seq_id", "p2p_seq_id")  # equal in the rows of a batch
+_FOLLOWED = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
 _DAMAGE = (OSError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
 _UNREADABLE = (*_DAMAGE, pickle.UnpicklingError, RecursionError, ImportError)
 
@@ -561,6 +596,26 @@ def _state(row: Mapping[str, Any], backend: str) -> str:
     return ENDED if over else state  # only NCCL's process group follows the state; another one records the end
 
 
+def _of_batches(rows: Iterable[Event]) -> list[Event]:
+    """The rows by record. NCCL follows one row of a batch: the last, "nccl:coalesced", with the numbers of the others.
+
+    The others take its state, and it is a send or receive if they are. Source: issue 137969 of pytorch/pytorch.
+    """
+    ordered = sorted(rows, key=lambda row: int(row.get("record_id", 0)))
+    before: dict[Any, list[int]] = defaultdict(list)
+    for at, row in enumerate(ordered):
+        name, batch = str(row["profiling_name"]), str([row.get(part) for part in _BATCH])
+        if not name.endswith("coalesced"):
+            before[batch].append(at)
+            continue
+        known = {part: row[part] for part in _FOLLOWED if part in row}
+        for place in before.pop(batch, []):
+            own = ordered[place]
+            ordered[place] = {**own, **known} if own.get("state") == SCHEDULED else own
+            ordered[at] = {**ordered[at], "is_p2p": ordered[at].get("is_p2p") or own.get("is_p2p", False)}
+    return ordered
+
+
 def _time(row: Mapping[str, Any], name: str) -> int | None:
     """A time of a row in ns; JSON has 0 for one that is not known."""
     return int(row.get(name) or 0) or None
@@ -613,17 +668,13 @@ def _read_dump(path: Path) -> _Dump:
         version = str(whole["version"])
         if not version.startswith(DUMP_VERSIONS):
             raise ValueError(f"version {version}; this netbottleneck reads versions {DUMP_VERSIONS}x")
-        entries = tuple(sorted(map(_entry, whole["entries"]), key=_record))
+        entries = tuple(map(_entry, _of_batches(whole["entries"])))
         last = {int(key): int(one["last_enqueued_collective"]) for key, one in whole.get("pg_status", {}).items()}
         members = _members(whole.get("pg_config", {}))
     except _UNREADABLE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(f"{path}: unreadable dump of the flight recorder: {what}") from error
     return _Dump(path, int(match["rank"]), version, entries, members, last)
-
-
-def _record(entry: _Entry) -> int:
-    return entry.record
 
 
 def _with_members(ranks: Sequence[_Dump]) -> list[_Dump]:

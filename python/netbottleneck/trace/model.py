@@ -6,6 +6,7 @@ monotonic clock. None means that the source does not have the value; it never st
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import ipaddress
@@ -227,6 +228,8 @@ class Collective:
 
 # States of an operation: submitted; begun; done; over, with or without an error.
 STATES = SCHEDULED, STARTED, COMPLETED, ENDED = ("scheduled", "started", "completed", "ended")
+# What torch recorded itself: the key of a send or receive, or of a batch of them, is this or more.
+POINT_TO_POINT = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,15 +599,33 @@ def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:
 
 
 def of_run(run_dir: Path | str, last_bytes: int | None = None) -> tuple[Samples, ...]:
-    """Return the recorded counters of a run's hosts, by rank; may be empty. last_bytes, errors: as read_samples."""
-    ranks = Path(run_dir) / "ranks"
+    """Return the recorded counters of a run's hosts, by rank; may be empty. last_bytes: as read_samples.
+
+    A file that cannot be read is left out; `unreadable` names it.
+    """
     samples: dict[int, dict[str, Counters]] = {}
-    for kind in (NET, HOST, TCP):
-        for path in ranks.glob(f"*.{kind}.counters"):
+    for kind, path in _counter_files(run_dir):
+        with contextlib.suppress(OSError, ValueError):
             counters = read_samples(path, last_bytes)
             if len(counters.time_ns):
                 samples.setdefault(counters.rank, {})[kind] = counters
     return tuple(Samples(rank, **samples[rank]) for rank in sorted(samples))
+
+
+def _counter_files(run_dir: Path | str) -> list[tuple[str, Path]]:
+    ranks = Path(run_dir) / "ranks"
+    return [(kind, path) for kind in (NET, HOST, TCP) for path in sorted(ranks.glob(f"*.{kind}.counters"))]
+
+
+def unreadable(run_dir: Path | str) -> tuple[str, ...]:
+    """Return a note for each file of counters of a run that of_run leaves out."""
+    notes = []
+    for _, path in _counter_files(run_dir):
+        try:
+            read_samples(path, 0)
+        except (OSError, ValueError) as error:
+            notes.append(f"left out: {error}")
+    return tuple(notes)
 
 
 # TCP connections, from the rows of a host's counters "tcp", one for each connection and reading.

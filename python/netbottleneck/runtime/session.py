@@ -322,7 +322,7 @@ class Session:
         if self.comm is not None and not self.shared:
             try:
                 run_folder.gather(self.comm, self.folder, self.until)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: a copy that was late is still under way
                 logger.warning("the records of other hosts could not be copied to %s: %s", self.folder, error)
 
     @property

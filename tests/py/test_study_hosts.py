@@ -15,8 +15,10 @@ from conftest import RANKS_LIMIT_S, Ranks
 from netbottleneck.errors import PeerError
 from netbottleneck.lab import LabError, parse_lab
 from netbottleneck.report import Run
-from netbottleneck.study import hosts, spec
+from netbottleneck.study import hosts, spec, worker
 from netbottleneck.study.evidence import values
+from netbottleneck.study.ranks import JobError
+from netbottleneck.study.task import Outcome, Task, to_json
 from netbottleneck.trace import layer_log
 from test_replay import recorded
 
@@ -32,6 +34,8 @@ from netbottleneck.study import hosts as group
 from netbottleneck.study import task, worker
 
 sys.modules["matplotlib"] = None  # drawing takes long
+if os.environ["FAILS"] != "training":
+    sys.modules["torch"] = sys.modules["sklearn"] = None  # only a training needs them
 rank, hosts, fails = (os.environ[name] for name in ("NETBOTTLENECK_RANK", "HOSTS", "FAILS"))
 claim, is_free, run, step = run_folder.claim, run_folder._is_free, worker.run, task.Player.step
 
@@ -165,6 +169,16 @@ def test_all_ranks_end_if_they_do_not_leave_a_cell_together(
     assert first.code == code, first.stderr
     assert second.code != 0
     assert "rank 0 " + ("lost" if fails == "late" else "left the study") in second.stderr
+
+
+def test_a_package_that_a_rank_lacks_fails_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(_task: object, _progress: object) -> Outcome:
+        raise ModuleNotFoundError("No module named 'sklearn'")
+
+    monkeypatch.setattr(worker, "run", lacking)
+    control: Any = Control()
+    with pytest.raises(JobError, match="rank 0: ModuleNotFoundError: No module named 'sklearn'"):
+        hosts._RankWorker(control, True, ExitStack()).task(to_json([Task("digits", ("bare",), "f")]), "")
 
 
 class Control:

@@ -217,9 +217,14 @@ def _path(args: argparse.Namespace, folder: StudyFolder) -> Path:
         raise ValueError(f"--quick and {args.file} cannot be combined: leave out one of them")
     if args.file:
         return Path(args.file)
-    if not args.quick and not _given_options(args) and folder.file.exists():
+    if not names_study(args) and folder.file.exists():
         return folder.file
     return QUICK if args.quick else DEFAULT
+
+
+def names_study(args: argparse.Namespace) -> bool:
+    """Return whether a command line names a study; else it resumes the folder's, or runs the default."""
+    return bool(args.file or args.quick or _given_options(args))
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:

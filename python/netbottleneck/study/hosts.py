@@ -117,14 +117,18 @@ STATUS_S = 30.0  # for all ranks to leave a task, beyond the time after which th
 CONSEQUENCES = (*LOST_PEER_ERRORS, "MismatchError", "Timed out")  # of a failure on another rank
 
 
-def run(request: StudyRequest) -> int:
-    """Run this rank's part of a study; returns the exit code, on rank 0 that of the whole study."""
+def run(request: StudyRequest | None) -> int:
+    """Run this rank's part of a study; returns the exit code, on rank 0 that of the whole study.
+
+    request: needed on rank 0 alone, whose commands the other ranks execute.
+    """
     started = job.start(settings())
     place, control = started.place, started.comm
     with ExitStack() as caps:
         member = _RankWorker(control, place.local_rank == 0, caps)
         if place.rank != 0:
             return member.serve()
+        assert request is not None
         cells = [cell for cell in request.spec.cells if cell.ranks == place.size]
         others = len(request.spec.cells) - len(cells)
         introduction = f"This study uses the network between the {place.size} ranks of this launcher."
@@ -232,7 +236,7 @@ class _RankWorker:
                     path.write_text(schedule, encoding="utf-8")
                     made = replace(made, schedule=str(path))
                 outcome = worker.run(made, progress)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
             why = f"{type(error).__name__}: {error}"
         failed = self._failure(why)
         if outcome is None or failed:

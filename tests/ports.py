@@ -15,6 +15,7 @@ from pathlib import Path
 BLOCK = 96  # ports in a block
 LOWEST, LEAST, MOST = 1 << 11, 1 << 11, 1 << 14  # the lowest port in use here; number of ports
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 def below(outgoing: int) -> tuple[range, range]:
@@ -36,8 +37,8 @@ def here() -> tuple[range, range]:
 def in_use() -> set[int]:
     """Return the TCP ports of this network namespace that have a socket."""
     found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+    for table in filter(Path.exists, TABLES):  # without IPv6 there is only the first
+        for line in table.read_text(encoding="ascii").splitlines()[1:]:
             found.add(int(line.split()[1].rpartition(":")[2], 16))
     return found
 

@@ -94,6 +94,20 @@ def test_cells_of_a_study_are_paired(tmp_path):
     assert found.overall["stock"].low > 1
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_cell_that_was_resumed_beside_earlier_records_is_compared(tmp_path, resumed):
+    for study in ("one", "two"):
+        cell = tmp_path / study / "cells" / "a"
+        folder = cell / "run" / "2" if resumed and study == "two" else cell / "run"
+        FakeRun(folder, blocks=6).write()
+        (cell / "facts.json").write_text("{}")
+        recorded = f"/elsewhere/{study}/cells/a/{folder.relative_to(cell)}"
+        (cell / "cell.json").write_text(json.dumps({"outcome": {"folder": recorded}}))
+    found = compare.compare(tmp_path / "one", tmp_path / "two")
+    assert found.missing == ()
+    assert {row.cell for row in found.rows} == {"a"}
+
+
 def test_arms_that_only_one_run_has_are_named(made):
     found = compare.compare(made("a"), made("b", transports=("bare", "stock")))
     assert [line.partition(":")[0] for line in found.missing] == ["ofi"]

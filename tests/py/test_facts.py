@@ -145,7 +145,7 @@ def test_interfaces_count_as_one_if_the_hosts_have_several_links():
     uses = [use("nb1", "tx", 3e8), use("nb1", "rx", 1e8), use("nb0", "tx", 2e8), use("nb0", "rx", 1e8)]
     host = HostUse(0, "h", Arm("stock"), 1, 1, 100, tuple([use("lo", "tx", 9e9), *uses]))
     assert facts.nic([host]) == values.Nic("nb1", 1e8, 3e8, 2e8, 6e8)
-    assert facts.nic([host], together=True) == values.Nic("nb0,nb1", 2e8, 5e8, 4e8, 1e9)
+    assert facts.nic([host.added_up()]) == values.Nic("nb0,nb1", 2e8, 5e8, 4e8, 1e9)
 
 
 def test_the_links_of_a_host_add_up():

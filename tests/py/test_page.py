@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import find
 from netbottleneck.analysis.intervals import split_steps
-from netbottleneck.report import Run, plots, what_if
+from netbottleneck.report import Run, plots, text, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.trace.model import Counters, Samples
@@ -267,6 +268,13 @@ def counters(columns, rows, hz=100):
     return Counters("host0", "h0", 0, hz, 100, columns, times, np.array(rows, np.int64))
 
 
+def heights(picture, kind):
+    (line,) = (line for line in picture.iter("polyline") if line.get("class") == f"nb-curve-{kind}")
+    found = {float(point.split(",")[1]) for point in line.get("points").split()}
+    assert max(found) - min(found) < 0.1  # a constant rate is a straight line
+    return max(found)
+
+
 def test_counters_of_a_host_are_drawn_as_rates(run):
     rate = 125_000_000  # bytes a second: 1 Gbit/s
     count = 400
@@ -282,12 +290,6 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
     shown = page_of.host_use(run.findings, recorded)
     interface, cores = map(parsed, shown.pictures)
 
-    def heights(picture, kind):
-        (line,) = (line for line in picture.iter("polyline") if line.get("class") == f"nb-curve-{kind}")
-        found = {float(point.split(",")[1]) for point in line.get("points").split()}
-        assert max(found) - min(found) < 0.1  # a constant rate is a straight line
-        return max(found)
-
     scale = Scale(0.0, 1.1 * 2.0)  # the link is 2 Gbit/s
     tall = page_of.HOST_BOTTOM - page_of.HOST_TOP
     for kind, value in (("tx", 1.0), ("rx", 0.5)):
@@ -296,6 +298,25 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
     assert heights(cores, "busiest") == pytest.approx(page_of.HOST_TOP, abs=0.1)
     assert heights(cores, "mean") == pytest.approx((page_of.HOST_TOP + page_of.HOST_BOTTOM) / 2, abs=0.1)
     assert ("link", "the link") in shown.key
+
+
+def test_several_links_of_a_host_are_drawn_and_printed_as_one_interface(tmp_path, capsys):
+    network = {"how": "a lab", "link_bps": 2e9, "flow_bps": [], "verified": {"more_links": [{"measured_bps": 1e9}]}}
+    run = Run(FakeRun(tmp_path, run={"network": network}).write())
+    kinds = ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets")
+    columns = tuple(f"{name}:{kind}" for name in ("nb0", "nb1") for kind in kinds)
+    net = counters(columns, [[n * 625_000, n] * 4 for n in range(400)])  # 0.5 Gbit/s each
+    samples = (Samples(0, net, None),)
+    uses = usage.hosts(run.trace, samples)
+    (picture,) = page_of.host_use(run.findings, page_of.Recorded(uses, samples)).pictures
+    assert "host0: nb0,nb1" in str(picture)
+    place = page_of.HOST_BOTTOM - (page_of.HOST_BOTTOM - page_of.HOST_TOP) * Scale(0.0, 2.2).at(1.0)
+    assert heights(parsed(picture), "tx") == pytest.approx(place, abs=0.1)
+    text.show(run.findings, run.verdict, hosts=uses)
+    Console(width=100).print(text.frame(run.findings, run.verdict, uses, ["on"], 0))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "nb0,nb1", "stock", "rx", "1.00", "50%", "1.00", "50%", "-", "-", "-"] in rows
+    assert ["host0", "nb0,nb1", "1.00", "1.00", "2.00", "Gbit/s", "-", "-", "-"] in rows
 
 
 def test_the_curve_holds_the_answers_and_marks_this_run(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,9 @@ def test_a_block_with_a_port_in_use_is_not_taken(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ports, "in_use", lambda: {firsts[0] + 5})
     with ports.block() as given:
         assert given[0] == firsts[1]
+
+
+def test_ports_in_use_are_found_on_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ports, "TABLES", (ports.TABLES[0], tmp_path / "tcp6"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert server.getsockname()[1] in ports.in_use()

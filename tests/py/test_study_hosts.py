@@ -15,20 +15,27 @@ from conftest import RANKS_LIMIT_S, Ranks
 from netbottleneck.errors import PeerError
 from netbottleneck.lab import LabError, parse_lab
 from netbottleneck.report import Run
-from netbottleneck.study import hosts, spec
+from netbottleneck.study import hosts, spec, worker
 from netbottleneck.study.evidence import values
+from netbottleneck.study.ranks import JobError
+from netbottleneck.study.task import Outcome, Task, to_json
 from netbottleneck.trace import layer_log
 from test_replay import recorded
 
-# Each rank has a disk of its own: the folder hosts/RANK. FAILS: a cell that fails on rank 1, and where.
+# Each rank has a disk of its own: the folder hosts/RANK. FAILS: a cell that fails on rank 1, and where. late: rank 1
+# stays in its task until rank 0 has missed it. interrupt: rank 0 is interrupted in its task.
 STUDY = """
 import os, sys
 from pathlib import Path
 from netbottleneck import study
-from netbottleneck.runtime import run_folder
+from netbottleneck.config import settings
+from netbottleneck.runtime import job, run_folder
+from netbottleneck.study import hosts as group
 from netbottleneck.study import task, worker
 
 sys.modules["matplotlib"] = None  # drawing takes long
+if os.environ["FAILS"] != "training":
+    sys.modules["torch"] = sys.modules["sklearn"] = None  # only a training needs them
 rank, hosts, fails = (os.environ[name] for name in ("NETBOTTLENECK_RANK", "HOSTS", "FAILS"))
 claim, is_free, run, step = run_folder.claim, run_folder._is_free, worker.run, task.Player.step
 
@@ -38,12 +45,41 @@ def here(path):
 def failing_run(made, progress):
     if fails == "begin" and "/a-2-" in made.folder and rank == "1":
         raise OSError("no space left")
+    if fails == "training" and "/digits-2-" in made.folder and rank == "1":
+        from netbottleneck.study import jobs
+        jobs.Work.step = failing_training
+    if fails == "late" and rank == "0":
+        raise OSError("no space left")
+    if fails == "late":
+        Path(hosts, "missed").read_bytes()
+        job.current().comm.exchange(b"alone")
+    if fails == "interrupt" and rank == "0":
+        raise KeyboardInterrupt(2)
     task.Player.step = failing_step if fails == "step" and "/a-2-" in made.folder and rank == "1" else step
     return run(made, progress)
+
+def failing_training(self):
+    # After the last backward pass of a block: rank 0 then asks whether the next arm may begin.
+    self.optimizer.zero_grad()
+    self.loss().backward()
+    self.made = getattr(self, "made", 0) + 1
+    if self.made == 2:
+        raise OSError("no space left")
+    self.optimizer.step()
+
+def missed(self, why):
+    try:
+        return failure(self, why)
+    finally:
+        if rank == "0":
+            Path(hosts, "missed").write_bytes(b"")
 
 def failing_step(self, recorder):
     raise OSError("no space left")
 
+if fails == "late":
+    failure, group._RankWorker._failure = group._RankWorker._failure, missed
+    group.STATUS_S = 0.1 - settings().timeout_s
 run_folder._is_free = lambda comm, folder, limit_s: is_free(comm, here(folder), limit_s)
 run_folder.claim = lambda comm, wanted, limit_s: here(claim(comm, wanted, limit_s))
 worker.run = failing_run
@@ -108,6 +144,43 @@ def test_a_cell_that_fails_on_one_rank_leaves_the_others_to_run(
     assert (study / "report.html").exists()
 
 
+def test_a_training_that_fails_on_one_rank_leaves_the_others_to_run(
+    plain_ranks: Ranks, tmp_path: Path, request_file: Path
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    training = '[[model]]\njob = "digits"\nblock_steps = 2\nalone = 1\n'
+    request_file.write_text(request_file.read_text().replace("[[model]]", f"{training}[[model]]", 1), encoding="utf-8")
+    disks = tmp_path / "hosts"
+    code, out, err = studied(plain_ranks, disks, str(request_file), fails="training")
+    assert code == 1, out + err
+    study = json.loads((disks / "0" / "s" / "study.json").read_text())
+    assert study["failed"] == {"digits-2-here": "rank 1: OSError: no space left"}
+    assert (disks / "0" / "s" / "cells" / "b-2-here" / "facts.json").exists()
+
+
+@pytest.mark.parametrize(("fails", "code"), [("late", 1), ("interrupt", 130)])
+def test_all_ranks_end_if_they_do_not_leave_a_cell_together(
+    plain_ranks: Ranks, tmp_path: Path, request_file: Path, fails: str, code: int
+) -> None:
+    env = {"HOSTS": str(tmp_path), "FAILS": fails}
+    os.mkfifo(tmp_path / "missed")
+    first, second = plain_ranks(2, STUDY, env, args=[str(request_file)], limit_s=RANKS_LIMIT_S, check=False)
+    assert first.code == code, first.stderr
+    assert second.code != 0
+    assert "rank 0 " + ("lost" if fails == "late" else "left the study") in second.stderr
+
+
+def test_a_package_that_a_rank_lacks_fails_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(_task: object, _progress: object) -> Outcome:
+        raise ModuleNotFoundError("No module named 'sklearn'")
+
+    monkeypatch.setattr(worker, "run", lacking)
+    control: Any = Control()
+    with pytest.raises(JobError, match="rank 0: ModuleNotFoundError: No module named 'sklearn'"):
+        hosts._RankWorker(control, True, ExitStack()).task(to_json([Task("digits", ("bare",), "f")]), "")
+
+
 class Control:
     """A control communicator of two ranks that answer alike; `sent` has what this rank sent."""
 
@@ -116,6 +189,10 @@ class Control:
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[bytes] = []
         self.lost = lost
+
+    def abort(self, why: str) -> None:
+        """Lose the other rank."""
+        self.lost = True
 
     def exchange(self, blob: bytes, *, limit_s: float = 0.0) -> list[bytes]:
         """Return the blob of each rank."""
@@ -141,6 +218,25 @@ def test_lost_ranks_fail_a_network_and_not_the_study() -> None:
         pass
     with pytest.raises(LabError, match="rank 1 left"):
         ranks.verify(0.1)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(KeyboardInterrupt("signal"), "^signal$"), (LabError("no flows"), "^no flows; then .*rank 1 left")],
+)
+def test_an_error_in_a_capped_network_is_raised_although_a_rank_has_ended(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, text: str
+) -> None:
+    monkeypatch.setattr(hosts, "InterfaceCaps", lambda _interface, _link: ExitStack())
+    control = Control()
+
+    def fail() -> None:
+        with ranks_of(control).open_ranks(CAPPED):
+            control.lost = True
+            raise error
+
+    with pytest.raises(type(error), match=text):
+        fail()
 
 
 def test_the_interface_to_cap_is_that_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

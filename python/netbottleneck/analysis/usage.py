@@ -67,6 +67,37 @@ class HostUse:
     sent_segments: float | None = None
     retransmitted_segments: float | None = None
 
+    @property
+    def links(self) -> tuple[str, ...]:
+        """The interfaces by name, without the loopback unless there is no other."""
+        names = sorted({use.interface for use in self.interfaces})
+        return tuple(name for name in names if name != "lo") or tuple(names)
+
+    def added_up(self) -> HostUse:
+        """This host with its links as one interface, which comes first: they share the traffic."""
+        links = self.links
+        named = {way: [use for use in self.interfaces if use.way == way and use.interface in links] for way in WAYS}
+        others = [use for use in self.interfaces if use.interface not in links]
+        return replace(self, interfaces=(*(_added_up(uses, links) for uses in named.values() if uses), *others))
+
+
+def _added_up(uses: Sequence[Use], links: Sequence[str]) -> Use:
+    active = [use.active_bps for use in uses if use.active_bps is not None]
+    return Use(
+        ",".join(links),
+        uses[0].way,
+        sum(use.average_bps for use in uses),
+        sum(active) if len(active) == len(uses) else None,
+        sum(use.bytes for use in uses),
+        sum(use.packets for use in uses),
+    )
+
+
+def by_link(trace: Trace, hosts: Sequence[HostUse]) -> list[HostUse]:
+    """The hosts with interfaces that compare with the run's link: added up where each host has several links."""
+    several = trace.network is not None and trace.network.several_links
+    return [host.added_up() for host in hosts] if several else list(hosts)
+
 
 def recorded_span(counters: Counters) -> Intervals:
     """The recorded span."""

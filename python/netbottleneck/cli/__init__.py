@@ -94,7 +94,7 @@ def _report(argv: Sequence[str]) -> int:
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
         if args.export:
-            parser.error(f"--export {args.export[0]}: takes a run; a study's are in {path}/cells/CELL/run")
+            parser.error(f"--export {args.export[0]}: takes a run; a study's are in {path}/cells/CELL/run or run/N")
         return _study_report(path, args)
     from netbottleneck.report import Run
 

@@ -5,6 +5,7 @@ It is printed to a terminal, or drawn on a page of its own.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +25,8 @@ from netbottleneck.report.text import WIDTH, make_table, put_row
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
 
-# A cell of a study with this file is complete.
-FACTS = "facts.json"
+# A cell of a study with FACTS is complete. RESULT names its run folder.
+FACTS, RESULT = "facts.json", "cell.json"
 
 PARTS = {
     "compute": "compute_ns",
@@ -96,6 +97,23 @@ def _interval(one: Estimate) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in ends.items()}
 
 
+def present(cell: Path, recorded: str) -> Path:
+    """Return where a folder of a cell is now: the study may have been moved since it was recorded."""
+    parts = Path(recorded).parts
+    return cell.joinpath(*parts[len(parts) - parts[::-1].index(cell.name) :])
+
+
+def _run_folder(cell: Path) -> Path:
+    """Return the run folder of a complete cell. Raises ValueError naming an unusable file."""
+    path = cell / RESULT
+    if not path.exists():
+        return cell / "run"
+    try:
+        return present(cell, json.loads(path.read_text(encoding="utf-8"))["outcome"]["folder"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: {error!r}") from error
+
+
 def _runs(path: Path) -> tuple[dict[str, Run], list[str]]:
     """The runs of a path by cell: one named "" for a run, each complete cell of a study. And the incomplete cells."""
     if not (path / "cells").is_dir():
@@ -103,11 +121,11 @@ def _runs(path: Path) -> tuple[dict[str, Run], list[str]]:
         if run.trace.groups:
             raise ValueError(f"{path}: the dumps of a flight recorder have no step: nothing to compare")
         return {"": run}, []
-    folders = {str(one.parent.parent.relative_to(path / "cells")): one for one in path.glob("cells/**/run/run.json")}
-    whole = {cell: Run(one.parent) for cell, one in sorted(folders.items()) if (one.parent.parent / FACTS).exists()}
+    begun = sorted(cell for cell in (path / "cells").iterdir() if any(cell.glob("run/**/run.json")))
+    whole = {cell.name: Run(_run_folder(cell)) for cell in begun if (cell / FACTS).exists()}
     if not whole:
         raise ValueError(f"{path}: no cell of this study is complete: run the study first")
-    return whole, sorted(set(folders) - set(whole))
+    return whole, [cell.name for cell in begun if cell.name not in whole]
 
 
 def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:

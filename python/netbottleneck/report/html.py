@@ -547,13 +547,15 @@ def _blocks(picture: Picture, trace: Trace, rank: int, scale: Scale, begin_ns: f
 
 
 def _interface_picture(findings: Findings, host: HostUse, net: Counters) -> Picture:
-    name = host.interfaces[0].interface
+    network = findings.trace.network
+    names = host.links if network is not None and network.several_links else (host.interfaces[0].interface,)
     edges = _edges(net, 0.0)
-    rates = {way: 8 * _rates_over_time(net, [f"{name}:{way}_bytes"], edges) / 1e9 for way in ("tx", "rx")}
+    columns = {way: [f"{name}:{way}_bytes" for name in names] for way in ("tx", "rx")}
+    rates = {way: 8 * _rates_over_time(net, own, edges) / 1e9 for way, own in columns.items()}
     link = (findings.link_bps or 0.0) / 1e9
     y = Scale(0.0, 1.1 * max(*(float(own.max()) for own in rates.values()), 1e-3, link))
     x = Scale(0.0, (edges[-1] - edges[0]) / 1e9)
-    picture = _plot(f"{host.hostname or f'rank {host.rank}'}: {name}", x, y, "Gbit/s")
+    picture = _plot(f"{host.hostname or f'rank {host.rank}'}: {','.join(names)}", x, y, "Gbit/s")
     if link:
         place = HOST_BOTTOM - (HOST_BOTTOM - HOST_TOP) * y.at(link)
         picture.curve([(0, place), (1, place)], "link")
@@ -604,7 +606,7 @@ def _host_pictures(findings: Findings, recorded: Recorded) -> Iterator[Picture]:
 
 
 def host_use(findings: Findings, recorded: Recorded) -> Shown:
-    """Each host's busiest interface and its cores over the run."""
+    """Each host's busiest interface, or all of its links, and its cores over the run."""
     title = "Interfaces and processors over time (measured by the kernel's counters)"
     drawn = tuple(_host_pictures(findings, recorded))
     if not drawn:

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from netbottleneck.analysis import usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
@@ -382,7 +383,7 @@ def _print_table(console: Console, title: str, table: Table) -> None:
 
 
 def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str, Table]:
-    """Each host's busiest interface, average and active, and its cores."""
+    """Each host's busiest interface, or all of its links, average and active, and its cores."""
     table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP resent")
     for host in hosts:
         first = host.interfaces[0].interface if host.interfaces else ""
@@ -566,7 +567,7 @@ def render(
         if findings.nccl:
             _print_table(console, *_nccl_table(findings))
         if hosts:
-            _print_table(console, *_hosts_table(hosts, findings.link_bps))
+            _print_table(console, *_hosts_table(usage.by_link(findings.trace, hosts), findings.link_bps))
         _print_connections(console, connected)
         for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *algorithms(findings)):
             console.print(line, highlight=False, markup=False)
@@ -791,7 +792,7 @@ def frame(
     if findings.achieved:
         tables.append(_bandwidth_table(findings))
     if any(host.arm == findings.base and host.interfaces for host in hosts):
-        tables.append(_interfaces_table(findings, hosts))
+        tables.append(_interfaces_table(findings, usage.by_link(findings.trace, hosts)))
     for title, table in tables:
         table.show_edge = False
         parts += [Text(f"\n{title}", style="bold"), table]

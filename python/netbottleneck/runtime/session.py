@@ -109,6 +109,7 @@ class Session:
     described: dict[str, Any] = field(default_factory=dict)
     on_close: list[Callable[[], None]] = field(default_factory=list)
     alone: bool = False
+    must_agree: bool = False  # a failed exchange in `agree` raises, and the communicator stays usable
     wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # monitor.wire by transport
     stays: Arm | None = None  # the arm of all further steps
     why_stays: str = ""
@@ -199,7 +200,7 @@ class Session:
         """Return True if all ranks are at this step, so that another block may begin. Every rank calls it.
 
         Ranks may skip steps that others make. If ranks differ, or do not answer within AGREE_S, all ranks stop
-        switching arms.
+        switching arms; with must_agree, a failed exchange raises instead, as control.exchange.
         """
         if self.stays is not None:
             return False
@@ -209,14 +210,15 @@ class Session:
             same = {values[:8] for values in found} == {mine[:8]}
             why = "ranks are at different steps"
         except (OSError, HorovodInternalError) as error:
+            if self.must_agree:
+                raise
             same, why = False, str(error)
             # The others must not use this rank's answer for a step that it has already left.
             self.control.abort(f"rank {self.place.rank} goes on without taking turns")
         if not same:
             self.why_stays = why
             return False
-        line = self.blocks.decide(self.step, found)
-        if line:
+        if line := self.blocks.decide(self.step, found):
             self.notes.append(line)
             if self.place.rank == 0:
                 logger.warning("%s", line)

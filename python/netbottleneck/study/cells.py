@@ -14,7 +14,7 @@ from typing import Any
 
 from netbottleneck import config
 from netbottleneck.launch import connect
-from netbottleneck.report.compare import FACTS
+from netbottleneck.report.compare import FACTS, RESULT, present
 from netbottleneck.study import spec
 from netbottleneck.study.spec import DIGITS, REPLAY, Cell, StudySpec
 from netbottleneck.study.task import Outcome
@@ -23,7 +23,7 @@ from netbottleneck.trace.model import decode
 # Folder of a study: the specification, and the files of each cell. A cell is complete when its facts are written.
 
 STUDY = "study.toml"
-FORECAST, RESULT = "forecast.json", "cell.json"
+FORECAST = "forecast.json"
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ class StudyFolder:
         return Outcome.from_dict({**document, "folder": self._present(key, document["folder"])})
 
     def _present(self, key: str, recorded: str) -> str:
-        """Return where a cell's run folder is now: the study may have been moved since it was recorded."""
-        parts = Path(recorded).parts
-        return str(self.cell_folder(key).joinpath(*parts[len(parts) - parts[::-1].index(key) :]))
+        return str(present(self.cell_folder(key), recorded))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -217,9 +215,14 @@ def _path(args: argparse.Namespace, folder: StudyFolder) -> Path:
         raise ValueError(f"--quick and {args.file} cannot be combined: leave out one of them")
     if args.file:
         return Path(args.file)
-    if not args.quick and not _given_options(args) and folder.file.exists():
+    if not names_study(args) and folder.file.exists():
         return folder.file
     return QUICK if args.quick else DEFAULT
+
+
+def names_study(args: argparse.Namespace) -> bool:
+    """Return whether a command line names a study; else it resumes the folder's, or runs the default."""
+    return bool(args.file or args.quick or _given_options(args))
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -25,9 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(arguments)
         detected = connect.detect(config.settings())
-        request = parse_request(args, arguments, detected.size)
-        report.check_replay_files(request.spec)
-        lacking = cells.missing_packages(request.spec)
+        request, lacking = None, ""
+        if detected.rank == 0 or cells.names_study(args):  # a study that is resumed may be on rank 0's host alone
+            request = parse_request(args, arguments, detected.size)
+            report.check_replay_files(request.spec)
+            lacking = cells.missing_packages(request.spec)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"netbottleneck study: {error}\n")
         return USAGE
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _until_signalled(lambda: hosts.run(request))
     from netbottleneck.study import runner
 
+    assert request is not None
     return _until_signalled(lambda: runner.run_simulated(request))
 
 

@@ -117,14 +117,18 @@ STATUS_S = 30.0  # for all ranks to leave a task, beyond the time after which th
 CONSEQUENCES = (*LOST_PEER_ERRORS, "MismatchError", "Timed out")  # of a failure on another rank
 
 
-def run(request: StudyRequest) -> int:
-    """Run this rank's part of a study; returns the exit code, on rank 0 that of the whole study."""
+def run(request: StudyRequest | None) -> int:
+    """Run this rank's part of a study; returns the exit code, on rank 0 that of the whole study.
+
+    request: needed on rank 0 alone, whose commands the other ranks execute.
+    """
     started = job.start(settings())
     place, control = started.place, started.comm
     with ExitStack() as caps:
         member = _RankWorker(control, place.local_rank == 0, caps)
         if place.rank != 0:
             return member.serve()
+        assert request is not None
         cells = [cell for cell in request.spec.cells if cell.ranks == place.size]
         others = len(request.spec.cells) - len(cells)
         introduction = f"This study uses the network between the {place.size} ranks of this launcher."
@@ -133,10 +137,13 @@ def run(request: StudyRequest) -> int:
                 f" {others} cells have other numbers of ranks: start the study again in this folder with as many ranks."
             )
         try:
-            return runner.run(request, _LauncherRanks(member, request.spec.interface).open_ranks, introduction, cells)
-        finally:
-            with suppress(OSError):  # the other ranks may have ended
-                member.send_command("end")
+            code = runner.run(request, _LauncherRanks(member, request.spec.interface).open_ranks, introduction, cells)
+        except BaseException:
+            control.abort("rank 0 left the study")  # inside a task, the other ranks would not receive a command
+            raise
+        with suppress(OSError):  # the other ranks may have ended
+            member.send_command("end")
+        return code
 
 
 class _RankWorker:
@@ -229,7 +236,7 @@ class _RankWorker:
                     path.write_text(schedule, encoding="utf-8")
                     made = replace(made, schedule=str(path))
                 outcome = worker.run(made, progress)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
             why = f"{type(error).__name__}: {error}"
         failed = self._failure(why)
         if outcome is None or failed:
@@ -244,7 +251,8 @@ class _RankWorker:
         """Return the error text of the rank whose task failed, "" if none did. why: of this rank.
 
         A rank that has failed may meet others that are still inside the task: that exchange fails on every rank, the
-        others leave the task, and this rank exchanges again.
+        others leave the task, and this rank exchanges again. After any other error the ranks no longer make the same
+        exchanges, so this rank aborts the control communicator, and all ranks end.
         """
         mine = why.encode()[:STATUS_BYTES].ljust(STATUS_BYTES)
         limit_s = settings().timeout_s + STATUS_S
@@ -252,9 +260,11 @@ class _RankWorker:
         while not replies:
             try:
                 replies = self.control.exchange(mine, limit_s=limit_s)
-            except MismatchError:
-                if self.control.failed:
-                    raise
+            except OSError as error:
+                if isinstance(error, MismatchError) and not self.control.failed:
+                    continue
+                self.control.abort(f"rank {self.control.rank} lost the other ranks: {error}")
+                raise
         failed = [(at, text) for at, reply in enumerate(replies) if (text := reply.decode(errors="replace").strip())]
         first = min(failed, key=lambda row: any(mark in row[1] for mark in CONSEQUENCES), default=None)
         return "" if first is None else f"rank {first[0]}: {first[1]}"
@@ -286,8 +296,13 @@ class _LauncherRanks:
         try:
             self._cap(str(link))
             yield self
-        finally:
-            self._cap(str(LinkSpec()))
+        except LabError as error:
+            try:
+                self._cap(str(LinkSpec()))
+            except LabError as second:
+                raise LabError(f"{error}; then {second}") from error
+            raise
+        self._cap(str(LinkSpec()))  # not after another exception: then all ranks end, and their caps with them
 
     def _cap(self, text: str) -> None:
         with _lab_errors():

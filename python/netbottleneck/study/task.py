@@ -183,7 +183,7 @@ def _open(task: Task) -> Session:
         sample_every=task.block_steps + 3,  # never the same step of a block twice in turn
         transports=tuple(arm for arm in task.arms if arm != BARE) or (STOCK,),
     )
-    return open_session(
+    opened = open_session(
         settings,
         arms=task.arms,
         directory=task.folder,
@@ -192,6 +192,8 @@ def _open(task: Task) -> Session:
         notes=task.notes,
         alone=task.alone > 0,
     )
+    opened.must_agree = True  # if another rank's task has failed, this one fails too, and the next task can run
+    return opened
 
 
 def warm_up(session: Session) -> None:

@@ -331,6 +331,11 @@ class Network:
     flow_bps: tuple[float, ...] = ()
     verified: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def several_links(self) -> bool:
+        """True if each host has several links, by the measurement; link_bps is then their sum."""
+        return bool(self.verified.get("more_links"))
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:

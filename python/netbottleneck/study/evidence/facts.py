@@ -170,30 +170,25 @@ def _interface_bytes(net: Counters, spans: Intervals) -> float | None:
 # Counters of the hosts for one arm: interfaces, cores, bytes sent. Means over hosts.
 
 
-def _ways(host: HostUse, together: bool) -> dict[str, list[usage.Use]]:
-    """Return by direction the interfaces of a host that count; {} if it has none."""
+def _ways(host: HostUse) -> dict[str, usage.Use]:
+    """Return by direction the interface of a host that counts; {} if it has none."""
     named = [use for use in host.interfaces if use.interface != "lo"] or list(host.interfaces)
-    own = [use for use in named if together or use.interface == named[0].interface]
-    ways = {way: [use for use in own if use.way == way] for way in ("rx", "tx")}
-    return ways if all(ways.values()) else {}
+    ways = {use.way: use for use in named if use.interface == named[0].interface}
+    return ways if len(ways) == len(usage.WAYS) else {}
 
 
-def nic(hosts: Sequence[HostUse], *, together: bool = False) -> Nic | None:
-    """Return the mean over hosts of each host's busiest interface; the loopback only if there is no other.
-
-    together: the interfaces of a host share the traffic, and count as one.
-    """
-    rows = [ways for host in hosts if (ways := _ways(host, together))]
+def nic(hosts: Sequence[HostUse]) -> Nic | None:
+    """Return the mean over hosts of each host's busiest interface; the loopback only if there is no other."""
+    rows = [ways for host in hosts if (ways := _ways(host))]
     if not rows:
         return None
 
     def active(way: str) -> float | None:
-        known = [bps for row in rows if (bps := _sum([use.active_bps for use in row[way]])) is not None]
+        known = [bps for row in rows if (bps := row[way].active_bps) is not None]
         return fmean(known) if len(known) == len(rows) else None
 
-    average = {way: fmean(sum(use.average_bps for use in row[way]) for row in rows) for way in ("rx", "tx")}
-    name = ",".join(sorted(use.interface for use in rows[0]["tx"]))
-    return Nic(name, average["rx"], average["tx"], active("rx"), active("tx"))
+    average = {way: fmean(row[way].average_bps for row in rows) for way in usage.WAYS}
+    return Nic(rows[0]["tx"].interface, average["rx"], average["tx"], active("rx"), active("tx"))
 
 
 def cpu(hosts: Sequence[HostUse]) -> Cpu | None:
@@ -418,11 +413,6 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
     )
 
 
-def _several_links(trace: Trace) -> bool:
-    """Return whether each host has several links, as the measurement before the run says."""
-    return trace.network is not None and bool(trace.network.verified.get("more_links"))
-
-
 def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence[Split]]) -> ArmFacts:
     trace, (name, splits) = run.trace, arm
     blocks = comparisons.step_times(trace, name)
@@ -442,7 +432,7 @@ def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence
         forward_backward_ns=values.median(comparisons.step_times(passes_only, name)),
         active_bps=active_bps,
         average_bps=average_bps,
-        nic=nic(hosts, together=_several_links(trace)),
+        nic=nic(usage.by_link(trace, hosts)),
         cpu=cpu(hosts),
         sent_segments=known_sum([host.sent_segments for host in hosts]),
         retransmitted_segments=known_sum([host.retransmitted_segments for host in hosts]),

@@ -51,6 +51,28 @@ def test_a_late_receiver_is_the_senders_wait() -> None:
     assert (receiver.peer_wait_ns, receiver.wire_ns) == (0, 13 * MS)
 
 
+def test_the_time_until_the_kernel_starts_is_the_gpus_wait() -> None:
+    """The proxies post at 0 ms, when the kernel is launched; both kernels start at 10 ms, and the wire takes 1 ms."""
+    sent = replace(SENT, times_ns=(0, 10 * MS, 10 * MS, 11 * MS))
+    received = replace(RECEIVED, times_ns=(0, 11 * MS, 11 * MS, 11 * MS))
+    seen = (NcclKernel(0, 0, 0, 10 * MS, 11 * MS),)
+    back = replace(sent, peer=0), replace(received, peer=1)
+    for first, second in (((sent, back[1]), (back[0], received)), ((sent,), (received,))):
+        kernel = () if len(first) == 2 else seen  # a message that is sent shows the start, too
+        for split in split_of(operation(0, *first, kernel=kernel), operation(1, *second, kernel=kernel)):
+            assert (split.wire_ns, split.peer_wait_ns, split.gpu_wait_ns) == (1 * MS, 0, 10 * MS)
+    (alone,) = split_of(operation(1, received, kernel=seen))
+    assert (alone.gpu_wait_ns, alone.unknown_ns) == (10 * MS, 1 * MS)
+
+
+def test_a_kernel_that_started_waits_for_a_later_one() -> None:
+    sent = replace(SENT, times_ns=(0, 10 * MS, 10 * MS, 11 * MS))
+    received = replace(RECEIVED, times_ns=(0, 11 * MS, 11 * MS, 11 * MS))
+    seen = (NcclKernel(0, 0, 0, 4 * MS, 11 * MS),)
+    _, receiver = split_of(operation(0, sent), operation(1, received, kernel=seen))
+    assert (receiver.wire_ns, receiver.peer_wait_ns, receiver.gpu_wait_ns) == (1 * MS, 6 * MS, 4 * MS)
+
+
 @pytest.mark.parametrize("other", [{"sequence": 4}, {"comm": 1}, {"function": "Reduce"}])
 def test_ends_of_different_messages_are_not_joined(other: dict[str, object]) -> None:
     _, receiver = split_of(operation(0, SENT, **other), operation(1, RECEIVED))

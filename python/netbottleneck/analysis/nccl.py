@@ -3,14 +3,15 @@
 NCCL reports a message's states on the rank where they occur. A receiver sees one wait until arrival, which contains the
 sender's delay. Where both ends left a record, a message is on the wire from the moment both have requested it, until it
 is sent, or has arrived and is flushed. A sender that is late is the receiver's wait for its peer, and the other way
-round; such a wait is as uncertain as the offset of the two ranks' clocks. Pure.
+round; such a wait is as uncertain as the offset of the two ranks' clocks. NCCL's proxies request messages when the
+kernel is launched. What passes until it starts is waiting for the GPU. Pure.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class NcclSplit:
     kernel_ns: from the first channel's start to the last one's stop, on the GPU's clock; None if not reported.
     network_ns: from the first message's begin to the last one's end. wire_ns: part in which a message is on the wire.
     peer_wait_ns: of the rest, part in which one waits for its peer. unknown_ns: of the rest, part in which one has not
-    arrived and its sender left no record. gpu_wait_ns: of the rest, part in which one waits for this rank's GPU.
+    arrived and its sender left no record. gpu_wait_ns: of the rest, part in which one waits for this rank's GPU. Before
+    the kernel starts, waits for the peer and for arrival are the GPU's.
     """
 
     operation: NcclOperation
@@ -102,14 +104,37 @@ def waits(step: NcclStep, other: NcclStep | None) -> Waits:
     return Waits(gpu=(second, end), peer=(begin, requested), wire=(requested, second), unknown=(begin, begin))
 
 
+def _started_ns(operation: NcclOperation) -> int | None:
+    """Return when the kernel is known to have started: its start was seen, or it has filled a buffer. None: unknown."""
+    seen = [channel.start_seen_ns for channel in operation.kernel]
+    return min([*seen, *(step.times_ns[1] for step in operation.network if step.sent)], default=None)
+
+
+def _from(span: Span, started_ns: int | None) -> tuple[Span, Span]:
+    """Return the part of a span before the start, and the part after."""
+    begin, end = span
+    cut = begin if started_ns is None else min(max(begin, started_ns), end)
+    return (begin, cut), (cut, end)
+
+
+def _waits_of_started(found: Waits, started_ns: int | None) -> tuple[Waits, tuple[Span, Span]]:
+    """Return the spans without the waits before the start, and those."""
+    before_peer, peer = _from(found.peer, started_ns)
+    before_arrival, unknown = _from(found.unknown, started_ns)
+    return replace(found, peer=peer, unknown=unknown), (before_peer, before_arrival)
+
+
 def _split(operation: NcclOperation, other_ends: Mapping[tuple[Message, bool], NcclStep]) -> NcclSplit:
     known = dict(_messages(operation))
     peers = {id(step): other_ends.get((message, not step.sent)) for message, step in known.items()}
-    spans = [waits(step, peers.get(id(step))) for step in operation.network]
+    started_ns = _started_ns(operation)
+    found = [_waits_of_started(waits(step, peers.get(id(step))), started_ns) for step in operation.network]
+    spans = [span for span, _ in found]
+    launch = [part for _, before in found for part in before]
     wire = intervals(span.wire for span in spans)
     peer = subtraction(intervals(span.peer for span in spans), wire)
     unknown = subtraction(intervals(span.unknown for span in spans), union(wire, peer))
-    gpu = subtraction(intervals(span.gpu for span in spans), union(wire, peer, unknown))
+    gpu = subtraction(intervals([*launch, *(span.gpu for span in spans)]), union(wire, peer, unknown))
     times = [time for step in operation.network for time in (step.times_ns[0], step.times_ns[3])]
     return NcclSplit(
         operation,

@@ -109,9 +109,9 @@ def test_the_gpus_clock_is_bounded_by_the_host() -> None:
     assert found.error_ns is None
 
 
-def run_with_nccl(folder: Path) -> Path:
+def run_with_nccl(folder: Path, transports: tuple[str, ...] = ("stock",)) -> Path:
     """Write a run of two ranks whose first bucket NCCL moves, 1 µs after its submission, in every recorded step."""
-    run = FakeRun(folder, transports=("stock",)).write()
+    run = FakeRun(folder, transports=transports).write()
     for rank in range(2):
         train = ring_reader.read_ring(run / "ranks" / f"{rank}.train.ring").events
         ring = RingWriter(run / "ranks" / f"{rank}.nccl.ring", rank)
@@ -174,6 +174,20 @@ def test_the_report_shows_the_split(tmp_path: Path) -> None:
     jsonschema.validate(json.loads(json.dumps(run.summary)), dict(summary.schema()))
     run.write_all(tmp_path / "out")
     assert "bucket.0, 2.0 MiB" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_arms_that_are_compared_have_means_of_their_own(tmp_path: Path) -> None:
+    run = Run(run_with_nccl(tmp_path / "run", ("stock", "nccl+tcp")))
+    assert {(mean.name, mean.arm, mean.operations) for mean in run.findings.nccl} == {
+        ("bucket.0", "stock", 36),
+        ("bucket.0", "nccl+tcp", 36),
+    }
+    for arm in ("stock", "nccl+tcp"):
+        assert f"bucket.0 ({arm}) 2.0" in run.text
+    assert {row["transport"] for row in run.summary["nccl"]} == {"stock", "nccl+tcp"}
+    jsonschema.validate(json.loads(json.dumps(run.summary)), dict(summary.schema()))
+    run.write_all(tmp_path / "out")
+    assert "bucket.0 (nccl+tcp), 2.0 MiB" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_without_them_says_nothing_of_nccl(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from netbottleneck.analysis.intervals import intervals, subtraction, total, union
 from netbottleneck.trace.model import NcclOperation, NcclStep, Trace
+from netbottleneck.trace.transports import Arm
 
 # A message is equal on both ends in: communicator, function, call, channel, number, sender, receiver.
 Message = tuple[int, str, int, int, int, int, int]
@@ -60,11 +61,12 @@ class NcclSplit:
 
 @dataclass(frozen=True, slots=True)
 class NcclMean:
-    """Means of the operations of one bucket, or of one function and size, over ranks and calls. Times in ns.
+    """Means of the operations of one bucket, or of one function and size, in one arm, over ranks and calls. In ns.
 
-    kernel_ns: None if not reported."""
+    arm: that of the operations' steps. kernel_ns: None if not reported."""
 
     name: str
+    arm: Arm
     operations: int
     bytes: int
     kernel_ns: float | None
@@ -184,25 +186,34 @@ def _name(split: NcclSplit, trace: Trace) -> str:
 
 
 def means(trace: Trace) -> tuple[NcclMean, ...]:
-    """Return the mean split by bucket, else by function and size, of operations within recorded steps.
+    """Return the mean split by arm and bucket, else by arm, function and size, of operations within recorded steps.
 
     The first is that with the longest network time in all.
     """
-    groups: dict[tuple[str, int], list[NcclSplit]] = defaultdict(list)
+    arms = {(step.rank, step.index): step.arm for step in trace.steps}
+    groups: dict[tuple[str, Arm, int], list[NcclSplit]] = defaultdict(list)
     for split in splits(trace):
-        if split.operation.step is not None:
-            groups[_name(split, trace), split.operation.bytes].append(split)
-    found = [_mean(name, nbytes, own) for (name, nbytes), own in groups.items()]
+        operation = split.operation
+        arm = None if operation.step is None else arms.get((operation.rank, operation.step))
+        if arm is not None:
+            groups[_name(split, trace), arm, operation.bytes].append(split)
+    found = [_mean(name, arm, nbytes, own) for (name, arm, nbytes), own in groups.items()]
     return tuple(sorted(found, key=lambda mean: -mean.network_ns * mean.operations))
 
 
-def _mean(name: str, nbytes: int, own: Sequence[NcclSplit]) -> NcclMean:
+def nccl_label(mean: NcclMean, all_means: Sequence[NcclMean]) -> str:
+    """Return the name of a mean, with its arm if the means are those of several arms."""
+    return mean.name if len({one.arm for one in all_means}) < 2 else f"{mean.name} ({mean.arm})"
+
+
+def _mean(name: str, arm: Arm, nbytes: int, own: Sequence[NcclSplit]) -> NcclMean:
     def of(attribute: str) -> float:
         return float(np.mean([getattr(split, attribute) for split in own]))
 
     kernels = [split.kernel_ns for split in own if split.kernel_ns is not None]
     return NcclMean(
         name,
+        arm,
         len(own),
         nbytes,
         float(np.mean(kernels)) if kernels else None,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -403,6 +404,7 @@ def test_a_path_that_is_not_a_run_is_refused(tmp_path):
 TWO_SESSIONS = """
 import sys
 from pathlib import Path
+from time import monotonic
 from netbottleneck import config
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import open_session
@@ -470,3 +472,49 @@ def test_a_folder_with_records_of_another_hosts_rank_is_not_free(tmp_path):
     comm = OtherHost(tmp_path / "run")
     assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.sent[1:] == [b"0", b"1"]
+
+
+class Copying:
+    """A communicator of two ranks, of which only `rank` runs here; `sent`: what rank 1 broadcasts."""
+
+    size = 2
+
+    def __init__(self, rank, sent=b""):
+        self.rank = rank
+        self.sent = sent
+
+    def exchange(self, mine, limit_s):
+        assert limit_s > 0
+        return [bytes(8), mine if self.rank == 1 else len(self.sent).to_bytes(8, "little")]
+
+    def submit(self, name, kind, memory, dtype, root):
+        if self.rank == root:
+            self.sent = bytes(memory)
+        else:
+            memory[:] = self.sent
+        return self
+
+    def wait(self):
+        pass
+
+
+def test_the_written_part_of_an_open_ring_is_copied_to_rank_0(tmp_path):
+    ring = RingWriter(tmp_path / "1" / "ranks" / "1.nccl.ring", 1)
+    for at in range(3):
+        ring.put(at, "STEP_BEGIN", at)
+    ring.close(orderly=False)
+    cut = tmp_path / "1" / "ranks" / "1.train.ring"
+    cut.write_bytes(b"cut short")
+    meta = tmp_path / "1" / "ranks" / "1.meta.json"
+    meta.write_text("{}")
+    sender = Copying(1)
+    run_folder.gather(sender, tmp_path / "1", monotonic() + LIMIT_S)
+    ranks = tmp_path / "0" / "ranks"
+    ranks.mkdir(parents=True)
+    run_folder.gather(Copying(0, sender.sent), tmp_path / "0", monotonic() + LIMIT_S)
+    assert (ranks / "1.nccl.ring").read_bytes() == ring.path.read_bytes()[: 4096 + 3 * 64]
+    copied, own = (ring_reader.read_ring(path) for path in (ranks / "1.nccl.ring", ring.path))
+    assert (copied.events == own.events).all()
+    assert copied.dropped == own.dropped == 0
+    assert (ranks / "1.train.ring").read_bytes() == b"cut short"
+    assert (ranks / "1.meta.json").read_text() == "{}"

@@ -4,6 +4,7 @@ docs/reference/run-folder.md lists the files. The report writes those that are m
 """
 
 import atexit
+import contextlib
 import itertools
 import json
 import logging
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings, describe
 from netbottleneck.launch import connect
 from netbottleneck.runtime.job import together
-from netbottleneck.trace.ring_reader import NCCL
+from netbottleneck.trace.ring_reader import NCCL, RING_HEADER_BYTES, read_slots
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -194,9 +195,19 @@ def _pack(ranks: Path, rank: int) -> bytes:
     """Return a rank's files, each as name, length, bytes."""
     parts = []
     for path in sorted(ranks.glob(f"{rank}.*")):
-        data = path.read_bytes()
+        data = _written(path)
         parts += [path.name.encode().ljust(NAME_BYTES), len(data).to_bytes(COUNT_BYTES, "little"), data]
     return b"".join(parts)
+
+
+def _written(path: Path) -> bytes:
+    """Return the bytes of a file; of a ring that is open, those of its header and its taken slots."""
+    if path.suffix == ".ring":
+        with contextlib.suppress(ValueError):  # not a ring, or one that is cut short
+            _, slots = read_slots(path)
+            with path.open("rb") as file:
+                return file.read(RING_HEADER_BYTES + slots.nbytes)
+    return path.read_bytes()
 
 
 def _unpack(memory: bytearray, ranks: Path) -> None:

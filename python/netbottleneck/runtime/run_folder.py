@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings, describe
 from netbottleneck.launch import connect
 from netbottleneck.runtime.job import together
+from netbottleneck.runtime.nccl import loads
 from netbottleneck.trace.ring_reader import NCCL, RING_HEADER_BYTES, read_slots
 
 if TYPE_CHECKING:
@@ -227,28 +228,38 @@ def _unpack(memory: bytearray, ranks: Path) -> None:
 NCCL_EVENTS = "NETBOTTLENECK_NCCL_EVENTS"
 NCCL_HIDDEN = ".netbottleneck-nccl-"
 NCCL_PLUGIN = Path(__file__).parents[1] / "libnccl-profiler-netbottleneck.so"
+NCCL_DEFAULT = "libnccl-profiler.so"  # which NCCL loads if NCCL_PROFILER_PLUGIN is not set
 
 
 def arrange_nccl_events(settings: Settings) -> None:
     """Make NCCL load our profiler plugin in this process, if NETBOTTLENECK_NCCL_EVENTS=1. Call before NCCL is used.
 
-    It passes events on to the plugin that NCCL_PROFILER_PLUGIN names until now.
+    It passes events on to the plugin that NCCL would load until now. A process that this one starts has a file, too.
     """
-    if settings.nccl_events != "1":
-        return
-    theirs = os.environ.get("NCCL_PROFILER_PLUGIN", "")
-    if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
-        os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
-    os.environ["NCCL_PROFILER_PLUGIN"] = str(NCCL_PLUGIN)
-    os.environ[NCCL_EVENTS] = str(wanted(settings).parent / f"{NCCL_HIDDEN}%h-%p.ring")
-    atexit.register(_drop_nccl_events)
+    if settings.nccl_events == "1":
+        theirs = os.environ.get("NCCL_PROFILER_PLUGIN") or (NCCL_DEFAULT if loads(NCCL_DEFAULT) else "")
+        if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
+            os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
+        hidden = wanted(settings).parent / f"{NCCL_HIDDEN}%h-%p.ring"
+        with contextlib.suppress(OSError):  # no_nccl_events() tells
+            hidden.parent.mkdir(parents=True, exist_ok=True)
+        os.environ["NCCL_PROFILER_PLUGIN"] = str(NCCL_PLUGIN)
+        os.environ[NCCL_EVENTS] = str(hidden)
+    if _nccl_name() is not None:
+        atexit.register(_drop_nccl_events)
+
+
+def _nccl_name() -> Path | None:
+    """Return the name of the hidden file of this process, None if there is to be none."""
+    named = os.environ.get(NCCL_EVENTS, "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
+    path = Path(named)
+    return path if path.name.startswith(NCCL_HIDDEN) else None
 
 
 def _nccl_file() -> Path | None:
     """Return the hidden file of this process, if NCCL has opened it."""
-    named = os.environ.get(NCCL_EVENTS, "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
-    path = Path(named)
-    return path if path.name.startswith(NCCL_HIDDEN) and path.exists() else None
+    path = _nccl_name()
+    return path if path is not None and path.exists() else None
 
 
 def _drop_nccl_events() -> None:
@@ -256,6 +267,14 @@ def _drop_nccl_events() -> None:
     path = _nccl_file()
     if path is not None:
         path.unlink(missing_ok=True)
+
+
+def no_nccl_events(folder: Path, rank: int) -> str:
+    """Return a note that a rank has no events of NCCL, although they are to be recorded; "" if it has."""
+    path = _nccl_name()
+    if path is None or path.exists() or ring_path(folder, rank, NCCL).exists():
+        return ""
+    return f"{NCCL_EVENTS}=1, but NCCL has recorded no events in this run: with NCCL_DEBUG=WARN, its log says why"
 
 
 def take_nccl_events(folder: Path, rank: int) -> None:

@@ -128,7 +128,7 @@ static void in_child(void) {
     pthread_mutex_init(&process.lock, NULL);
 }
 
-// Names by code, which is the index plus 1; 0: another one. python/netbottleneck/trace/recorder.py has the same lists.
+// Names by code, which is the index plus 1; 0: another one. python/netbottleneck/trace/nccl_events.py has the same lists.
 // NCCL has no name for its uint8.
 static const char *const functions[] = {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce",
                                         "AlltoAll",  "Send",      "Recv",          "SendRecv",  NULL};

@@ -19,7 +19,8 @@ import pytest
 
 import netbottleneck
 from netbottleneck.analysis import nccl
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import nccl_events, ring_reader
+from netbottleneck.trace.events import Event
 from netbottleneck.trace.model import NcclOperation, Trace
 from test_nccl_plugin import check_library, nccl_library
 
@@ -63,8 +64,8 @@ def operations(path: Path) -> tuple[NcclOperation, ...]:
     """Return the operations of a ring that no training belongs to."""
     rows = ring_reader.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
     names = {number: name for name, number in ring_reader.EVENTS.items()}
-    events = [ring_reader.Event(names[kind], *rest) for kind, *rest in rows]
-    return ring_reader.nccl_operations(events, 0, ring_reader.StepIndex(()), (), ())
+    events = [Event(names[kind], *rest) for kind, *rest in rows]
+    return nccl_events.nccl_operations(events, 0, lambda _: None, (), ())
 
 
 def check(result: dict[str, Any], path: Path) -> None:
@@ -102,11 +103,11 @@ def test_codes_are_those_of_the_plugin() -> None:
         assert body is not None
         return re.findall(r'"(\w+)"', body[1])
 
-    assert names("functions") == list(ring_reader.NCCL_FUNCTIONS)
-    assert names("algorithms") == list(ring_reader.NCCL_ALGORITHMS)
-    assert names("protocols") == list(ring_reader.NCCL_PROTOCOLS)
+    assert names("functions") == list(nccl_events.NCCL_FUNCTIONS)
+    assert names("algorithms") == list(nccl_events.NCCL_ALGORITHMS)
+    assert names("protocols") == list(nccl_events.NCCL_PROTOCOLS)
     types = [name.removeprefix("nccl").lower() for name in names("types")]
-    assert types == [*ring_reader.NCCL_DTYPES[:-1], "unknown"]
+    assert types == [*nccl_events.NCCL_DTYPES[:-1], "unknown"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

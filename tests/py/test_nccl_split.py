@@ -146,6 +146,33 @@ def test_operations_are_those_of_the_buckets(tmp_path: Path) -> None:
     assert {(found.function, found.bucket, found.called_ns) for found in early} == {("Broadcast", None, None)}
 
 
+def test_calls_are_found_by_the_hosts_times(tmp_path: Path) -> None:
+    """The GPU executes each step 300 ms after the host. The training's times are the GPU's, NCCL's are the host's."""
+    late_ns, call_ns = 300 * MS, 1000
+    run = run_with_nccl(tmp_path / "run")
+    on_host = ring_reader.load(run)
+    start, *edges = (ring_reader.EVENTS[name] for name in ("OP_START", "STEP_BEGIN", "STEP_END"))
+    for rank in range(2):
+        path = run / "ranks" / f"{rank}.train.ring"
+        ring = RingWriter(path, rank)
+        for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
+            values = dict(zip("abcde", rest, strict=True))
+            values |= {"b": call_ns} if kind == start else {}
+            values |= {"e": late_ns} if kind in (start, *edges) else {}
+            ring.put(time_ns + late_ns + call_ns * (kind == start), kind, step, key, **values)
+        ring.put(0, "DEVICE_CLOCK", b=MS)
+        ring.close()
+    trace = ring_reader.load(run)
+    assert {rank.device_error_ns for rank in trace.ranks} == {MS}
+    assert {step.begin_ns for step in trace.steps} == {step.begin_ns + late_ns for step in on_host.steps}
+
+    def known(found: Trace) -> list[tuple[object, ...]]:
+        return [(one.rank, one.submit_ns, one.step, one.bucket, one.called_ns) for one in found.nccl]
+
+    assert known(trace) == known(on_host)
+    assert sum(one.step is not None for one in trace.nccl) == 72
+
+
 def test_a_tag_names_the_bucket(tmp_path: Path) -> None:
     """By the caller's tag, which is the bucket's key without its highest bit, whenever NCCL enqueues it."""
     run = run_with_nccl(tmp_path / "run")

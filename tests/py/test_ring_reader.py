@@ -10,7 +10,7 @@ import pytest
 
 from netbottleneck.runtime import run_folder
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.ring_reader import Event
+from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import Arm
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 

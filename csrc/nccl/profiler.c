@@ -32,6 +32,8 @@ enum {
     STEPS = 16, // NCCL has at most 8 of an operation in flight
     WORD = 64,
     WORDS = OPS / WORD,
+    LOOKED_AT = 64, // operations that pool_evict looks at
+    COMMS = 1024,   // open at once
     EVENTS_DEFAULT = 1 << 20,
     PATH_BYTES = 4096
 };
@@ -58,7 +60,6 @@ struct step {
 };
 
 struct op {
-    _Atomic(struct nb_profile_comm *) comm;
     uint64_t task;
     uint8_t channel;
     int peer;
@@ -68,7 +69,6 @@ struct op {
 };
 
 struct kernel {
-    _Atomic(struct nb_profile_comm *) comm;
     uint64_t task;
     uint8_t channel;
     int64_t seen_ns; // the proxy saw the start
@@ -77,10 +77,23 @@ struct kernel {
     void *theirs;
 };
 
-// Entries of a fixed table, a bit each while in use.
+// Entries of a fixed table. An entry's turn grows when it is taken and when it is given back: it is odd while in use, and
+// is part of its handles. HELD: it was used since it was taken, and stays until it is given back.
+enum { HELD = 1 };
+
 struct pool {
-    _Atomic uint64_t used[WORDS];
-    _Atomic unsigned hint; // word where one was free last
+    _Atomic uint64_t used[WORDS]; // a bit each
+    _Atomic uint64_t states[OPS]; // turn << 1 | HELD
+    _Atomic uint64_t owners[OPS]; // context of the communicator; 0: another process's
+    _Atomic unsigned hint;        // word where one was free last
+    _Atomic unsigned hand;        // entry that pool_evict looks at next
+};
+
+struct nb_profile_comm {
+    _Atomic uint64_t context; // what NCCL has for it; 0: not open
+    uint64_t number;
+    bool passed_on;
+    void *theirs;
 };
 
 struct tables {
@@ -90,12 +103,7 @@ struct tables {
     struct task tasks[TASKS];
     struct op ops[OPS];
     struct kernel kernels[KERNELS];
-};
-
-struct nb_profile_comm {
-    uint64_t number;
-    bool passed_on;
-    void *theirs;
+    struct nb_profile_comm comms[COMMS];
 };
 
 // The process's profiler. It is made with the first communicator, and stays: NCCL may open others later.
@@ -104,6 +112,7 @@ static struct {
     bool tried;
     bool guarded; // the fork handler is registered
     pid_t pid;
+    uint64_t salt; // of contexts
     int comms;
     uint64_t numbers; // of communicators
     int *mask;        // NCCL's
@@ -119,7 +128,7 @@ static void in_child(void) {
     pthread_mutex_init(&process.lock, NULL);
 }
 
-// Names by code, which is the index plus 1; 0: another one. python/netbottleneck/trace/recorder.py has the same lists.
+// Names by code, which is the index plus 1; 0: another one. python/netbottleneck/trace/nccl_events.py has the same lists.
 // NCCL has no name for its uint8.
 static const char *const functions[] = {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce",
                                         "AlltoAll",  "Send",      "Recv",          "SendRecv",  NULL};
@@ -154,42 +163,128 @@ static uint64_t number_of(const void *handle) {
     return (uintptr_t)handle >> KIND_BITS;
 }
 
-// Returns the index of an entry, -1 if all are in use.
-static int pool_take(struct pool *pool) {
+// Contexts. NCCL gives an event the context of the process that called the collective. That may be another one, so a
+// context is a number that is looked up. It holds a number of the process, because two of one host may have the same id.
+
+static void *context_of(uint64_t salt, uint64_t number, uint64_t index) {
+    uint64_t low = (uint32_t)(number * COMMS + index);
+    return (void *)(uintptr_t)(salt << 32 | low); // NOLINT(performance-no-int-to-ptr)
+}
+
+// NULL if it is another process's, or closed.
+static struct nb_profile_comm *comm_of(const void *ctx) {
+    uint64_t context = (uintptr_t)ctx;
+    if (context == 0 || process.tables == NULL) {
+        return NULL;
+    }
+    struct nb_profile_comm *comm = &process.tables->comms[context % COMMS];
+    return atomic_load_explicit(&comm->context, memory_order_acquire) == context ? comm : NULL;
+}
+
+// Pools. An entry's number is its turn * OPS + its index, never 0.
+
+// Begins the turn of an entry that the caller alone has.
+static uint64_t pool_begin(struct pool *pool, unsigned index, uint64_t owner) {
+    uint64_t turn = (atomic_load_explicit(&pool->states[index], memory_order_relaxed) >> 1) + 1;
+    atomic_store_explicit(&pool->owners[index], owner, memory_order_relaxed);
+    atomic_store_explicit(&pool->states[index], turn << 1 | HELD, memory_order_release);
+    return turn * OPS + index;
+}
+
+// Ends the turn of an entry in that state; false if another thread did.
+static bool pool_end(struct pool *pool, unsigned index, uint64_t state) {
+    uint64_t next = ((state >> 1) + 1) << 1;
+    return atomic_compare_exchange_strong_explicit(&pool->states[index], &state, next, memory_order_acq_rel,
+                                                   memory_order_relaxed);
+}
+
+// NCCL does not end the operations of every transport. One that nothing refers to makes room for a new one, in about the
+// order in which they were taken.
+static uint64_t pool_evict(struct pool *pool, uint64_t owner) {
+    for (int i = 0; i < LOOKED_AT; i++) {
+        unsigned index = atomic_fetch_add_explicit(&pool->hand, 1, memory_order_relaxed) % OPS;
+        uint64_t state = atomic_load_explicit(&pool->states[index], memory_order_relaxed);
+        if ((state & HELD) == 0 && (state >> 1) % 2 == 1 && pool_end(pool, index, state)) {
+            return pool_begin(pool, index, owner);
+        }
+    }
+    return 0;
+}
+
+// Returns the number of an entry, 0 if there is no room.
+static uint64_t pool_take(struct pool *pool, uint64_t owner) {
     unsigned first = atomic_load_explicit(&pool->hint, memory_order_relaxed);
     for (unsigned i = 0; i < WORDS; i++) {
         unsigned word = (first + i) % WORDS;
         uint64_t used = atomic_load_explicit(&pool->used[word], memory_order_relaxed);
         while (~used != 0) {
-            int bit = __builtin_ctzll(~used);
+            unsigned bit = (unsigned)__builtin_ctzll(~used);
             uint64_t mine = (uint64_t)1 << bit;
             used = atomic_fetch_or_explicit(&pool->used[word], mine, memory_order_acquire);
             if ((used & mine) == 0) {
                 atomic_store_explicit(&pool->hint, word, memory_order_relaxed);
-                return (int)word * WORD + bit;
+                return pool_begin(pool, word * WORD + bit, owner);
             }
         }
     }
-    return -1;
+    return pool_evict(pool, owner);
 }
 
-static void pool_give(struct pool *pool, uint64_t index) {
-    uint64_t mine = (uint64_t)1 << (index % WORD);
-    atomic_fetch_and_explicit(&pool->used[index / WORD], ~mine, memory_order_release);
+// Lets an entry make room until it is used.
+static void pool_let_go(struct pool *pool, uint64_t number) {
+    atomic_store_explicit(&pool->states[number % OPS], number / OPS << 1, memory_order_release);
 }
 
-static bool pool_has(const struct pool *pool, uint64_t index) {
-    uint64_t mine = (uint64_t)1 << (index % WORD);
-    return index < OPS && (atomic_load_explicit(&pool->used[index / WORD], memory_order_relaxed) & mine) != 0;
+// Holds the entry of that number. False if it was given back, or has made room.
+static bool pool_hold(struct pool *pool, uint64_t number) {
+    _Atomic uint64_t *state = &pool->states[number % OPS];
+    uint64_t turn = number / OPS;
+    uint64_t found = atomic_load_explicit(state, memory_order_acquire);
+    while (turn % 2 == 1 && found == turn << 1) {
+        if (atomic_compare_exchange_weak_explicit(state, &found, found | HELD, memory_order_acq_rel,
+                                                  memory_order_acquire)) {
+            return true;
+        }
+    }
+    return turn % 2 == 1 && found == (turn << 1 | HELD);
+}
+
+static void pool_give(struct pool *pool, unsigned index, uint64_t state) {
+    if (pool_end(pool, index, state)) {
+        uint64_t mine = (uint64_t)1 << (index % WORD);
+        atomic_fetch_and_explicit(&pool->used[index / WORD], ~mine, memory_order_release);
+    }
+}
+
+// Gives back one that is held.
+static void pool_give_held(struct pool *pool, uint64_t number) {
+    pool_give(pool, (unsigned)(number % OPS), number / OPS << 1 | HELD);
+}
+
+// Gives back those of an owner.
+static void pool_give_all(struct pool *pool, uint64_t owner) {
+    for (unsigned i = 0; i < OPS; i++) {
+        uint64_t state = atomic_load_explicit(&pool->states[i], memory_order_acquire);
+        bool in_use = (state >> 1) % 2 == 1;
+        if (in_use && atomic_load_explicit(&pool->owners[i], memory_order_relaxed) == owner) {
+            pool_give(pool, i, state);
+        }
+    }
 }
 
 // The entry of an event's handle; NULL if it is another kind's, or has ended.
 
+// An operation's handle is that of its first step, but for the kind.
+static uint64_t op_number(const void *handle) {
+    return number_of(handle) / STEPS;
+}
+
 static struct op *op_of(const void *handle) {
-    uint64_t number = kind_of(handle) == KIND_STEP ? number_of(handle) / STEPS : number_of(handle);
     bool is_one = kind_of(handle) == KIND_OP || kind_of(handle) == KIND_STEP;
-    return process.tables != NULL && is_one && pool_has(&process.tables->op_pool, number) ? &process.tables->ops[number]
-                                                                                          : NULL;
+    if (process.tables == NULL || !is_one || !pool_hold(&process.tables->op_pool, op_number(handle))) {
+        return NULL;
+    }
+    return &process.tables->ops[op_number(handle) % OPS];
 }
 
 static struct step *step_of(const void *handle) {
@@ -200,9 +295,11 @@ static struct step *step_of(const void *handle) {
 
 static struct kernel *kernel_of(const void *handle) {
     uint64_t number = number_of(handle);
-    return process.tables != NULL && kind_of(handle) == KIND_KERNEL && pool_has(&process.tables->kernel_pool, number)
-               ? &process.tables->kernels[number]
-               : NULL;
+    bool is_one = kind_of(handle) == KIND_KERNEL;
+    if (process.tables == NULL || !is_one || !pool_hold(&process.tables->kernel_pool, number)) {
+        return NULL;
+    }
+    return &process.tables->kernels[number % KERNELS];
 }
 
 static void *task_new(void *theirs) {
@@ -282,15 +379,16 @@ static void put_task(const struct nb_profile_comm *comm, int version, uint64_t t
     nb_ring_put_at(&process.ring, now_ns, NB_EV_NCCL_TASK, task_number(handle), comm->number, bytes, what, which, tag);
 }
 
-static void *op_start(struct nb_profile_comm *comm, const struct nccl_event_v7 *event, void *theirs) {
-    int index = pool_take(&process.tables->op_pool);
-    if (index < 0) {
+// comm: NULL if it is another process's; the event's parent then means nothing here.
+static void *op_start(const struct nb_profile_comm *comm, const struct nccl_event_v7 *event, void *theirs) {
+    struct tables *tables = process.tables;
+    uint64_t owner = comm != NULL ? atomic_load_explicit(&comm->context, memory_order_relaxed) : 0;
+    uint64_t number = pool_take(&tables->op_pool, owner);
+    if (number == 0) {
         return NULL;
     }
-    struct op *op = &process.tables->ops[index];
-    bool near = event->proxy_op.pid == process.pid;
-    atomic_store_explicit(&op->comm, comm, memory_order_relaxed);
-    op->task = near ? task_number(event->parent) : 0;
+    struct op *op = &tables->ops[number % OPS];
+    op->task = comm != NULL ? task_number(event->parent) : 0;
     op->channel = event->proxy_op.channel;
     op->peer = event->proxy_op.peer;
     op->sends = event->proxy_op.sends != 0;
@@ -298,7 +396,8 @@ static void *op_start(struct nb_profile_comm *comm, const struct nccl_event_v7 *
     for (int i = 0; i < STEPS; i++) {
         op->steps[i].open = false;
     }
-    return handle_of(KIND_OP, (uint64_t)index);
+    pool_let_go(&tables->op_pool, number);
+    return handle_of(KIND_OP, number * STEPS);
 }
 
 // A step is started again if the network did not accept its receive: it is the same one still.
@@ -314,33 +413,31 @@ static void *step_start(const struct nccl_event_v7 *event, int64_t now_ns, void 
         *step = (struct step){.open = true, .number = number, .at_ns = {[BEGAN] = now_ns}};
     }
     step->theirs = theirs;
-    return handle_of(KIND_STEP, number_of(event->parent) * STEPS + slot);
+    return handle_of(KIND_STEP, op_number(event->parent) * STEPS + slot);
 }
 
-static void *kernel_start(struct nb_profile_comm *comm, const struct nccl_event_v7 *event, int64_t now_ns,
+static void *kernel_start(const struct nb_profile_comm *comm, const struct nccl_event_v7 *event, int64_t now_ns,
                           void *theirs) {
-    int index = pool_take(&process.tables->kernel_pool);
-    if (index < 0) {
+    struct tables *tables = process.tables;
+    uint64_t owner = atomic_load_explicit(&comm->context, memory_order_relaxed);
+    uint64_t number = pool_take(&tables->kernel_pool, owner);
+    if (number == 0) {
         return NULL;
     }
-    struct kernel *kernel = &process.tables->kernels[index];
-    atomic_store_explicit(&kernel->comm, comm, memory_order_relaxed);
-    kernel->task = task_number(event->parent);
-    kernel->channel = event->kernel_ch.channel;
-    kernel->seen_ns = now_ns;
-    kernel->start = event->kernel_ch.timer;
-    kernel->stop = 0;
-    kernel->theirs = theirs;
-    return handle_of(KIND_KERNEL, (uint64_t)index);
+    tables->kernels[number % KERNELS] = (struct kernel){.task = task_number(event->parent),
+                                                        .channel = event->kernel_ch.channel,
+                                                        .seen_ns = now_ns,
+                                                        .start = event->kernel_ch.timer,
+                                                        .theirs = theirs};
+    return handle_of(KIND_KERNEL, number);
 }
 
 static void *pass_on(const struct nb_profile_comm *comm, int version, uint64_t type, const void *event) {
     const struct nccl_event_v7 *any = event;
-    if (!comm->passed_on || !nb_next_wants(&process.next, type)) {
+    if (comm == NULL || !comm->passed_on || !nb_next_wants(&process.next, type)) {
         return NULL;
     }
-    bool far = type == NCCL_PROFILE_PROXY_OP && any->proxy_op.pid != process.pid;
-    void *parent = far ? NULL : theirs_of(any->parent);
+    void *parent = theirs_of(any->parent);
     void *group = parent;
     if (version > 4 && (type == NCCL_PROFILE_COLL || type == NCCL_PROFILE_P2P)) {
         group = theirs_of(type == NCCL_PROFILE_COLL ? any->coll.v5.group : any->p2p.v5.group);
@@ -356,14 +453,31 @@ static void mask_follow(void) {
     }
 }
 
-void *nb_profile_start(struct nb_profile_comm *comm, int version, uint64_t type, const void *event) {
-    if (comm == NULL || process.tables == NULL) {
+// An event that the ring does not have. NCCL 2.27 reports no task of a group that has no handle.
+static void *other_start(uint64_t type, void *theirs) {
+    bool has_tasks = type == NCCL_PROFILE_GROUP && process.ring.header != NULL;
+    return theirs != NULL || has_tasks ? task_new(theirs) : NULL;
+}
+
+// The communicator of an event; NULL if it is another process's.
+static struct nb_profile_comm *comm_of_event(const void *ctx, uint64_t type, const struct nccl_event_v7 *event) {
+    bool far = type == NCCL_PROFILE_PROXY_OP && event->proxy_op.pid != process.pid;
+    return far ? NULL : comm_of(ctx);
+}
+
+static bool is_by_proxy(uint64_t type) {
+    return type == NCCL_PROFILE_PROXY_OP || type == NCCL_PROFILE_PROXY_STEP;
+}
+
+void *nb_profile_start(const void *ctx, int version, uint64_t type, const void *event) {
+    const struct nb_profile_comm *comm = comm_of_event(ctx, type, event);
+    if (process.tables == NULL || (comm == NULL && !is_by_proxy(type))) {
         return NULL;
     }
     int64_t now_ns = nb_now_ns();
     void *theirs = pass_on(comm, version, type, event);
     void *handle = NULL;
-    if (comm->passed_on) {
+    if (comm != NULL && comm->passed_on) {
         mask_follow();
     }
     switch (type) {
@@ -382,7 +496,7 @@ void *nb_profile_start(struct nb_profile_comm *comm, int version, uint64_t type,
         handle = kernel_start(comm, event, now_ns, theirs);
         break;
     default:
-        return theirs != NULL ? task_new(theirs) : NULL;
+        return other_start(type, theirs);
     }
     if (handle == NULL) {
         nb_ring_drop(&process.ring);
@@ -462,9 +576,9 @@ void nb_profile_stop(void *handle) {
         put_step(op_of(handle), step, now_ns);
     } else if (kernel != NULL) {
         put_kernel(kernel, now_ns);
-        pool_give(&process.tables->kernel_pool, number_of(handle));
-    } else if (op_of(handle) != NULL) {
-        pool_give(&process.tables->op_pool, number_of(handle));
+        pool_give_held(&process.tables->kernel_pool, number_of(handle));
+    } else if (kind_of(handle) == KIND_OP && op_of(handle) != NULL) {
+        pool_give_held(&process.tables->op_pool, op_number(handle));
     }
     nb_next_stop(&process.next, theirs);
 }
@@ -539,6 +653,7 @@ static void process_open(const struct nb_profile_about *about) {
     const char *next = getenv("NETBOTTLENECK_NCCL_PROFILER");
     process.tried = true;
     process.pid = getpid();
+    process.salt = (((uint64_t)nb_now_ns() ^ (uint64_t)process.pid << 32) * 0x9e3779b97f4a7c15u) >> 32;
     if (!process.guarded) {
         process.guarded = true;
         nb_fork_handler(in_child);
@@ -564,18 +679,31 @@ static void put_comm(const struct nb_profile_comm *comm, const struct nb_profile
                 name[1]);
 }
 
-void nb_profile_open(struct nb_profile_comm **out, const struct nb_profile_about *about, int *mask) {
-    struct nb_profile_comm *comm = NULL;
-    *out = NULL;
+// Returns a free entry, NULL if there is none. The lock is held.
+static struct nb_profile_comm *comm_new(struct nb_error *err) {
+    struct tables *tables = process.tables;
+    for (int i = 0; tables != NULL && i < COMMS; i++) {
+        if (atomic_load_explicit(&tables->comms[i].context, memory_order_relaxed) == 0) {
+            tables->comms[i].number = process.numbers++;
+            return &tables->comms[i];
+        }
+    }
+    if (tables != NULL) {
+        (void)nb_fail(err, -ENOSPC, "a communicator beyond %d open ones is not recorded", COMMS);
+    }
+    return NULL;
+}
+
+void nb_profile_open(void **ctx, const struct nb_profile_about *about, int *mask) {
+    struct nb_error err = {0};
+    *ctx = NULL;
     pthread_mutex_lock(&process.lock);
     if (!process.tried) {
         process_open(about);
     }
-    if (process.tables != NULL) {
-        comm = calloc(1, sizeof *comm);
-    }
+    struct nb_profile_comm *comm = comm_new(&err);
     if (comm != NULL) {
-        comm->number = process.numbers++;
+        comm->theirs = NULL;
         comm->passed_on = nb_next_open_comm(&process.next, &comm->theirs, about);
         put_comm(comm, about);
         process.comms++;
@@ -583,32 +711,27 @@ void nb_profile_open(struct nb_profile_comm **out, const struct nb_profile_about
             process.mask = mask;
         }
         mask_follow();
-        *out = comm;
+        *ctx = context_of(process.salt, process.numbers, (uint64_t)(comm - process.tables->comms));
+        atomic_store_explicit(&comm->context, (uintptr_t)*ctx, memory_order_release);
     }
     pthread_mutex_unlock(&process.lock);
+    warn(about, &err);
 }
 
-void nb_profile_close(struct nb_profile_comm *comm) {
-    struct tables *tables = process.tables;
-    if (comm == NULL || tables == NULL) {
+void nb_profile_close(const void *ctx) {
+    struct nb_profile_comm *comm = comm_of(ctx);
+    if (comm == NULL) {
         return;
     }
-    for (uint64_t i = 0; i < OPS; i++) {
-        if (pool_has(&tables->op_pool, i) && atomic_load_explicit(&tables->ops[i].comm, memory_order_relaxed) == comm) {
-            pool_give(&tables->op_pool, i);
-        }
-        if (pool_has(&tables->kernel_pool, i) &&
-            atomic_load_explicit(&tables->kernels[i].comm, memory_order_relaxed) == comm) {
-            pool_give(&tables->kernel_pool, i);
-        }
-    }
+    pool_give_all(&process.tables->op_pool, (uintptr_t)ctx);
+    pool_give_all(&process.tables->kernel_pool, (uintptr_t)ctx);
     if (comm->passed_on) {
         nb_next_close_comm(&process.next, comm->theirs);
     }
     pthread_mutex_lock(&process.lock);
     process.comms--;
+    atomic_store_explicit(&comm->context, 0, memory_order_release);
     pthread_mutex_unlock(&process.lock);
-    free(comm);
 }
 
 // Shortens the file. With a communicator left open, NCCL's threads may still write.

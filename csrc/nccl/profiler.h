@@ -18,9 +18,6 @@
 
 #define NB_PROFILER_NAME "NetBottleneck"
 
-// A communicator of NCCL.
-struct nb_profile_comm;
-
 // What NCCL says when it opens a communicator, and the version of the table by which it does.
 struct nb_profile_about {
     int version;
@@ -33,13 +30,14 @@ struct nb_profile_about {
 };
 
 // Sets the events that NCCL shall report in *mask, which NCCL reads as long as it runs, and leaves it as it is if neither
-// a ring nor another profiler is asked for: *comm is NULL then. Writes to NCCL's log what is not possible.
-void nb_profile_open(struct nb_profile_comm **comm, const struct nb_profile_about *about, int *mask);
+// a ring nor another profiler is asked for: *ctx is NULL then. Writes to NCCL's log what is not possible. A context is a
+// number and no address: with PXN, NCCL gives this process events with the contexts of other processes.
+void nb_profile_open(void **ctx, const struct nb_profile_about *about, int *mask);
 // Forgets its unfinished events. NCCL reports no more of them.
-void nb_profile_close(struct nb_profile_comm *comm);
+void nb_profile_close(const void *ctx);
 
 // Returns the handle of an event, NULL if it is not wanted or was dropped. Reads only the fields that the version has.
-void *nb_profile_start(struct nb_profile_comm *comm, int version, uint64_t type, const void *event);
+void *nb_profile_start(const void *ctx, int version, uint64_t type, const void *event);
 void nb_profile_state(void *handle, int state, const union nccl_state_args *args);
 void nb_profile_stop(void *handle);
 

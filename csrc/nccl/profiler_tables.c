@@ -8,9 +8,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 static int opened(void **ctx, int *mask, const struct nb_profile_about *about) {
-    struct nb_profile_comm *comm = NULL;
-    nb_profile_open(&comm, about, mask);
-    *ctx = comm;
+    nb_profile_open(ctx, about, mask);
     return NCCL_SUCCESS;
 }
 

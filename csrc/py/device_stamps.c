@@ -66,6 +66,11 @@ static bool is_in_order(struct core_device_stamps *self, const struct nb_event *
     return event->kind != NB_EV_OP_DONE && (stream == self->training || self->training == NULL);
 }
 
+// True for the kinds of which a reader also needs the host's time.
+static bool has_host_time(uint32_t kind) {
+    return kind == NB_EV_STEP_BEGIN || kind == NB_EV_STEP_END || kind == NB_EV_OP_START;
+}
+
 void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event) {
     if (self->failure.code != 0 || ring->header == NULL || (event.kind == NB_EV_GRAD_READY && !self->detailed)) {
         return;
@@ -81,6 +86,7 @@ void core_device_stamps_put(struct core_device_stamps *self, const struct nb_rin
     } else {
         struct nb_cuda_mark mark;
         event.step = nb_ring_step(ring);
+        event.e = has_host_time(event.kind) ? (uint64_t)event.time_ns : event.e;
         memcpy(&mark, &event, sizeof mark);
         (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(self, &event, stream), &self->failure);
     }
@@ -107,6 +113,7 @@ static int read_all(struct core_device_stamps *self, struct nb_ring *ring, struc
     int rc = nb_cuda_clock_look(self->clock, err);
     while (rc >= 0 && (rc = nb_cuda_clock_next(self->clock, &mark, &time_ns, err)) > 0) {
         memcpy(&event, &mark, sizeof event);
+        event.e = has_host_time(event.kind) ? (uint64_t)time_ns - event.e : event.e;
         event.time_ns = time_ns;
         nb_ring_put_event(ring, &event);
     }

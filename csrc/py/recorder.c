@@ -361,6 +361,7 @@ struct core_operation {
     uint64_t bucket;
     uint64_t about;
     uint64_t turn;
+    int64_t submitted_ns;
 };
 
 static PyObject *recorder_operation(PyObject *object, PyObject *args) {
@@ -383,6 +384,7 @@ static PyObject *operation_submitted(PyObject *object, PyObject *Py_UNUSED(none)
     struct core_operation *self = (struct core_operation *)object;
     int64_t now_ns = nb_now_ns();
     self->turn++;
+    self->submitted_ns = now_ns;
     stamp_at(self->recorder,
              &(struct stamp){.kind = NB_EV_OP_SUBMIT,
                              .key = self->key,
@@ -397,8 +399,10 @@ static PyObject *operation_started(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "|p:started", &done.host)) {
         return NULL;
     }
-    stamp_at(self->recorder, &(struct stamp){.kind = NB_EV_OP_START, .key = self->key, .value = {self->turn}},
-             nb_now_ns());
+    int64_t now_ns = nb_now_ns();
+    uint64_t call_ns = (uint64_t)(now_ns - self->submitted_ns);
+    stamp_at(self->recorder, &(struct stamp){.kind = NB_EV_OP_START, .key = self->key, .value = {self->turn, call_ns}},
+             now_ns);
     return stamper_new(self->recorder, &done, true);
 }
 

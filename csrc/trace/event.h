@@ -10,8 +10,9 @@
 enum nb_event_kind {
     NB_EV_NONE = 0,          // not written yet
     NB_EV_STEP_BEGIN = 1,    // a: block, b: transport (index into the run's list), c: 1 if modules are sampled,
-                             // d: CPU time of the process so far in ns, 0 if unknown
-    NB_EV_STEP_END = 2,      // d: as above
+                             // d: CPU time of the process so far in ns, 0 if unknown, e: of a device's time, ns from
+                             // the host's time of the stamp to it (int64)
+    NB_EV_STEP_END = 2,      // d, e: as above
     NB_EV_FORWARD_BEGIN = 3, // key: 0 for the whole model, else module index + 1; a: 1 without gradients (evaluation)
     NB_EV_FORWARD_END = 4,   // key: as above
     NB_EV_GRAD_READY = 5,    // key: parameter index
@@ -24,7 +25,8 @@ enum nb_event_kind {
     // trace/ring_reader.py)
     NB_EV_OP_SUBMIT = 10,
     NB_EV_OP_AGREED = 11,     // key, a: round
-    NB_EV_OP_START = 12,      // key, a: round; handed to the transport (stock: call returned)
+    NB_EV_OP_START = 12,      // key, a: round; handed to the transport (stock: call returned), b: of a stock call, its
+                              // ns on the host, 0: unknown, e: as of a step
     NB_EV_OP_FIRST_BYTE = 13, // key, a: round; first byte from a peer
     NB_EV_OP_DONE = 14,       // key, a: round, b: bytes sent, c: bytes received, d: algorithm, e: error code (0: none)
     NB_EV_OP_LANE = 15,   // key, a: round, b: lane (64: shared memory, 65: control), c: bytes sent, d: bytes received

@@ -194,7 +194,7 @@ static void test_waits(int version) {
 // Steps overlap, because NCCL keeps several messages in flight. Each step has its own waits.
 static void test_overlapping_steps(int version) {
     struct profiled nccl = profiler_open(version);
-    void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
     void *steps[IN_FLIGHT];
     for (int round = 0; round < 3; round++) {
@@ -224,7 +224,7 @@ static void test_overlapping_steps(int version) {
 // NCCL restarts the step at each attempt to post its receive. The attempts are recorded as one step with one wait.
 static void test_repeated_receive_attempts(int version) {
     struct profiled nccl = profiler_open(version);
-    void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 0, getpid());
     void *step = profiled_step(&nccl, op, 0);
     advance_clock(3);
@@ -241,24 +241,35 @@ static void test_repeated_receive_attempts(int version) {
     CHECK(find_event(&recording, NB_EV_NCCL_STEP, 1) == NULL, "recorded twice");
 }
 
-// With PXN, a proxy moves data that another process enqueued, whose parent handle is invalid in this process.
+// With PXN, a proxy moves data that another process enqueued, whose context and parent handle mean nothing in this
+// process. The other process may have the same id, in another namespace.
 static void test_task_of_another_process(int version) {
     struct profiled nccl = profiler_open(version);
-    void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
-    void *op = profiled_op(&nccl, task, 0, 0, 1, getpid() + 1);
-    void *step = profiled_step(&nccl, op, 0);
-    advance_clock(1);
-    profiled_stop(&nccl, step);
+    struct profiled other = nccl;
+    const pid_t pids[] = {getpid() + 1, getpid()};
+    other.ctx = (void *)(uintptr_t)0xdead00000040u; // no address of this process
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
     struct recording recording = recording_open();
-    const struct nb_event *event = expect_event(&recording, NB_EV_NCCL_STEP, 0);
-    CHECK(event->key == 0, "attributed to a task of this process");
-    check_step(event, 1, 0, 0); // without reported states, all time counts as the first wait
+    for (int i = 0; i < 2; i++) {
+        void *op = profiled_op(&other, task, 0, 0, 1, pids[i]);
+        void *step = profiled_step(&other, op, 0);
+        advance_clock(1);
+        profiled_stop(&other, step);
+        profiled_stop(&other, op);
+        const struct nb_event *event = expect_event(&recording, NB_EV_NCCL_STEP, i);
+        CHECK(event->key == 0, "attributed to a task of this process");
+        check_step(event, 1, 0, 0); // without reported states, all time counts as the first wait
+    }
+    CHECK(profiled_kernel(&other, task, 0, 1) == NULL && profiled_group(&other) == NULL,
+          "an event of another process's communicator got a handle");
+    CHECK(profiled_finalize(&other) == NCCL_SUCCESS, "finalize");
+    CHECK(profiled_group(&nccl) != NULL, "another process's finalize closed the communicator");
 }
 
 // Calls with invalid handles are ignored: handles of ended events, random numbers, and NULL parents.
 static void test_invalid_handles(int version) {
     struct profiled nccl = profiler_open(version);
-    void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
     void *step = profiled_step(&nccl, op, 0);
     profiled_stop(&nccl, step);
@@ -280,14 +291,14 @@ static void test_invalid_handles(int version) {
     CHECK(find_event(&recording, NB_EV_NCCL_STEP, 1) == NULL, "a step was recorded twice");
 }
 
-// An operation beyond the limit is dropped and counted. NCCL gets a NULL handle and no error.
+// An operation beyond the limit is dropped and counted if all others are in use. NCCL gets a NULL handle and no error.
 static void test_too_many_operations(int version) {
     struct profiled nccl = profiler_open(version);
     static void *ops[POOL];
-    void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
     for (int i = 0; i < POOL; i++) {
         ops[i] = profiled_op(&nccl, task, 0, 0, 1, getpid());
-        CHECK(ops[i] != NULL, "operation %d was dropped", i);
+        CHECK(profiled_step(&nccl, ops[i], 0) != NULL, "operation %d was dropped", i);
     }
     struct recording recording = recording_open();
     uint64_t before = event_count(&recording);
@@ -300,7 +311,84 @@ static void test_too_many_operations(int version) {
     // An aborted communicator does not end its operations; closing it releases them.
     CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
     nccl = profiler_open(version);
-    CHECK(profiled_op(&nccl, NULL, 0, 0, 1, getpid()) != NULL, "no room after the communicator was closed");
+    for (int i = 0; i < POOL; i++) {
+        void *op = profiled_op(&nccl, NULL, 0, 0, 1, getpid());
+        CHECK(profiled_step(&nccl, op, 0) != NULL, "no room after the communicator was closed");
+    }
+}
+
+// NCCL ends the operations of its network transports only. Those of the others make room, the oldest first.
+static void test_operations_that_never_end(int version) {
+    struct profiled nccl = profiler_open(version);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
+    void *moving = profiled_op(&nccl, task, 0, 0, 1, getpid());
+    void *step = profiled_step(&nccl, moving, 0);
+    void *idle = profiled_op(&nccl, task, 1, 0, 1, getpid());
+    for (int i = 0; i < 2 * POOL; i++) {
+        CHECK(profiled_op(&nccl, task, 2, 0, 1, getpid()) != NULL, "operation %d was dropped", i);
+    }
+    CHECK(profiled_step(&nccl, idle, 0) == NULL, "the oldest operation without a step kept its room");
+    void *newest = profiled_op(&nccl, task, 3, 0, 1, getpid());
+    CHECK(profiled_step(&nccl, newest, 0) != NULL, "the newest operation has no room");
+    profiled_stop(&nccl, idle);
+    advance_clock(2);
+    profiled_stop(&nccl, step);
+    struct recording recording = recording_open();
+    const struct nb_event *event = expect_event(&recording, NB_EV_NCCL_STEP, 0);
+    CHECK((event->b & 0xff) == 0 && event->c == 2 * MS, "the wrong step was recorded");
+}
+
+// A handle of an ended event does not reach the event that has its room now.
+static void test_reused_room(int version) {
+    struct profiled nccl = profiler_open(version);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
+    void *old_op = profiled_op(&nccl, task, 0, 0, 1, getpid());
+    void *old_step = profiled_step(&nccl, old_op, 0);
+    void *old_kernel = profiled_kernel(&nccl, task, 0, 1);
+    profiled_stop(&nccl, old_step);
+    profiled_stop(&nccl, old_op);
+    profiled_kernel_stop(&nccl, old_kernel, 2);
+    void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
+    void *step = profiled_step(&nccl, op, 0);
+    void *kernel = profiled_kernel(&nccl, task, 0, 3);
+    CHECK(op != old_op && step != old_step && kernel != old_kernel, "handles repeat");
+    CHECK(profiled_step(&nccl, old_op, 1) == NULL, "an ended operation got a step");
+    profiled_kernel_stop(&nccl, old_kernel, 4);
+    profiled_stop(&nccl, old_step);
+    profiled_stop(&nccl, old_op);
+    advance_clock(1);
+    profiled_stop(&nccl, step);
+    profiled_kernel_stop(&nccl, kernel, 5);
+    struct recording recording = recording_open();
+    check_step(expect_event(&recording, NB_EV_NCCL_STEP, 1), 1, 0, 0);
+    const struct nb_event *channel = expect_event(&recording, NB_EV_NCCL_KERNEL, 1);
+    CHECK(channel->c == 3 && channel->d == 5, "wrong event of the kernel");
+}
+
+// A communicator that closes leaves the operations of the others.
+static void test_closing_beside_another(int version) {
+    struct profiled first = profiler_open(version);
+    void *old = profiled_op(&first, NULL, 0, 0, 1, getpid());
+    profiled_stop(&first, old);
+    struct profiled second = profiler_open(version);
+    void *op = profiled_op(&second, NULL, 0, 0, 1, getpid()); // in the room of the first one's
+    CHECK(profiled_finalize(&first) == NCCL_SUCCESS, "finalize");
+    CHECK(profiled_step(&second, op, 0) != NULL, "the operation is gone");
+    CHECK(profiled_finalize(&first) == NCCL_SUCCESS, "finalize of a closed communicator");
+    struct profiled third = profiler_open(version); // in the room of the first communicator
+    CHECK(third.ctx != first.ctx && profiled_group(&first) == NULL, "contexts repeat");
+    CHECK(profiled_group(&third) != NULL, "no events of the third communicator");
+}
+
+static void *open_and_close(void *arg) {
+    const int version = *(const int *)arg;
+    for (int round = 0; round < ROUNDS / 10; round++) {
+        struct profiled nccl = profiler_open(version);
+        void *op = profiled_op(&nccl, NULL, 0, 0, 1, getpid());
+        CHECK(profiled_step(&nccl, op, 0) != NULL, "an operation is gone");
+        CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
+    }
+    return NULL;
 }
 
 struct worker {
@@ -312,7 +400,7 @@ static void *work(void *arg) {
     struct worker *worker = arg;
     const struct profiled *nccl = &worker->nccl;
     for (int round = 0; round < ROUNDS; round++) {
-        void *task = profiled_all_reduce(nccl, NULL, (uint64_t)round, 8, worker->rank, 0);
+        void *task = profiled_all_reduce(nccl, profiled_group(nccl), (uint64_t)round, 8, worker->rank, 0);
         void *op = profiled_op(nccl, task, worker->rank, worker->rank, 1, getpid());
         void *kernel = profiled_kernel(nccl, task, worker->rank, (uint64_t)round);
         void *step = profiled_step(nccl, op, round);
@@ -358,17 +446,34 @@ static void test_several_threads(int version) {
     }
 }
 
+// Threads that leave operations to the closing of their communicators: each keeps its own until then.
+static void test_closing_in_threads(int version) {
+    struct worker worker = {.nccl = profiler_open(version), .rank = 0};
+    pthread_t threads[THREADS];
+    for (int i = 0; i < THREADS; i++) {
+        int failed = i == 0 ? pthread_create(&threads[i], NULL, work, &worker)
+                            : pthread_create(&threads[i], NULL, open_and_close, &version);
+        CHECK(failed == 0, "thread");
+    }
+    for (int i = 0; i < THREADS; i++) {
+        CHECK(pthread_join(threads[i], NULL) == 0, "join");
+    }
+    struct recording recording = recording_open();
+    CHECK(find_event(&recording, NB_EV_NCCL_STEP, ROUNDS - 1) != NULL, "steps of the open communicator are missing");
+}
+
 // A forked child records nothing.
 static void test_forked_child(int version) {
     struct profiled nccl = profiler_open(version);
-    void *task = profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0);
+    void *task = profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0);
     void *op = profiled_op(&nccl, task, 0, 0, 1, getpid());
     struct recording recording = recording_open();
     uint64_t before = event_count(&recording);
     pid_t pid = fork();
     CHECK(pid >= 0, "fork");
     if (pid == 0) {
-        CHECK(profiled_step(&nccl, op, 0) == NULL && profiled_all_reduce(&nccl, NULL, 1, 8, 1, 0) == NULL,
+        CHECK(profiled_step(&nccl, op, 0) == NULL &&
+                  profiled_all_reduce(&nccl, profiled_group(&nccl), 1, 8, 1, 0) == NULL,
               "the child recorded an event");
         profiled_stop(&nccl, op);
         CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
@@ -386,7 +491,7 @@ static void test_recording_not_requested(int version) {
     CHECK(unsetenv("NETBOTTLENECK_NCCL_EVENTS") == 0, "unsetenv");
     CHECK(profiled_init(&nccl, 1, NULL, 2, 0, log_nothing) == NCCL_SUCCESS, "init");
     CHECK(nccl.mask == 0 && nccl.ctx == NULL, "the plugin requests events");
-    CHECK(profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0) == NULL, "an event got a handle");
+    CHECK(profiled_all_reduce(&nccl, profiled_group(&nccl), 0, 8, 1, 0) == NULL, "an event got a handle");
 }
 
 static int warnings;
@@ -433,7 +538,11 @@ int main(void) {
         {"task_of_another_process", test_task_of_another_process},
         {"invalid_handles", test_invalid_handles},
         {"too_many_operations", test_too_many_operations},
+        {"operations_that_never_end", test_operations_that_never_end},
+        {"reused_room", test_reused_room},
+        {"closing_beside_another", test_closing_beside_another},
         {"several_threads", test_several_threads},
+        {"closing_in_threads", test_closing_in_threads},
         {"forked_child", test_forked_child},
         {"recording_not_requested", test_recording_not_requested},
         {"invalid_settings", test_invalid_settings},

@@ -25,6 +25,7 @@ from conftest import RANKS_LIMIT_S, on_ranks
 
 from netbottleneck import _core, errors
 from netbottleneck.trace import ring_reader
+from netbottleneck.trace.events import signed
 
 EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"
 SECRET = b"sixteen bytes..."
@@ -234,11 +235,13 @@ def test_an_operation_numbers_its_turns(tmp_path: Path) -> None:
     recorder.close()
     events = events_of(path)
     key = 2**64 - 1
+    started = [event[0] for event in events if event[1] == start]
+    calls = [end - begin for begin, end in zip(submitted, started, strict=True)]  # ns of each
     assert [event[1:] for event in events] == [
         (submit, 0, key, 0, 4096, 3, 0, 0x10102),
-        (start, 0, key, 0, 0, 0, 0, 0),
+        (start, 0, key, 0, calls[0], 0, 0, 0),
         (submit, 0, key, 1, 4096, 3, 0, 0x10102),
-        (start, 0, key, 1, 0, 0, 0, 0),
+        (start, 0, key, 1, calls[1], 0, 0, 0),
         (done, 0, key, 1, 0, 0, 0, 0),
         (done, 0, key, 0, 0, 0, 0, 0),
     ]
@@ -524,7 +527,7 @@ def test_the_clock_is_recorded_in_another_recorder_too(pair: list[_core.Comm], t
     first.close()
     offset, trip = next(event[4:6] for event in events_of(tmp_path / "second") if event[1] == kind)
     assert trip > 0
-    assert abs(ring_reader.signed(offset)) <= trip  # one host has one clock
+    assert abs(signed(offset)) <= trip  # one host has one clock
     with pytest.raises(ValueError, match="recorder is closed"):
         pair[1].record_clock(first)
     with pytest.raises(TypeError, match="must be a Recorder or None"):

@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.report import Run
 from netbottleneck.report.text import warnings
+from netbottleneck.trace import ring_reader
+from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import BARE
 
 SCRIPT = Path(__file__).parent / "scripts" / "device_ddp.py"
@@ -68,6 +70,29 @@ def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
     assert {one.by_script for one in inside} == {False, True}
     assert all(one.finished for one in inside)
     assert {one.tensor_bytes for one in inside if one.by_script} == {4000}
+
+
+def test_the_times_of_the_host_are_recorded_too(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
+) -> None:
+    """Steps and calls of the process group, by which NCCL's own events are found."""
+    assert trained(warm_ranks, "fakecuda", measured(tmp_path / "run", device, "stock")) == on_cpu
+    trace = Run(tmp_path / "run").trace.of_rank(0)
+    ring = ring_reader.read_ring(tmp_path / "run" / "ranks" / "0.train.ring")
+    names = {number: name for name, number in ring_reader.EVENTS.items()}
+    rows = ring.events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
+    events = [Event(names[kind], *rest) for kind, *rest in rows]
+    on_host = ring_reader.host_events(events)
+    steps = ring_reader.StepIndex(ring_reader.rank_steps(on_host, 0, trace.arms, None)[0])
+    calls = ring_reader.collectives(on_host, 0, None, steps, ring_reader.BucketIndex(trace.buckets))
+    gradients = [one for one in trace.collectives if not one.by_script]
+    assert [(one.key, one.round, one.step) for one in calls] == [(one.key, one.round, one.step) for one in gradients]
+    error_ns = trace.ranks[0].device_error_ns
+    assert error_ns is not None
+    for call, gradient in zip(calls, gradients, strict=True):
+        assert call.start_ns is not None
+        assert gradient.start_ns is not None
+        assert call.submit_ns < call.start_ns <= gradient.start_ns + error_ns
 
 
 def test_auto_waits_for_the_device_at_the_ends_of_a_block(

@@ -19,7 +19,8 @@ import pytest
 
 import netbottleneck
 from netbottleneck.analysis import nccl
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import nccl_events, ring_reader
+from netbottleneck.trace.events import Event
 from netbottleneck.trace.model import NcclOperation, Trace
 from test_nccl_plugin import check_library, nccl_library
 
@@ -63,8 +64,8 @@ def operations(path: Path) -> tuple[NcclOperation, ...]:
     """Return the operations of a ring that no training belongs to."""
     rows = ring_reader.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
     names = {number: name for name, number in ring_reader.EVENTS.items()}
-    events = [ring_reader.Event(names[kind], *rest) for kind, *rest in rows]
-    return ring_reader.nccl_operations(events, 0, ring_reader.StepIndex(()), (), ())
+    events = [Event(names[kind], *rest) for kind, *rest in rows]
+    return nccl_events.nccl_operations(events, 0, lambda _: None, (), ())
 
 
 def check(result: dict[str, Any], path: Path) -> None:
@@ -102,11 +103,11 @@ def test_codes_are_those_of_the_plugin() -> None:
         assert body is not None
         return re.findall(r'"(\w+)"', body[1])
 
-    assert names("functions") == list(ring_reader.NCCL_FUNCTIONS)
-    assert names("algorithms") == list(ring_reader.NCCL_ALGORITHMS)
-    assert names("protocols") == list(ring_reader.NCCL_PROTOCOLS)
+    assert names("functions") == list(nccl_events.NCCL_FUNCTIONS)
+    assert names("algorithms") == list(nccl_events.NCCL_ALGORITHMS)
+    assert names("protocols") == list(nccl_events.NCCL_PROTOCOLS)
     types = [name.removeprefix("nccl").lower() for name in names("types")]
-    assert types == [*ring_reader.NCCL_DTYPES[:-1], "unknown"]
+    assert types == [*nccl_events.NCCL_DTYPES[:-1], "unknown"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -228,6 +229,51 @@ def test_a_run_takes_its_events(tmp_path: Path) -> None:
     assert not Path(result["hidden"]).exists()
     (operation,) = netbottleneck.Run(tmp_path / "run").trace.nccl
     assert (operation.function, len(operation.network), operation.rank) == ("AllReduce", 2, 0)
+
+
+def notes(run: Path) -> list[str]:
+    found: list[str] = json.loads((run / "run.json").read_text(encoding="utf-8"))["notes"]
+    return found
+
+
+def test_a_run_folder_below_a_new_folder_has_its_events(tmp_path: Path) -> None:
+    """NCCL opens its file before the run makes its folder."""
+    program = compiled("profile.c", tmp_path / "profile")
+    run = tmp_path / "new" / "run"
+    trained(tmp_path, str(program), "--plugin", str(PLUGIN), "--version", "6", NETBOTTLENECK_DIR=str(run))
+    assert len(netbottleneck.Run(run).trace.nccl) == 1
+    assert not any("NCCL" in note for note in notes(run))
+
+
+def test_a_run_without_its_events_says_so(tmp_path: Path) -> None:
+    trained(tmp_path)
+    (note,) = (note for note in notes(tmp_path / "run") if "NCCL" in note)
+    assert note.startswith("NETBOTTLENECK_NCCL_EVENTS=1, but NCCL has recorded no events")
+
+
+CHILD = """
+import os, pathlib
+import netbottleneck
+named = os.environ["NETBOTTLENECK_NCCL_EVENTS"].replace("%p", str(os.getpid())).replace("%h", os.uname().nodename)
+pathlib.Path(named).touch()  # as NCCL does
+"""
+
+
+def test_a_process_of_no_run_leaves_no_file(tmp_path: Path) -> None:
+    """A process that a rank starts has the rank's variables."""
+    hidden = str(tmp_path / ".netbottleneck-nccl-%h-%p.ring")
+    env = {**os.environ, "NETBOTTLENECK": "1", "NETBOTTLENECK_NCCL_EVENTS": hidden}
+    subprocess.run([sys.executable, "-c", CHILD], check=True, timeout=LIMIT_S, env=env)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("named", ["", "none"])
+def test_the_default_profiler_gets_the_events(tmp_path: Path, named: str) -> None:
+    """It is the one that NCCL loads by itself, unless it is told to load none."""
+    compiled("other_profiler.c", tmp_path / "libnccl-profiler.so", "-shared", "-fPIC", "-DOTHER=6")
+    result = trained(tmp_path, LD_LIBRARY_PATH=str(tmp_path), NCCL_PROFILER_PLUGIN=named)
+    assert result["plugin"] == str(PLUGIN)
+    assert result["next"] == (None if named else "libnccl-profiler.so")
 
 
 def test_a_profiler_that_the_user_has_gets_the_events(tmp_path: Path) -> None:

@@ -51,6 +51,28 @@ def test_a_late_receiver_is_the_senders_wait() -> None:
     assert (receiver.peer_wait_ns, receiver.wire_ns) == (0, 13 * MS)
 
 
+def test_the_time_until_the_kernel_starts_is_the_gpus_wait() -> None:
+    """The proxies post at 0 ms, when the kernel is launched; both kernels start at 10 ms, and the wire takes 1 ms."""
+    sent = replace(SENT, times_ns=(0, 10 * MS, 10 * MS, 11 * MS))
+    received = replace(RECEIVED, times_ns=(0, 11 * MS, 11 * MS, 11 * MS))
+    seen = (NcclKernel(0, 0, 0, 10 * MS, 11 * MS),)
+    back = replace(sent, peer=0), replace(received, peer=1)
+    for first, second in (((sent, back[1]), (back[0], received)), ((sent,), (received,))):
+        kernel = () if len(first) == 2 else seen  # a message that is sent shows the start, too
+        for split in split_of(operation(0, *first, kernel=kernel), operation(1, *second, kernel=kernel)):
+            assert (split.wire_ns, split.peer_wait_ns, split.gpu_wait_ns) == (1 * MS, 0, 10 * MS)
+    (alone,) = split_of(operation(1, received, kernel=seen))
+    assert (alone.gpu_wait_ns, alone.unknown_ns) == (10 * MS, 1 * MS)
+
+
+def test_a_kernel_that_started_waits_for_a_later_one() -> None:
+    sent = replace(SENT, times_ns=(0, 10 * MS, 10 * MS, 11 * MS))
+    received = replace(RECEIVED, times_ns=(0, 11 * MS, 11 * MS, 11 * MS))
+    seen = (NcclKernel(0, 0, 0, 4 * MS, 11 * MS),)
+    _, receiver = split_of(operation(0, sent), operation(1, received, kernel=seen))
+    assert (receiver.wire_ns, receiver.peer_wait_ns, receiver.gpu_wait_ns) == (1 * MS, 6 * MS, 4 * MS)
+
+
 @pytest.mark.parametrize("other", [{"sequence": 4}, {"comm": 1}, {"function": "Reduce"}])
 def test_ends_of_different_messages_are_not_joined(other: dict[str, object]) -> None:
     _, receiver = split_of(operation(0, SENT, **other), operation(1, RECEIVED))
@@ -87,9 +109,9 @@ def test_the_gpus_clock_is_bounded_by_the_host() -> None:
     assert found.error_ns is None
 
 
-def run_with_nccl(folder: Path) -> Path:
+def run_with_nccl(folder: Path, transports: tuple[str, ...] = ("stock",)) -> Path:
     """Write a run of two ranks whose first bucket NCCL moves, 1 µs after its submission, in every recorded step."""
-    run = FakeRun(folder, transports=("stock",)).write()
+    run = FakeRun(folder, transports=transports).write()
     for rank in range(2):
         train = ring_reader.read_ring(run / "ranks" / f"{rank}.train.ring").events
         ring = RingWriter(run / "ranks" / f"{rank}.nccl.ring", rank)
@@ -124,6 +146,33 @@ def test_operations_are_those_of_the_buckets(tmp_path: Path) -> None:
     assert {(found.function, found.bucket, found.called_ns) for found in early} == {("Broadcast", None, None)}
 
 
+def test_calls_are_found_by_the_hosts_times(tmp_path: Path) -> None:
+    """The GPU executes each step 300 ms after the host. The training's times are the GPU's, NCCL's are the host's."""
+    late_ns, call_ns = 300 * MS, 1000
+    run = run_with_nccl(tmp_path / "run")
+    on_host = ring_reader.load(run)
+    start, *edges = (ring_reader.EVENTS[name] for name in ("OP_START", "STEP_BEGIN", "STEP_END"))
+    for rank in range(2):
+        path = run / "ranks" / f"{rank}.train.ring"
+        ring = RingWriter(path, rank)
+        for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
+            values = dict(zip("abcde", rest, strict=True))
+            values |= {"b": call_ns} if kind == start else {}
+            values |= {"e": late_ns} if kind in (start, *edges) else {}
+            ring.put(time_ns + late_ns + call_ns * (kind == start), kind, step, key, **values)
+        ring.put(0, "DEVICE_CLOCK", b=MS)
+        ring.close()
+    trace = ring_reader.load(run)
+    assert {rank.device_error_ns for rank in trace.ranks} == {MS}
+    assert {step.begin_ns for step in trace.steps} == {step.begin_ns + late_ns for step in on_host.steps}
+
+    def known(found: Trace) -> list[tuple[object, ...]]:
+        return [(one.rank, one.submit_ns, one.step, one.bucket, one.called_ns) for one in found.nccl]
+
+    assert known(trace) == known(on_host)
+    assert sum(one.step is not None for one in trace.nccl) == 72
+
+
 def test_a_tag_names_the_bucket(tmp_path: Path) -> None:
     """By the caller's tag, which is the bucket's key without its highest bit, whenever NCCL enqueues it."""
     run = run_with_nccl(tmp_path / "run")
@@ -152,6 +201,20 @@ def test_the_report_shows_the_split(tmp_path: Path) -> None:
     jsonschema.validate(json.loads(json.dumps(run.summary)), dict(summary.schema()))
     run.write_all(tmp_path / "out")
     assert "bucket.0, 2.0 MiB" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_arms_that_are_compared_have_means_of_their_own(tmp_path: Path) -> None:
+    run = Run(run_with_nccl(tmp_path / "run", ("stock", "nccl+tcp")))
+    assert {(mean.name, mean.arm, mean.operations) for mean in run.findings.nccl} == {
+        ("bucket.0", "stock", 36),
+        ("bucket.0", "nccl+tcp", 36),
+    }
+    for arm in ("stock", "nccl+tcp"):
+        assert f"bucket.0 ({arm}) 2.0" in run.text
+    assert {row["transport"] for row in run.summary["nccl"]} == {"stock", "nccl+tcp"}
+    jsonschema.validate(json.loads(json.dumps(run.summary)), dict(summary.schema()))
+    run.write_all(tmp_path / "out")
+    assert "bucket.0 (nccl+tcp), 2.0 MiB" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_without_them_says_nothing_of_nccl(tmp_path: Path) -> None:

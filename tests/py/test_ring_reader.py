@@ -11,7 +11,7 @@ import pytest
 
 from netbottleneck.runtime import run_folder
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.ring_reader import Event
+from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import Arm
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
@@ -559,3 +559,25 @@ def test_all_ranks_stop_copying_when_the_time_of_one_is_over(apart):
     assert meeting.sent == []
     outcomes = Meeting(apart, lost=True).gather([monotonic() + 60] * 4)
     assert [type(one) for one in outcomes] == [TimeoutError] * 4
+
+
+def test_the_written_part_of_an_open_ring_is_copied_to_rank_0(tmp_path):
+    ring = RingWriter(tmp_path / "1" / "ranks" / "1.nccl.ring", 1)
+    for at in range(3):
+        ring.put(at, "STEP_BEGIN", at)
+    ring.close(orderly=False)
+    cut = tmp_path / "1" / "ranks" / "1.train.ring"
+    cut.write_bytes(b"cut short")
+    meta = tmp_path / "1" / "ranks" / "1.meta.json"
+    meta.write_text("{}")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    run_folder.write_run(folders[0], {})
+    run_folder.write_meta(folders[0], 0, {})
+    assert Meeting(folders).gather([monotonic() + LIMIT_S] * 2) == [None] * 2
+    ranks = folders[0] / "ranks"
+    assert (ranks / "1.nccl.ring").read_bytes() == ring.path.read_bytes()[: 4096 + 3 * 64]
+    copied, own = (ring_reader.read_ring(path) for path in (ranks / "1.nccl.ring", ring.path))
+    assert (copied.events == own.events).all()
+    assert copied.dropped == own.dropped == 0
+    assert (ranks / "1.train.ring").read_bytes() == b"cut short"
+    assert (ranks / "1.meta.json").read_text() == "{}"

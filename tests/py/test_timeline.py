@@ -21,7 +21,8 @@ from conftest import RANKS_LIMIT_S, RankJob, Ranks, on_ranks
 from netbottleneck import _core
 from netbottleneck.runtime.timeline import path_of
 from netbottleneck.runtime.timeline_writer import ArrayFile, Chrome, Names, Negotiations, Tail, Writer
-from netbottleneck.trace.ring_reader import DTYPES, EVENTS, KINDS, RING_HEADER_BYTES, Event, read_ring
+from netbottleneck.trace.events import Event
+from netbottleneck.trace.ring_reader import DTYPES, EVENTS, KINDS, RING_HEADER_BYTES, read_ring
 
 US = 1000
 LIMIT_S = RANKS_LIMIT_S

@@ -3,19 +3,21 @@
 NCCL reports a message's states on the rank where they occur. A receiver sees one wait until arrival, which contains the
 sender's delay. Where both ends left a record, a message is on the wire from the moment both have requested it, until it
 is sent, or has arrived and is flushed. A sender that is late is the receiver's wait for its peer, and the other way
-round; such a wait is as uncertain as the offset of the two ranks' clocks. Pure.
+round; such a wait is as uncertain as the offset of the two ranks' clocks. NCCL's proxies request messages when the
+kernel is launched. What passes until it starts is waiting for the GPU. Pure.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from netbottleneck.analysis.intervals import intervals, subtraction, total, union
 from netbottleneck.trace.model import NcclOperation, NcclStep, Trace
+from netbottleneck.trace.transports import Arm
 
 # A message is equal on both ends in: communicator, function, call, channel, number, sender, receiver.
 Message = tuple[int, str, int, int, int, int, int]
@@ -39,7 +41,8 @@ class NcclSplit:
     kernel_ns: from the first channel's start to the last one's stop, on the GPU's clock; None if not reported.
     network_ns: from the first message's begin to the last one's end. wire_ns: part in which a message is on the wire.
     peer_wait_ns: of the rest, part in which one waits for its peer. unknown_ns: of the rest, part in which one has not
-    arrived and its sender left no record. gpu_wait_ns: of the rest, part in which one waits for this rank's GPU.
+    arrived and its sender left no record. gpu_wait_ns: of the rest, part in which one waits for this rank's GPU. Before
+    the kernel starts, waits for the peer and for arrival are the GPU's.
     """
 
     operation: NcclOperation
@@ -58,11 +61,12 @@ class NcclSplit:
 
 @dataclass(frozen=True, slots=True)
 class NcclMean:
-    """Means of the operations of one bucket, or of one function and size, over ranks and calls. Times in ns.
+    """Means of the operations of one bucket, or of one function and size, in one arm, over ranks and calls. In ns.
 
-    kernel_ns: None if not reported."""
+    arm: that of the operations' steps. kernel_ns: None if not reported."""
 
     name: str
+    arm: Arm
     operations: int
     bytes: int
     kernel_ns: float | None
@@ -102,14 +106,37 @@ def waits(step: NcclStep, other: NcclStep | None) -> Waits:
     return Waits(gpu=(second, end), peer=(begin, requested), wire=(requested, second), unknown=(begin, begin))
 
 
+def _started_ns(operation: NcclOperation) -> int | None:
+    """Return when the kernel is known to have started: its start was seen, or it has filled a buffer. None: unknown."""
+    seen = [channel.start_seen_ns for channel in operation.kernel]
+    return min([*seen, *(step.times_ns[1] for step in operation.network if step.sent)], default=None)
+
+
+def _from(span: Span, started_ns: int | None) -> tuple[Span, Span]:
+    """Return the part of a span before the start, and the part after."""
+    begin, end = span
+    cut = begin if started_ns is None else min(max(begin, started_ns), end)
+    return (begin, cut), (cut, end)
+
+
+def _waits_of_started(found: Waits, started_ns: int | None) -> tuple[Waits, tuple[Span, Span]]:
+    """Return the spans without the waits before the start, and those."""
+    before_peer, peer = _from(found.peer, started_ns)
+    before_arrival, unknown = _from(found.unknown, started_ns)
+    return replace(found, peer=peer, unknown=unknown), (before_peer, before_arrival)
+
+
 def _split(operation: NcclOperation, other_ends: Mapping[tuple[Message, bool], NcclStep]) -> NcclSplit:
     known = dict(_messages(operation))
     peers = {id(step): other_ends.get((message, not step.sent)) for message, step in known.items()}
-    spans = [waits(step, peers.get(id(step))) for step in operation.network]
+    started_ns = _started_ns(operation)
+    found = [_waits_of_started(waits(step, peers.get(id(step))), started_ns) for step in operation.network]
+    spans = [span for span, _ in found]
+    launch = [part for _, before in found for part in before]
     wire = intervals(span.wire for span in spans)
     peer = subtraction(intervals(span.peer for span in spans), wire)
     unknown = subtraction(intervals(span.unknown for span in spans), union(wire, peer))
-    gpu = subtraction(intervals(span.gpu for span in spans), union(wire, peer, unknown))
+    gpu = subtraction(intervals([*launch, *(span.gpu for span in spans)]), union(wire, peer, unknown))
     times = [time for step in operation.network for time in (step.times_ns[0], step.times_ns[3])]
     return NcclSplit(
         operation,
@@ -159,25 +186,34 @@ def _name(split: NcclSplit, trace: Trace) -> str:
 
 
 def means(trace: Trace) -> tuple[NcclMean, ...]:
-    """Return the mean split by bucket, else by function and size, of operations within recorded steps.
+    """Return the mean split by arm and bucket, else by arm, function and size, of operations within recorded steps.
 
     The first is that with the longest network time in all.
     """
-    groups: dict[tuple[str, int], list[NcclSplit]] = defaultdict(list)
+    arms = {(step.rank, step.index): step.arm for step in trace.steps}
+    groups: dict[tuple[str, Arm, int], list[NcclSplit]] = defaultdict(list)
     for split in splits(trace):
-        if split.operation.step is not None:
-            groups[_name(split, trace), split.operation.bytes].append(split)
-    found = [_mean(name, nbytes, own) for (name, nbytes), own in groups.items()]
+        operation = split.operation
+        arm = None if operation.step is None else arms.get((operation.rank, operation.step))
+        if arm is not None:
+            groups[_name(split, trace), arm, operation.bytes].append(split)
+    found = [_mean(name, arm, nbytes, own) for (name, arm, nbytes), own in groups.items()]
     return tuple(sorted(found, key=lambda mean: -mean.network_ns * mean.operations))
 
 
-def _mean(name: str, nbytes: int, own: Sequence[NcclSplit]) -> NcclMean:
+def nccl_label(mean: NcclMean, all_means: Sequence[NcclMean]) -> str:
+    """Return the name of a mean, with its arm if the means are those of several arms."""
+    return mean.name if len({one.arm for one in all_means}) < 2 else f"{mean.name} ({mean.arm})"
+
+
+def _mean(name: str, arm: Arm, nbytes: int, own: Sequence[NcclSplit]) -> NcclMean:
     def of(attribute: str) -> float:
         return float(np.mean([getattr(split, attribute) for split in own]))
 
     kernels = [split.kernel_ns for split in own if split.kernel_ns is not None]
     return NcclMean(
         name,
+        arm,
         len(own),
         nbytes,
         float(np.mean(kernels)) if kernels else None,

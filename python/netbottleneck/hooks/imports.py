@@ -47,7 +47,7 @@ def install() -> None:
         return
     job.observe(_FirstOptimizer())
     settings = config.settings()
-    if settings.nccl_events == "1":
+    if settings.nccl_events:
         from netbottleneck.runtime import run_folder  # only then: it needs NumPy
 
         run_folder.arrange_nccl_events(settings)

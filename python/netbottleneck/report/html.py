@@ -32,6 +32,7 @@ from netbottleneck.analysis.intervals import (
     subtraction,
     typical,
 )
+from netbottleneck.analysis.nccl import nccl_label
 from netbottleneck.analysis.usage import Connected, HostUse
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import text
@@ -747,7 +748,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "layers_left": len(layers[TOP_LAYERS:]),
         "layers_left_ns": sum(layer.exposed_ns for layer in layers[TOP_LAYERS:]),
         "wire_lines": [*text.beyond_the_link(findings), *text.costs(findings), *text.algorithms(findings)],
-        "nccl": [(mean, text.nccl_cells(mean)) for mean in findings.nccl[:TOP_LAYERS]],
+        "nccl": [(nccl_label(mean, findings.nccl), mean, text.nccl_cells(mean)) for mean in findings.nccl[:TOP_LAYERS]],
         "joins": text.join_rows(findings.joins),
         "join_columns": text.JOIN_COLUMNS,
         "joins_title": text.JOINS_TITLE,

@@ -239,6 +239,7 @@ def _nccl(findings: Findings) -> list[dict[str, Any]]:
     return [
         {
             "name": mean.name,
+            "transport": mean.arm,
             "operations": mean.operations,
             "bytes": mean.bytes,
             "kernel_s": _s(mean.kernel_ns),

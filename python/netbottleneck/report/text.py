@@ -16,7 +16,7 @@ from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join,
 from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
-from netbottleneck.analysis.nccl import NcclMean
+from netbottleneck.analysis.nccl import NcclMean, nccl_label
 from netbottleneck.analysis.rules import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
@@ -430,7 +430,8 @@ def _nccl_table(findings: Findings) -> tuple[str, Table]:
     """The operations with the longest network time."""
     table = make_table("operation", *NCCL_COLUMNS)
     for mean in findings.nccl[:TOP_OPERATIONS]:
-        put_row(table, f"{mean.name} {nbytes(mean.bytes)} x{mean.operations}", *nccl_cells(mean))
+        label = nccl_label(mean, findings.nccl)
+        put_row(table, f"{label} {nbytes(mean.bytes)} x{mean.operations}", *nccl_cells(mean))
     return NCCL_TITLE, table
 
 

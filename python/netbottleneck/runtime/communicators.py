@@ -7,6 +7,7 @@ the same buckets in the same order and write the same records.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -245,9 +246,10 @@ class Stock:
         key, turn = key_of(name), self._rounds.get(name, 0)
         self._rounds[name] = turn + 1
         recorder.put(EVENTS["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, allreduce)
+        called_ns = time.monotonic_ns()
 
         def started(work: Any) -> None:
-            recorder.put(EVENTS["OP_START"], key, turn)
+            recorder.put(EVENTS["OP_START"], key, turn, time.monotonic_ns() - called_ns)
             work.get_future().then(recorder.stamper(EVENTS["OP_DONE"], key, turn, awaited=True))
 
         return started

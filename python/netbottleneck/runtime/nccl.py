@@ -126,12 +126,13 @@ def _not_prepared(plugin: str) -> str:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return "torch.distributed was initialised first: import netbottleneck before that"
-    if not plugin and _loads("libnccl-net.so"):  # which NCCL_NET_PLUGIN=none excludes
+    if not plugin and loads("libnccl-net.so"):  # which NCCL_NET_PLUGIN=none excludes
         return "NCCL loads libnccl-net.so here, and it uses one plugin in a process: compare in two runs"
     return ""
 
 
-def _loads(name: str) -> bool:
+def loads(name: str) -> bool:
+    """Return True if the loader finds a library by this name, as NCCL does. It stays loaded."""
     try:
         ctypes.CDLL(name)
     except OSError:

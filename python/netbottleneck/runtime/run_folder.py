@@ -4,6 +4,7 @@ docs/reference/run-folder.md lists the files. The report writes those that are m
 """
 
 import atexit
+import contextlib
 import itertools
 import json
 import logging
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings, describe
 from netbottleneck.launch import connect
 from netbottleneck.runtime.job import together
-from netbottleneck.trace.ring_reader import NCCL
+from netbottleneck.runtime.nccl import loads
+from netbottleneck.trace.ring_reader import NCCL, RING_HEADER_BYTES, read_slots
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -217,9 +219,19 @@ def _pack(ranks: Path, rank: int) -> bytes:
     """Return a rank's files, each as name, length, bytes."""
     parts = []
     for path in sorted(ranks.glob(f"{rank}.*")):
-        data = path.read_bytes()
+        data = _written(path)
         parts += [path.name.encode().ljust(NAME_BYTES), len(data).to_bytes(COUNT_BYTES, "little"), data]
     return b"".join(parts)
+
+
+def _written(path: Path) -> bytes:
+    """Return the bytes of a file; of a ring that is open, those of its header and its taken slots."""
+    if path.suffix == ".ring":
+        with contextlib.suppress(ValueError):  # not a ring, or one that is cut short
+            _, slots = read_slots(path)
+            with path.open("rb") as file:
+                return file.read(RING_HEADER_BYTES + slots.nbytes)
+    return path.read_bytes()
 
 
 def _unpack(memory: bytearray, ranks: Path) -> None:
@@ -239,28 +251,38 @@ def _unpack(memory: bytearray, ranks: Path) -> None:
 NCCL_EVENTS = "NETBOTTLENECK_NCCL_EVENTS"
 NCCL_HIDDEN = ".netbottleneck-nccl-"
 NCCL_PLUGIN = Path(__file__).parents[1] / "libnccl-profiler-netbottleneck.so"
+NCCL_DEFAULT = "libnccl-profiler.so"  # which NCCL loads if NCCL_PROFILER_PLUGIN is not set
 
 
 def arrange_nccl_events(settings: Settings) -> None:
     """Make NCCL load our profiler plugin in this process, if NETBOTTLENECK_NCCL_EVENTS=1. Call before NCCL is used.
 
-    It passes events on to the plugin that NCCL_PROFILER_PLUGIN names until now.
+    It passes events on to the plugin that NCCL would load until now. A process that this one starts has a file, too.
     """
-    if settings.nccl_events != "1":
-        return
-    theirs = os.environ.get("NCCL_PROFILER_PLUGIN", "")
-    if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
-        os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
-    os.environ["NCCL_PROFILER_PLUGIN"] = str(NCCL_PLUGIN)
-    os.environ[NCCL_EVENTS] = str(wanted(settings).parent / f"{NCCL_HIDDEN}%h-%p.ring")
-    atexit.register(_drop_nccl_events)
+    if settings.nccl_events == "1":
+        theirs = os.environ.get("NCCL_PROFILER_PLUGIN") or (NCCL_DEFAULT if loads(NCCL_DEFAULT) else "")
+        if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
+            os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
+        hidden = wanted(settings).parent / f"{NCCL_HIDDEN}%h-%p.ring"
+        with contextlib.suppress(OSError):  # no_nccl_events() tells
+            hidden.parent.mkdir(parents=True, exist_ok=True)
+        os.environ["NCCL_PROFILER_PLUGIN"] = str(NCCL_PLUGIN)
+        os.environ[NCCL_EVENTS] = str(hidden)
+    if _nccl_name() is not None:
+        atexit.register(_drop_nccl_events)
+
+
+def _nccl_name() -> Path | None:
+    """Return the name of the hidden file of this process, None if there is to be none."""
+    named = os.environ.get(NCCL_EVENTS, "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
+    path = Path(named)
+    return path if path.name.startswith(NCCL_HIDDEN) else None
 
 
 def _nccl_file() -> Path | None:
     """Return the hidden file of this process, if NCCL has opened it."""
-    named = os.environ.get(NCCL_EVENTS, "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
-    path = Path(named)
-    return path if path.name.startswith(NCCL_HIDDEN) and path.exists() else None
+    path = _nccl_name()
+    return path if path is not None and path.exists() else None
 
 
 def _drop_nccl_events() -> None:
@@ -268,6 +290,14 @@ def _drop_nccl_events() -> None:
     path = _nccl_file()
     if path is not None:
         path.unlink(missing_ok=True)
+
+
+def no_nccl_events(folder: Path, rank: int) -> str:
+    """Return a note that a rank has no events of NCCL, although they are to be recorded; "" if it has."""
+    path = _nccl_name()
+    if path is None or path.exists() or ring_path(folder, rank, NCCL).exists():
+        return ""
+    return f"{NCCL_EVENTS}=1, but NCCL has recorded no events in this run: with NCCL_DEBUG=WARN, its log says why"
 
 
 def take_nccl_events(folder: Path, rank: int) -> None:

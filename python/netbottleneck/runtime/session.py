@@ -312,7 +312,7 @@ class Session:
 
     def _note_unfinished(self) -> None:
         line = self.blocks.unfinished(self.step) if isinstance(self.blocks, Auto) and self.stays is None else ""
-        self.notes += [line] if line else []
+        self.notes += filter(None, (line, run_folder.no_nccl_events(self.folder, self.place.rank)))
 
     def begin_folder(self) -> None:
         """Write the run folder's description of the run. Called by rank 0, and by a rank that records alone."""

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.trace.events import Event, signed
 from netbottleneck.trace.ring_reader import (
     ALGORITHMS,
     DTYPES,
@@ -36,8 +37,6 @@ from netbottleneck.trace.ring_reader import (
     RING_HEADER_BYTES,
     RING_MAGIC,
     RING_VERSIONS,
-    Event,
-    signed,
 )
 
 # State from before the file began: names of operations, and open negotiations. Pure.

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.events import Event, signed
+from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.transports import STOCK, Arm
 
 # Events of one rank by name, converted to steps, operations, faults and costs. Pure.
@@ -46,26 +48,6 @@ ALGORITHMS = (
 )
 # Algorithms between ranks that share memory; codes of the same enum.
 IN_MEMORY = {32: "shared memory", 33: "staged shared memory", 34: "two_level"}
-
-
-class Event(NamedTuple):
-    """One timestamped event. a…e: unsigned, see csrc/trace/event.h."""
-
-    kind: str
-    time_ns: int
-    step: int
-    key: int
-    a: int
-    b: int
-    c: int
-    d: int
-    e: int
-
-
-def signed(value: int, bits: int = 64) -> int:
-    """Return the two's complement number in the low `bits` of value."""
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _arm(arms: Sequence[Arm], number: int) -> Arm:
@@ -262,6 +244,25 @@ def collectives(
     return [tr.Collective(**row) for row in rows]
 
 
+def host_events(events: Iterable[Event]) -> list[Event]:
+    """Return begins and ends of steps, submits and starts of operations, with the host's times instead of a device's.
+
+    Operations of which no host time was recorded are left out.
+    """
+    found: list[Event] = []
+    submits: dict[tuple[int, int], Event] = {}
+    for event in sorted(events, key=lambda e: (e.time_ns, _ORDER.get(e.kind, 0))):
+        on_host = event._replace(time_ns=event.time_ns - signed(event.e))
+        if event.kind in ("STEP_BEGIN", "STEP_END"):
+            found.append(on_host)
+        elif event.kind == "OP_SUBMIT":
+            submits[event.key, event.a] = event
+        elif event.kind == "OP_START" and event.b and (event.key, event.a) in submits:
+            submit = submits.pop((event.key, event.a))
+            found += [submit._replace(time_ns=on_host.time_ns - event.b), on_host]
+    return sorted(found, key=lambda e: e.time_ns)
+
+
 def _mark(row: dict[str, Any] | None, event: Event, native: bool) -> None:
     if row is None:
         return
@@ -336,107 +337,6 @@ def costs(events: Iterable[Event]) -> tuple[float, ...]:
     last = next((e for e in reversed(list(events)) if e.kind == "COSTS"), None)
     fs = () if last is None else (last.a, last.b, last.c, *((last.d, last.e) if last.d else ()))
     return tuple(value / 1e6 for value in fs)
-
-
-# NCCL's events, from the ring of its profiler plugin.
-
-# Codes are the index plus 1, 0: another name. csrc/nccl/profiler.c. NCCL has no name for its uint8.
-NCCL_FUNCTIONS = (
-    *("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "AlltoAll", "Send", "Recv"),
-    "SendRecv",
-)
-NCCL_DTYPES = (
-    *("int8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8e4m3"),
-    *("float8e5m2", "uint8"),
-)
-NCCL_ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
-NCCL_PROTOCOLS = ("LL", "LL128", "SIMPLE")
-POINT_TO_POINT = ("Send", "Recv", "SendRecv")
-# What NCCL reserves of a caller's tag.
-TAG_BITS = (1 << 63) - 1
-
-
-def _coded(table: Sequence[str], code: int) -> str | None:
-    return table[code - 1] if 0 < code <= len(table) else None
-
-
-def _nccl_step(e: Event) -> tr.NcclStep:
-    first, second = e.time_ns + e.c, e.time_ns + e.c + e.d
-    times_ns = (e.time_ns, first, second, second + e.e)
-    return tr.NcclStep(bool(e.b >> 8 & 1), e.b & 0xFF, signed(e.a >> 32, 32), e.a & 0xFFFFFFFF, e.b >> 16, times_ns)
-
-
-def _nccl_kernel(e: Event) -> tr.NcclKernel:
-    return tr.NcclKernel(e.a, e.c, e.d, e.time_ns - e.b, e.time_ns)
-
-
-def _nccl_task(e: Event, rank: int, comm: Event, step: tr.Step | None) -> tr.NcclOperation:
-    function = _coded(NCCL_FUNCTIONS, e.c & 0xFF) or "other"
-    alone = function in POINT_TO_POINT
-    return tr.NcclOperation(
-        rank=rank,
-        comm=comm.key,
-        comm_rank=comm.b & 0xFFFFFFFF,
-        comm_size=comm.b >> 32,
-        function=function,
-        dtype=_coded(NCCL_DTYPES, e.c >> 8 & 0xFF) or "other",
-        bytes=e.b,
-        submit_ns=e.time_ns,
-        algorithm=_coded(NCCL_ALGORITHMS, e.c >> 16 & 0xFF),
-        protocol=_coded(NCCL_PROTOCOLS, e.c >> 24 & 0xFF),
-        channels=e.c >> 32 & 0xFF,
-        sequence=None if alone else e.d,
-        peer=signed(e.d, 32) if alone else None,
-        tag=e.e,
-        step=step.index if step else None,
-    )
-
-
-class _Calls:
-    """Finds the recorded call that enqueued an operation of NCCL, and its bucket: by the tag, else that of the call."""
-
-    def __init__(self, collectives: Sequence[tr.Collective], buckets: Sequence[tr.Bucket]) -> None:
-        self._by_tag = {bucket.key & TAG_BITS: index for index, bucket in enumerate(buckets)}
-        self._calls = sorted((c for c in collectives if c.start_ns is not None), key=lambda c: c.submit_ns)
-        self._submits = [c.submit_ns for c in self._calls]
-
-    def bind(self, task: tr.NcclOperation) -> tr.NcclOperation:
-        place = bisect.bisect_right(self._submits, task.submit_ns) - 1
-        call = self._calls[place] if place >= 0 and task.submit_ns <= (self._calls[place].start_ns or 0) else None
-        # A call may enqueue others, such as the exchange that opens a communicator.
-        fits = call is not None and (call.kind, call.tensor_bytes) == (task.function.lower(), task.bytes)
-        bucket = self._by_tag.get(task.tag, call.bucket if call is not None and fits else None)
-        return replace(task, bucket=bucket, called_ns=None if call is None else call.submit_ns)
-
-
-def nccl_operations(
-    events: Sequence[Event],
-    rank: int,
-    in_steps: StepIndex,
-    collectives: Sequence[tr.Collective],
-    buckets: Sequence[tr.Bucket],
-) -> tuple[tr.NcclOperation, ...]:
-    """Return the operations that NCCL enqueued, in order, with their kernels and network steps.
-
-    collectives: those of this rank's training thread. Steps whose operation is another process's, or was not recorded,
-    are left out.
-    """
-    comms = {e.a: e for e in events if e.kind == "NCCL_COMM"}
-    calls = _Calls(collectives, buckets)
-    kernels: dict[int, list[tr.NcclKernel]] = {}
-    steps: dict[int, list[tr.NcclStep]] = {}
-    for e in events:
-        if e.kind == "NCCL_KERNEL":
-            kernels.setdefault(e.key, []).append(_nccl_kernel(e))
-        elif e.kind == "NCCL_STEP":
-            steps.setdefault(e.key, []).append(_nccl_step(e))
-    found = []
-    for e in events:
-        if e.kind == "NCCL_TASK" and e.a in comms:
-            task = _nccl_task(e, rank, comms[e.a], in_steps.at(e.time_ns))
-            own = replace(task, kernel=tuple(kernels.get(e.key, ())), network=tuple(steps.get(e.key, ())))
-            found.append(calls.bind(own))
-    return tuple(found)
 
 
 # Ring file, as written by csrc/trace/ring.h: readable even after its writer was killed.
@@ -723,9 +623,26 @@ def _rank_trace(
         ranks=(rank,),
         steps=tuple(steps),
         collectives=tuple(sorted(found, key=lambda c: c.submit_ns)),
-        nccl=nccl_operations(named.get(NCCL, ()), files.rank, index, found, run.buckets),
+        nccl=_nccl(run, rank, named, index, found),
         faults=tuple(f for events in named.values() for f in faults(events, files.rank, run.size)),
     )
+
+
+def _nccl(
+    run: tr.Trace,
+    rank: tr.Rank,
+    named: Mapping[str, Sequence[Event]],
+    in_steps: StepIndex,
+    calls: Sequence[tr.Collective],
+) -> tuple[tr.NcclOperation, ...]:
+    """Return NCCL's operations. in_steps, calls: of the rank, maybe with the times of its device."""
+    if not named.get(NCCL):
+        return ()
+    if rank.device_error_ns is not None:
+        train = host_events(named.get(TRAIN, ()))
+        in_steps = StepIndex(rank_steps(train, rank.rank, run.arms, None)[0])
+        calls = collectives(train, rank.rank, None, in_steps, BucketIndex(run.buckets))
+    return nccl_operations(named[NCCL], rank.rank, in_steps.at, calls, run.buckets)
 
 
 def _network(described: Mapping[str, Any] | None) -> tr.Network | None:

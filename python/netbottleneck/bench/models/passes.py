@@ -23,7 +23,8 @@ from netbottleneck.bench import models
 from netbottleneck.bench.models import build, sample_shape
 from netbottleneck.launch import connect
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.ring_reader import EVENTS, Event, rank_steps, read_ring
+from netbottleneck.trace.events import Event
+from netbottleneck.trace.ring_reader import EVENTS, rank_steps, read_ring
 from netbottleneck.trace.transports import SINGLE
 
 # Layers of a model in execution order, with the operations of each.

@@ -119,6 +119,25 @@ def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
     assert "as good as what was tried" in v.why
 
 
+def test_a_burst_beyond_the_cap_fills_the_link(tmp_path):
+    numbers = findings_of(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    moved = numbers.achieved[numbers.base].active_bps
+    v = verdict.decide(replace(numbers, link_bps=0.7 * moved))
+    assert v.code == "LINK_LIMITED"
+    assert "all of the link; averaged over the step" in v.why
+    assert "143 %" not in v.why
+
+
+@pytest.mark.parametrize(("part", "believed"), [(0.9, False), (1.0, True)])
+def test_a_stated_rate_is_not_used_if_more_moved_over_whole_steps(tmp_path, part, believed):
+    settings = {"transports": ("stock",), "run": {"network": None}, "blocks": 1, "block_steps": 12}
+    moved = findings_of(tmp_path / "free", **settings).achieved[Arm("stock")].average_bps
+    about = {"stock": {"link_bps": int(part * moved), "interface": "eth0"}}
+    numbers = findings_of(tmp_path / "stated", about=about, **settings)
+    assert (numbers.link_bps is not None) == believed
+    assert any("stated rate" in note for note in numbers.trace.notes) != believed
+
+
 def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, transfer_ms={"stock": (9.9, 34.6), "ofi": (8.5, 29.7)}, bare_ms=66, probe=[]

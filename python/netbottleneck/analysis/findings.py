@@ -46,9 +46,10 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
-from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX
+from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX, LINK_EXCEEDED
 from netbottleneck.trace.model import Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
+from netbottleneck.units import gbit
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +283,24 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     return max(shares, default=None)
 
 
-def _link_bps(trace: Trace, base: Arm | None) -> float | None:
-    """The configured link rate; else, across hosts, the rate of the slowest interface that base uses; else None."""
+def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
+    """The link's rate, and a note if a stated one is too low to be true.
+
+    It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved: the
+    bandwidth of base: more than a stated rate over whole steps disproves it.
+    """
     if trace.network is not None:
-        return trace.network.link_bps
+        return trace.network.link_bps, ""
     if base is None or trace.origin != "measured" or len({rank.host_id for rank in trace.ranks}) < 2:
-        return None
+        return None, ""
     rated = [info.link_bps for rank in trace.ranks for info in rank.transports if info.name == base.transport]
-    return min((bps for bps in rated if bps), default=None) if all(rated) else None
+    rate = min((bps for bps in rated if bps), default=None) if all(rated) else None
+    if rate is None or moved is None or moved.average_bps <= LINK_EXCEEDED * rate:
+        return rate, ""
+    return None, (
+        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {gbit(moved.average_bps)} over whole steps. "
+        "NETBOTTLENECK_LINK_GBPS declares the true rate"
+    )
 
 
 def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
@@ -373,14 +384,15 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)
+    link_bps, doubt = _link_bps(trace, base, None if base is None else achieved[base])
     common = Findings(
-        trace=trace,
+        trace=replace(trace, notes=(*trace.notes, doubt)) if doubt else trace,
         clock_error_ns=clock_error_ns(trace),
         times=_there(times),
         parts=parts,
         achieved=_there(achieved),
         achievable=achievable_bandwidth(trace),
-        link_bps=_link_bps(trace, base),
+        link_bps=link_bps,
         scaling=_there(factors),
         costs=costs(trace),
         travels=travels(trace),

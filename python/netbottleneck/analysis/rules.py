@@ -289,6 +289,7 @@ def link(facts: Facts) -> RuleResult:
     if configuration(facts).fired:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
     used = did.active_bps / limit
+    part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}"
     predicted = facts.predicted.savings_ns
     saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
     return facts.evidence(
@@ -296,8 +297,8 @@ def link(facts: Facts) -> RuleResult:
         "LINK_LIMITED",
         applies=used >= limits.LINK_UTILISATION,
         saving=saving,
-        rests=f"{percent(used)} of the {what}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
-        why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(used)} of the {what}; "
+        rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
+        why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {part}; "
         f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),

@@ -8,6 +8,8 @@ GAIN_MIN = 0.03
 NETWORK_SHARE_MIN = 0.10
 # The link rule applies from this on: rate in transfer, over the link's rate.
 LINK_UTILISATION = 0.80
+# Above this, a stated rate of the link is wrong: rate over whole steps, over the link's. No burst lasts that long.
+LINK_EXCEEDED = 1.05
 # The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
 PROBE_RATIO = 1.30
 # The latency rule applies above this: part of transfer time that does not depend on size.

@@ -699,7 +699,7 @@ def tiles(findings: Findings) -> list[tuple[str, str, str]]:
     did = findings.achieved.get(base)
     if did is not None:
         link = findings.link_bps
-        of_link = f"{percent(did.active_bps / link)} of the link" if link else "link unknown"
+        of_link = f"{percent(min(did.active_bps / link, 1.0))} of the link" if link else "link unknown"
         found.append(("in transfer", gbit(did.active_bps), of_link))
     pair = best_gain(findings)
     if pair is not None and math.isfinite(pair.gain.low):

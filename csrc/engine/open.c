@@ -21,10 +21,10 @@
 #include "engine/engine.h"
 #include "engine/joined_ranks.h"
 #include "engine/negotiation.h"
+#include "engine/operation.h"
 #include "engine/preflight.h"
 #include "engine/progress_owner.h"
 #include "engine/shared.h"
-#include "engine/submit.h"
 #include "engine/thread.h"
 #include "engine/watchdog.h"
 #include "transport/lanes.h"
@@ -207,7 +207,7 @@ static void job_free(struct nb_job *job) {
     nb_coordinator_close(job);
     nb_groups_close(job);
     nb_autotune_close(job);
-    nb_submit_close(job);
+    nb_rounds_close(job);
     NB_LIST_EACH_SAFE(it, nx, &job->inbox.maps) {
         struct map_request *request = NB_CONTAINER(it, struct map_request, link);
         nb_shared_map(job, NULL, 0, request->fd);

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/float_mode.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
@@ -241,6 +242,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->config.start_ms = config->start_ms <= 0 ? job->config.timeout_ms : config->start_ms;
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
     job->info.cpu = -1;
+    job->progress.float_mode = nb_float_mode(); // which the communication thread inherits
     nb_job_lists_init(job);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);

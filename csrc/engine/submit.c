@@ -3,9 +3,11 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/float_mode.h"
 #include "base/hash.h"
 #include "base/list.h"
 #include "engine/autotune.h"
@@ -75,7 +77,9 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
     }
     *out = work;
     if (comm->size == 1) {
+        uint64_t mine = nb_float_mode_set(job->progress.float_mode);
         work->algorithm->start(work, work->times.submit_ns);
+        (void)nb_float_mode_set(mine);
     }
     return 0;
 }

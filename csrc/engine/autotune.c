@@ -287,12 +287,14 @@ static int memory_open(struct nb_job *job, struct nb_error *err) {
         return 0;
     }
     int rc = nb_arena_open(arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, err);
-    rc = rc == 0 ? nb_lanes_map(job->lanes, arena->base, arena->bytes, err) : rc;
-    rc = rc == -ENOSPC ? 0 : rc; // it travels through staging
-    if (rc == 0 && nb_shared_hosts(job) > 1) {
+    if (rc < 0) {
+        return rc;
+    }
+    nb_job_register(job, arena->base, arena->bytes);
+    if (nb_shared_hosts(job) > 1) {
         nb_shared_map(job, arena->base, arena->bytes, nb_arena_pass(arena));
     }
-    return rc;
+    return 0;
 }
 
 static bool is_possible(struct nb_job *job, const struct wire_probe *sum) {

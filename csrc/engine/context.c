@@ -146,6 +146,15 @@ int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err) {
     return nb_lanes_peer_open(job->lanes, peer, job->addresses + (size_t)peer * bytes, err);
 }
 
+void nb_job_register(struct nb_job *job, void *base, size_t bytes) {
+    struct nb_error err = {0};
+    int rc = nb_lanes_map(job->lanes, base, bytes, &err);
+    if (rc < 0 && (rc != -ENOSPC || !job->limit_reported)) {
+        nb_job_notify(job, err.text);
+    }
+    job->limit_reported = job->limit_reported || rc == -ENOSPC;
+}
+
 static void map_ask(struct nb_job *job, struct map_request *request) {
     pthread_mutex_lock(&job->lock);
     nb_list_insert(&job->inbox.maps, &request->link);

@@ -105,6 +105,9 @@ void nb_job_abort_for(struct nb_job *job, const struct nb_error *why);
 void nb_job_wire_fail(struct nb_job *job, int peer, const char *what);
 // Opens the lanes to a peer, unless they are open. NB_EPEER if the peer has left the job.
 int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
+// Registers memory with the lanes. Memory that cannot be registered travels through staging, which is slower; a notice
+// gives the cause. By the progress owner.
+void nb_job_register(struct nb_job *job, void *base, size_t bytes);
 // Rank 0: returns the first of the numbers of the next operation, which has `count` of them.
 uint64_t nb_job_next_seq(struct nb_job *job, uint64_t count);
 // True if the number is above all earlier ones, and records it: the numbers of started operations only grow.

@@ -2,6 +2,7 @@
 #include "engine/joined_ranks.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -83,6 +84,7 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct op_descripto
     work->desc.key = desc->key;
     work->zeros = line.base;
     work->refs = 1;
+    work->ring = NULL; // not recorded: it belongs to no step of this rank
     if (desc->device != 0 && nb_device_attach_zeros(work, err) < 0) {
         nb_work_discard(work);
         return NULL;
@@ -102,6 +104,9 @@ void nb_join_contribute(struct nb_job *job, const struct op_descriptor *desc) {
         nb_job_fail(job, &why, true);
         return;
     }
+    pthread_mutex_lock(&job->lock);
+    nb_work_take_round(work);
+    pthread_mutex_unlock(&job->lock);
     nb_list_insert(&job->ops.waiting, &work->link);
 }
 

@@ -151,6 +151,7 @@ struct nb_work *nb_negotiation_agreed(struct nb_job *job, const struct wire_go *
         remember(job->negotiation, go->id, &work->desc);
     }
     work->times.agreed_ns = nb_now_ns();
+    // Also without work->ring: it ends the negotiation in rank 0's timeline.
     nb_ring_put_at(job->config.ring, work->times.agreed_ns, NB_EV_OP_AGREED, go->key, work->round, 0, 0, 0, 0);
     return work;
 }

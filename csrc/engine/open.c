@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/float_mode.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
@@ -21,10 +22,10 @@
 #include "engine/engine.h"
 #include "engine/joined_ranks.h"
 #include "engine/negotiation.h"
+#include "engine/operation.h"
 #include "engine/preflight.h"
 #include "engine/progress_owner.h"
 #include "engine/shared.h"
-#include "engine/submit.h"
 #include "engine/thread.h"
 #include "engine/watchdog.h"
 #include "transport/lanes.h"
@@ -207,7 +208,7 @@ static void job_free(struct nb_job *job) {
     nb_coordinator_close(job);
     nb_groups_close(job);
     nb_autotune_close(job);
-    nb_submit_close(job);
+    nb_rounds_close(job);
     NB_LIST_EACH_SAFE(it, nx, &job->inbox.maps) {
         struct map_request *request = NB_CONTAINER(it, struct map_request, link);
         nb_shared_map(job, NULL, 0, request->fd);
@@ -241,6 +242,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->config.start_ms = config->start_ms <= 0 ? job->config.timeout_ms : config->start_ms;
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
     job->info.cpu = -1;
+    job->progress.float_mode = nb_float_mode(); // which the communication thread inherits
     nb_job_lists_init(job);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);

@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/hash.h"
 #include "base/list.h"
 #include "coll/choose.h"
 #include "coll/reduce.h"
@@ -25,7 +26,17 @@
 #include "trace/ring.h"
 #include "transport/lanes.h"
 
-enum { BLOCK_SLACK = 64 * 1024 }; // room in the lanes' buffers beyond a segment
+enum {
+    BLOCK_SLACK = 64 * 1024, // room in the lanes' buffers beyond a segment
+    ROUNDS_MAX = 16 * 1024   // keys with a round count; limited, because some names are used only once
+};
+
+struct key_rounds {
+    struct nb_hash_node node;
+    struct nb_list by_age;
+    uint32_t count;
+    bool named; // the trace has the name of the key
+};
 
 uint64_t nb_key(const char *name) {
     uint64_t hash = 14695981039346656037u;
@@ -206,6 +217,51 @@ int nb_work_peers(struct nb_work *work, struct nb_error *err) {
     return rc;
 }
 
+// The rounds of a key, now the most recently used ones. NULL: no memory.
+static struct key_rounds *rounds_get(struct nb_operations *ops, uint64_t key) {
+    struct nb_hash_node *node = nb_hash_get(&ops->rounds, key);
+    bool full = node == NULL && ops->round_count == ROUNDS_MAX;
+    struct key_rounds *found = NULL;
+    if (node != NULL) {
+        found = NB_CONTAINER(node, struct key_rounds, node);
+    } else if (full) { // reuse the least recently used one
+        found = NB_CONTAINER(ops->rounds_by_age.next, struct key_rounds, by_age);
+    } else {
+        found = calloc(1, sizeof *found);
+    }
+    if (found == NULL) {
+        return NULL;
+    }
+    if (node == NULL) {
+        nb_hash_remove(&found->node);
+        nb_hash_put(&ops->rounds, &found->node, key);
+        found->count = 0;
+        found->named = false;
+    }
+    if (node != NULL || full) {
+        nb_list_remove(&found->by_age);
+    } else {
+        ops->round_count++;
+    }
+    nb_list_insert(&ops->rounds_by_age, &found->by_age);
+    return found;
+}
+
+void nb_work_take_round(struct nb_work *work) {
+    struct key_rounds *rounds = rounds_get(&work->comm->job->ops, work->desc.key);
+    work->names_key = work->ring != NULL && (rounds == NULL || !rounds->named);
+    if (rounds != NULL) {
+        work->round = rounds->count++;
+        rounds->named = rounds->named || work->names_key;
+    }
+}
+
+void nb_rounds_close(struct nb_job *job) {
+    NB_LIST_EACH_SAFE(it, nx, &job->ops.rounds_by_age) {
+        free(NB_CONTAINER(it, struct key_rounds, by_age));
+    }
+}
+
 static uint64_t femtoseconds(double ns) {
     return (uint64_t)(ns * 1e6 + 0.5);
 }
@@ -284,7 +340,7 @@ void nb_work_times(const struct nb_work *work, struct nb_work_times *times) {
 static void name_record(const struct nb_work *work, int64_t now_ns) {
     uint64_t part[4];
     _Static_assert(NB_NAME_MAX % sizeof part == 0, "a name is whole parts");
-    size_t bytes = work->round == 0 ? strlen(work->desc.name) : 0;
+    size_t bytes = work->names_key ? strlen(work->desc.name) : 0;
     for (size_t at = 0; at < bytes; at += sizeof part) {
         memcpy(part, work->desc.name + at, sizeof part);
         nb_ring_put_at(work->comm->job->config.ring, now_ns, NB_EV_OP_NAME, work->desc.key, at, part[0], part[1],

@@ -83,6 +83,7 @@ struct nb_work {
     struct nb_error failure; // valid when done
     struct op_descriptor desc;
     uint32_t round;
+    bool names_key; // its submission records the name of its key
     uint32_t bucket;
     uint32_t step; // of the training, when it was submitted
     uint64_t seq;  // the operation's number; with a step it forms a flow's number
@@ -130,6 +131,10 @@ struct nb_operations {
     size_t spare_bytes;
 };
 
+// Gives the work the next round of its key. An operation takes a round on each rank, also on one that has joined, so
+// that its rounds are equal on all ranks. The caller holds the job's lock.
+void nb_work_take_round(struct nb_work *work);
+void nb_rounds_close(struct nb_job *job);
 // Records that the values of a work are handed over, and before it the name of a new key: all other events carry only
 // the key.
 void nb_work_record_submit(const struct nb_work *work, int64_t now_ns);

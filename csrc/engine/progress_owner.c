@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/float_mode.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "engine/context.h"
@@ -167,7 +168,9 @@ static void wait_until(struct nb_work *work, int64_t until_ns) {
     while (rc == 0 && !nb_work_test(work, &code)) {
         if (take_progress(job)) {
             pthread_mutex_unlock(&job->lock);
+            uint64_t mine = nb_float_mode_set(job->progress.float_mode);
             run_progress(job, work, until_ns);
+            (void)nb_float_mode_set(mine);
             pthread_mutex_lock(&job->lock);
             release_progress(job);
             rc = until_ns != INT64_MAX && nb_now_ns() >= until_ns ? ETIMEDOUT : 0;

@@ -28,6 +28,7 @@ struct nb_progress {
     bool thread_runs;
     bool may_spin;        // each rank of this host has a core, so short waits may poll
     bool callers_may_own; // callers may own progress
+    uint64_t float_mode;  // of the thread that opened the job: all operations compute in it
     // Fields of the progress owner.
     int64_t moved_ns;     // time of the last movement
     int64_t gap_ns;       // running mean of the time between movements

@@ -53,12 +53,7 @@ static void map_end(struct nb_job *job, struct map_request *request) {
 }
 
 static void map_make(struct nb_job *job, struct map_request *request) {
-    struct nb_error err = {0};
-    int rc = nb_lanes_map(job->lanes, request->base, request->bytes, &err);
-    if (rc < 0 && (rc != -ENOSPC || !job->limit_reported)) {
-        nb_job_notify(job, err.text); // it travels through staging
-    }
-    job->limit_reported = job->limit_reported || rc == -ENOSPC;
+    nb_job_register(job, request->base, request->bytes);
     nb_shared_map(job, request->base, request->bytes, request->fd);
     if (request->why < 0) {
         nb_shared_private(job, request->bytes, request->why);

@@ -1,15 +1,13 @@
 // Submissions: from a call on any thread to the inbox of the progress owner.
-#include "engine/submit.h"
-
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/float_mode.h"
 #include "base/hash.h"
 #include "base/list.h"
 #include "engine/autotune.h"
@@ -20,49 +18,6 @@
 #include "engine/operation.h"
 #include "engine/progress_owner.h"
 #include "trace/ring.h"
-
-enum { ROUNDS_MAX = 16 * 1024 }; // keys with a round count; limited, because some names are used only once
-
-struct key_rounds {
-    struct nb_hash_node node;
-    struct nb_list by_age;
-    uint32_t count;
-};
-
-static uint32_t round_next(struct nb_job *job, uint64_t key) {
-    struct nb_operations *ops = &job->ops;
-    struct nb_hash_node *node = nb_hash_get(&ops->rounds, key);
-    bool full = node == NULL && ops->round_count == ROUNDS_MAX;
-    struct key_rounds *found = NULL;
-    if (node != NULL) {
-        found = NB_CONTAINER(node, struct key_rounds, node);
-    } else if (full) { // reuse the least recently used one
-        found = NB_CONTAINER(ops->rounds_by_age.next, struct key_rounds, by_age);
-    } else {
-        found = calloc(1, sizeof *found);
-    }
-    if (found == NULL) {
-        return 0;
-    }
-    if (node == NULL) {
-        nb_hash_remove(&found->node);
-        nb_hash_put(&ops->rounds, &found->node, key);
-        found->count = 0;
-    }
-    if (node != NULL || full) {
-        nb_list_remove(&found->by_age);
-    } else {
-        ops->round_count++;
-    }
-    nb_list_insert(&ops->rounds_by_age, &found->by_age);
-    return found->count++;
-}
-
-void nb_submit_close(struct nb_job *job) {
-    NB_LIST_EACH_SAFE(it, nx, &job->ops.rounds_by_age) {
-        free(NB_CONTAINER(it, struct key_rounds, by_age));
-    }
-}
 
 static int refuse(const struct nb_job *job, struct nb_error *err) {
     const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
@@ -80,7 +35,7 @@ static int enter(struct nb_job *job, struct nb_work *work, bool awaited, struct 
                        job->rank);
     }
     nb_hash_put(&job->ops.in_flight, &work->by_key, work->desc.key);
-    work->round = round_next(job, work->desc.key);
+    nb_work_take_round(work);
     if (work->comm->size > 1) {
         nb_list_insert(&job->inbox.works, &work->link);
         job->inbox.filled = true;
@@ -122,7 +77,9 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
     }
     *out = work;
     if (comm->size == 1) {
+        uint64_t mine = nb_float_mode_set(job->progress.float_mode);
         work->algorithm->start(work, work->times.submit_ns);
+        (void)nb_float_mode_set(mine);
     }
     return 0;
 }

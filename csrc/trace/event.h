@@ -38,7 +38,7 @@ enum nb_event_kind {
     NB_EV_COSTS = 21,     // valid from here on, 0: not measured. In fs. a: a step, b: a byte, c: a byte added,
                           // d: two levels between hosts, e: a byte there without its time on the wire
     NB_EV_OP_NAME = 22,   // key, a: offset of the first byte, b…e: 32 bytes of the name, zero-padded. Precedes the
-                          // submit of the key's round 0
+                          // first submit of the key on this rank
     NB_EV_OP_READY = 23,  // rank 0, in its communicators. key, a: rounds negotiated before, b: rank that has submitted
                           // it, c: comm, d: kind
     NB_EV_OP_PACK = 24,   // key, a: round (0 if c is 0), b: bytes, c: 0 pieces joined, 1 copied back, d: duration in ns

@@ -105,6 +105,7 @@ struct double_state {
     int delay_max;
     bool send_blocked; // sends return -FI_EAGAIN
     size_t data_bytes; // of completion data
+    size_t memory_max; // larger memory cannot be registered; 0: no limit
     uint64_t ids;
     enum double_call fail;
     int fail_at; // fails at this call from now on; 0: never
@@ -124,6 +125,7 @@ static inline void double_begin(uint64_t seed, size_t data_bytes) {
     double_state.data_bytes = data_bytes;
     double_state.fail_at = 0;
     double_state.failed = false;
+    double_state.memory_max = 0;
     double_state.send_blocked = false;
 }
 
@@ -460,7 +462,7 @@ static inline int double_mr_reg(struct fid *fid, const void *buf, size_t len, ui
     (void)flags;
     (void)context;
     pthread_mutex_lock(&double_state.lock);
-    bool fails = double_fails(DOUBLE_OPEN);
+    bool fails = (double_state.memory_max > 0 && len > double_state.memory_max) || double_fails(DOUBLE_OPEN);
     if (!fails) {
         struct double_object *made = double_new(DOUBLE_MR, double_of(fid, DOUBLE_DOMAIN), &ops);
         made->base = (unsigned char *)(uintptr_t)buf;

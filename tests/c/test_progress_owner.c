@@ -1,11 +1,13 @@
 // Progress owner: waiting callers run progress, any of them, one at a time; the thread resumes when none is left. A
-// wait returns on timeout and when its job ends. Operations without a waiter complete.
+// wait returns on timeout and when its job ends. Operations without a waiter complete. A caller computes in the job's
+// float mode.
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/float_mode.h"
 #include "engine/context.h"
 #include "job.h"
 
@@ -192,11 +194,67 @@ static void close_while_a_caller_owns_progress(struct test_rank *me) {
     nb_work_release(work);
 }
 
+// Bits of a thread's float mode with which it flushes denormal numbers to zero, as after torch.set_flush_denormal().
+#if defined(__x86_64__)
+static const uint64_t flushing = 0x8040; // MXCSR: flush to zero, and denormals are zero
+#elif defined(__aarch64__)
+static const uint64_t flushing = 1 << 24; // FPCR: flush to zero
+#else
+static const uint64_t flushing = 0;
+#endif
+
+static struct nb_job *_Atomic flushing_job; // rank 0's, while its caller waits
+
+// Rank 0's caller flushes denormal numbers to zero. It computes as the communication threads do: the result, a denormal
+// number, has the same bits on all ranks. Its mode is as before afterwards.
+static void caller_computes_as_the_thread_does(struct test_rank *me) {
+    const int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    const uint32_t want = UINT32_C(1) << 22; // 2^-127
+    const uint64_t before = nb_float_mode();
+    float data[N];
+    uint32_t bits[N];
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
+    struct nb_op op = test_op("small", NB_OP_ALLREDUCE, &all);
+    op.postscale = 0.5 / me->size;
+    op.awaited = true;
+    for (int i = 0; i < N; i++) {
+        data[i] = 0x1p-126F;
+    }
+    if (me->rank == 0) {
+        (void)nb_float_mode_set(before | flushing);
+        atomic_store(&flushing_job, me->job);
+    }
+    while (me->rank != 0 && (atomic_load(&flushing_job) == NULL || !caller_owns_progress(flushing_job))) {
+        CHECK(nb_now_ns() < until, "no caller of rank 0 owns progress");
+        usleep(50);
+    }
+    const uint64_t during = nb_float_mode();
+    test_do(me, op);
+    CHECK((nb_float_mode() & flushing) == (during & flushing), "rank %d: the float mode has changed", me->rank);
+    (void)nb_float_mode_set(before);
+    memcpy(bits, data, sizeof bits);
+    for (int i = 0; i < N; i++) {
+        CHECK(bits[i] == want, "rank %d of %d: [%d] is %x, not %x", me->rank, me->size, i, (unsigned)bits[i],
+              (unsigned)want);
+    }
+}
+
+static void check_float_mode(void) {
+    struct test_rank template = test_on("tcp");
+    template.algorithm = NB_ALGORITHM_DOUBLING; // each rank computes the whole result
+    template.run = caller_computes_as_the_thread_does;
+    for (template.size = 1; template.size <= 2; template.size++) {
+        atomic_store(&flushing_job, NULL);
+        CHECK(test_job(&template) == 0, "tcp is not available");
+    }
+}
+
 int main(void) {
     static void (*const runs[])(struct test_rank *) = {several_callers_wait, operations_without_waiter, waits_time_out,
                                                        close_with_waiting_caller, close_while_a_caller_owns_progress};
     static const char *const networks[] = {"tcp", "shm", "ofi"};
     int rc = 0;
+    check_float_mode();
     for (int n = 0; n < 3 && (rc == 0 || rc == 77); n++) {
         for (size_t i = 0; i < sizeof runs / sizeof runs[0] && rc == 0; i++) {
             struct test_rank template = test_on(networks[n]);

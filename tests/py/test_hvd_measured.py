@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,13 @@ def test_a_run_over_one_transport_of_ours_goes_on_after_a_join(
     first, second = ({step.index for step in trace.steps if step.rank == rank} for rank in range(2))
     assert first == set(range(13))  # 4, 7 and 2 steps
     assert second == {*range(8), *range(11, 16)}  # 4 and 4, and 5 from the step on that rank 0 had reached
+    own = [c for c in trace.collectives if c.bucket is not None]
+    steps: dict[tuple[object, ...], set[int | None]] = defaultdict(set)
+    for c in own:
+        steps[c.match].add(c.step)
+    assert all(len(found) == 1 for found in steps.values()), "an operation is in the same step on all ranks"
+    ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
+    assert all(c.done_ns is not None and c.done_ns <= ends[c.rank, c.step or 0] for c in own)
 
 
 @pytest.mark.parametrize(("steps", "last", "found"), [((5, 5, 4), 1, 1), ((5, 5, 4), 2, 0), ((3, 4, 3), 0, 1)])

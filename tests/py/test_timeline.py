@@ -478,17 +478,36 @@ def test_a_disk_that_is_full_leaves_an_array(tmp_path: Path) -> None:
 # what the engine stamps
 
 
-def test_the_engine_stamps_names_ready_ranks_and_joined_pieces(tmp_path: Path) -> None:
+def recorded(folder: Path, size: int) -> tuple[list[_core.Comm], list[_core.Recorder]]:
+    """Open ranks and their rings: of rank 2 for no timeline."""
     listener = _core.Listener(ifname="lo")
-    rings = [_core.Recorder(str(tmp_path / f"{rank}.ring"), 4096, rank, timeline=rank < 2) for rank in range(3)]
+    rings = [_core.Recorder(str(folder / f"{rank}.ring"), 4096, rank, timeline=rank < 2) for rank in range(size)]
 
     def open_rank(rank: Any) -> _core.Comm:
         door = {"listener": listener} if rank == 0 else {"address": listener.address}
+        secret = b"sixteen bytes..."
         return _core.Comm(
-            rank, 3, secret=b"sixteen bytes...", ifname="lo", streams=1, timeout_s=LIMIT_S, recorder=rings[rank], **door
+            rank, size, secret=secret, ifname="lo", streams=1, timeout_s=LIMIT_S, recorder=rings[rank], **door
         )
 
-    comms = on_ranks([0, 1, 2], open_rank)
+    return on_ranks(list(range(size)), open_rank), rings
+
+
+def events_of(folder: Path, rank: int) -> list[Event]:
+    numbers = {number: kind for kind, number in EVENTS.items()}
+    rows = read_ring(folder / f"{rank}.ring").events
+    return [Event(numbers[row[1]], row[0], *row[2:]) for row in rows.tolist()]
+
+
+def names_of(events: Iterable[Event]) -> Names:
+    names = Names()
+    for one in events:
+        names.take(one)
+    return names
+
+
+def test_the_engine_stamps_names_ready_ranks_and_joined_pieces(tmp_path: Path) -> None:
+    comms, rings = recorded(tmp_path, 3)
     name = "allreduce.a name of more than thirty-two bytes"
     pieces = 300  # of four bytes: more than a segment can carry
 
@@ -506,16 +525,12 @@ def test_the_engine_stamps_names_ready_ranks_and_joined_pieces(tmp_path: Path) -
     on_ranks(comms, lambda comm: comm.close())
     for one in rings:
         one.close()
-    numbers = {number: kind for kind, number in EVENTS.items()}
     for rank in range(3):
-        rows = read_ring(tmp_path / f"{rank}.ring").events
-        events = [Event(numbers[row[1]], row[0], *row[2:]) for row in rows.tolist()]
+        events = events_of(tmp_path, rank)
         if rank == 2:  # a ring that is for no timeline
             assert not {one.kind for one in events} & {"OP_NAME", "OP_READY", "OP_PACK"}
             continue
-        names = Names()
-        for one in events:
-            names.take(one)
+        names = names_of(events)
         submits = [one for one in events if one.kind == "OP_SUBMIT"]
         assert {names.find(one.key) for one in submits} >= {name, "pieces"}
         key = next(one.key for one in submits if names.find(one.key) == name)
@@ -525,6 +540,26 @@ def test_the_engine_stamps_names_ready_ranks_and_joined_pieces(tmp_path: Path) -
         assert {one.c for one in events if one.kind == "OP_READY"} <= {0}, "of a set that rank 0 is not in, none"
         packs = [(names.find(one.key), one.b, one.c) for one in events if one.kind == "OP_PACK"]
         assert packs == [("pieces", 4 * pieces, 0), ("pieces", 4 * pieces, 1)]
+
+
+def test_a_joined_rank_stamps_its_own_operations_with_the_rounds_and_names_of_the_others(tmp_path: Path) -> None:
+    comms, rings = recorded(tmp_path, 2)
+
+    def work(comm: _core.Comm) -> None:
+        for _ in range(3 if comm.rank == 0 else 0):  # rank 1 has joined
+            comm.submit("x", _core.ALLREDUCE, bytearray(4), _core.FLOAT32).wait()
+        comm.submit("join", _core.JOIN, bytearray(4), _core.INT32).wait()
+        comm.submit("x", _core.ALLREDUCE, bytearray(4), _core.FLOAT32).wait()
+
+    on_ranks(comms, work)
+    on_ranks(comms, lambda comm: comm.close())
+    for one in rings:
+        one.close()
+    for rank, rounds in enumerate([[0, 1, 2, 3], [3]]):
+        events = events_of(tmp_path, rank)
+        names = names_of(events)
+        for kind in ("OP_SUBMIT", "OP_START", "OP_DONE"):
+            assert [one.a for one in events if one.kind == kind and names.find(one.key) == "x"] == rounds
 
 
 # real ranks

@@ -11,7 +11,6 @@
 #include "engine/context.h"
 #include "engine/coordinator.h"
 #include "engine/negotiation.h"
-#include "engine/submit.h"
 #include "transport/tcp.h"
 
 enum { SIZE = 3, WORKS = NB_OP_KINDS, TYPES = 22, SEGMENT = 256 * 1024, IN_FLIGHT = 8 * 1024 * 1024 };

@@ -15,7 +15,6 @@
 #include "engine/context.h"
 #include "engine/shared.h"
 #include "engine/shared_fold.h"
-#include "engine/submit.h"
 #include "input.h"
 #include "transport/shm.h"
 
@@ -110,7 +109,7 @@ static void stage_close(struct stage *s) {
     for (int i = 0; i < WORKS; i++) {
         nb_work_release(s->works[i]);
     }
-    nb_submit_close(job);
+    nb_rounds_close(job);
     nb_loop_fini(&job->loop);
     free(s->local.views);
     free(s->local.rooms);

@@ -308,6 +308,19 @@ def test_all_files_are_written_and_hold_the_same_numbers(run):
     assert tr.merge(tr.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
 
 
+@pytest.mark.parametrize("cut", [(summary, "chrome_trace"), (tr, "encode")])
+def test_a_report_that_is_cut_off_leaves_the_earlier_files(run, monkeypatch, cut):
+    def late(*_):
+        raise KeyboardInterrupt
+
+    run.write_all()
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(*cut, late)
+    with pytest.raises(KeyboardInterrupt):
+        run.write_all()
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
 def test_unknown_values_of_stock_are_empty_cells_in_collectives_csv(run):
     rows = list(csv.DictReader(io.StringIO(summary.collectives_csv(run.trace))))
     assert len(rows) == len(run.trace.collectives)

@@ -28,6 +28,7 @@ from netbottleneck.report import exporters, html, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.files import write_text
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
 
@@ -383,7 +384,8 @@ class Run:
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
         """Write every file of the report into `folder` (default: the run's own) and return their paths.
 
-        If the run has rings, their readable form goes to ranks/ of the run's own folder.
+        Each replaces an earlier one as a whole. If the run has rings, their readable form goes to ranks/ of the run's
+        own folder.
         """
         if folder is None and self._folder is None:
             raise ValueError(f"{self.path} is a single trace file: pass the folder to write to")
@@ -397,7 +399,7 @@ class Run:
             "report.txt": self.text,
             PAGE: self.html,
         }.items():
-            (target / name).write_text(content, encoding="utf-8")
+            write_text(target / name, content)
             written.append(target / name)
         summary.write_chrome_trace(self.trace, target / "trace.json.gz")
         written.append(target / "trace.json.gz")

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from netbottleneck.report.summary import COLLECTIVE_COLUMNS, collective_cells
+from netbottleneck.trace.files import write_text
 from netbottleneck.trace.model import Interval, Trace
 
 Summary = Mapping[str, Any]
@@ -297,9 +298,7 @@ def prometheus_text(found: Numbers) -> str:
 
 def _prometheus(found: Numbers, place: str) -> str:
     path = Path(place or f"{PREFIX}.prom")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")  # a collector never reads a part of the file
-    beside.write_text(prometheus_text(found), encoding="utf-8")
-    beside.replace(path)
+    write_text(path, prometheus_text(found))  # a collector never reads a part of the file
     return str(path)
 
 

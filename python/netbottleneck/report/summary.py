@@ -25,6 +25,7 @@ from netbottleneck.analysis.rules import RuleResult, handicap_sentence
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report.text import sentences
+from netbottleneck.trace.files import whole_file
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import Arm
 
@@ -646,6 +647,6 @@ def chrome_trace(trace: Trace, events_max: int = EVENTS_MAX) -> dict[str, Any]:
 
 
 def write_chrome_trace(trace: Trace, path: Path | str) -> None:
-    """Write trace.json.gz; the same trace gives the same bytes."""
-    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
+    """Write trace.json.gz as a whole; the same trace gives the same bytes."""
+    with whole_file(path) as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
         packed.write(json.dumps(chrome_trace(trace), separators=(",", ":")).encode())

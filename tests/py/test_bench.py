@@ -349,6 +349,23 @@ def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_no_process() 
     assert all(not Path(f"/proc/{pid}").exists() for pid in started)
 
 
+def test_output_of_gloo_among_the_messages_is_passed_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["[Gloo] Rank 0 is connected to 1 peer ranks", json.dumps({"progress": [4, 0]}), "[1]"]
+    command = [sys.executable, "-I", "-c", f"print(*{lines!r}, sep='\\n')"]
+
+    def start(_: Workers, __: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(Workers, "_start", start)
+    seen: list[Any] = []
+    with Workers(Request(("tcp",)), 1, None) as workers:
+        workers.listen(seen.append, LIMIT_S)
+    assert seen == [{"progress": [4, 0]}]
+    assert capsys.readouterr().err.splitlines() == [lines[0], lines[2]]
+
+
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, netbottleneck\n"

@@ -762,10 +762,17 @@ def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None
 
 
 def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
-    sentence = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
+    sentence = pair.verdict(points(9.4e9, 9.3e9, 9.2e9))
     assert "one tcp stream moves 9.40 Gbit/s" in sentence
     assert "more streams bring no gain" in sentence
-    assert "as in a stock job, is as fast" in sentence
+    assert sentence.endswith("Keep one plain connection, as in a stock job.")
+    assert "NETBOTTLENECK_TRANSPORT" not in sentence
+
+
+def test_the_verdict_names_a_gain_that_is_too_small_to_advise() -> None:
+    sentence = pair.verdict(points(8e9, 9.088e9))
+    assert "(2 tcp streams): more streams gain 13.6 % here, less than 15 %." in sentence
+    assert "no gain" not in sentence
     assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
 

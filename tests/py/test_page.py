@@ -16,7 +16,7 @@ from rich.console import Console
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import find
 from netbottleneck.analysis.intervals import split_steps
-from netbottleneck.report import Run, plots, text, what_if
+from netbottleneck.report import Run, plots, progress, text, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.trace.model import Counters, Samples
@@ -313,7 +313,7 @@ def test_several_links_of_a_host_are_drawn_and_printed_as_one_interface(tmp_path
     place = page_of.HOST_BOTTOM - (page_of.HOST_BOTTOM - page_of.HOST_TOP) * Scale(0.0, 2.2).at(1.0)
     assert heights(parsed(picture), "tx") == pytest.approx(place, abs=0.1)
     text.show(run.findings, run.verdict, hosts=uses)
-    Console(width=100).print(text.frame(run.findings, run.verdict, uses, ["on"], 0))
+    Console(width=100).print(progress.frame(run.findings, run.verdict, uses, ["on"], 0))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", "nb0,nb1", "stock", "rx", "1.00", "50%", "1.00", "50%", "-", "-", "-"] in rows
     assert ["host0", "nb0,nb1", "1.00", "1.00", "2.00", "Gbit/s", "-", "-", "-"] in rows

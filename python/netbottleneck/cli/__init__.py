@@ -161,7 +161,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     """
     from rich.text import Text
 
-    from netbottleneck.report import exporters, text
+    from netbottleneck.report import exporters, progress
 
     try:
         run = following.look()
@@ -184,11 +184,11 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
                 raise
             state.append(str(error))
     if args.line:
-        line = text.progress(run.findings, run.verdict, following.steps)
+        line = progress.line(run.findings, run.verdict, following.steps)
         shown: RenderableType = Text("\n".join([*([str(change)] if change else []), "; ".join([line, *state[1:]])]))
     else:
         lines = [*state, *([str(following.changed)] if following.changed else [])]
-        shown = text.frame(run.findings, run.verdict, run.hosts, lines, following.steps)
+        shown = progress.frame(run.findings, run.verdict, run.hosts, lines, following.steps)
     return shown, state[0] != "in progress"
 
 
@@ -235,7 +235,7 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
     It runs only on cores that nothing else uses: for at most 1 / (REST + 1) of the time, after a change of the step
     time or the packet loss 1 / (HASTY_REST + 1).
     """
-    from netbottleneck.report import text
+    from netbottleneck.report import progress
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank
     with contextlib.suppress(OSError):
@@ -248,7 +248,7 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
             if following.grown and run.trace.steps:
                 change, now_s = following.judge(run), time.monotonic()
                 if change or now_s - shown_s >= refresh_s:
-                    line = text.progress(run.findings, run.verdict, following.steps)
+                    line = progress.line(run.findings, run.verdict, following.steps)
                     took_s, shown_s = time.process_time() - spent_s, now_s
                     print(json.dumps({"line": line, "alarm": str(change or ""), "processor_s": took_s}), flush=True)
         now_s = time.monotonic()

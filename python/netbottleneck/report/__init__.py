@@ -24,7 +24,7 @@ from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.rules import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import exporters, html, summary, text
+from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
@@ -536,7 +536,7 @@ class Following:
         ago_s = 0.0 if self._ended_s is None else time.monotonic() - self._ended_s
         longest_s = max(step.duration_ns for step in trace.steps) / 1e9
         late = not ended and ago_s > max(QUIET_S, QUIET_STEPS * longest_s)
-        return [f"no new step: the last one ended {text.duration(ago_s)} ago"] if late else []
+        return [f"no new step: the last one ended {progress.duration(ago_s)} ago"] if late else []
 
 
 def _missing(trace: tr.Trace) -> list[str]:

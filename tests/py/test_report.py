@@ -17,7 +17,7 @@ from rich.console import Console
 
 from chromecheck import overlaps
 from netbottleneck.analysis import findings, intervals, verdict
-from netbottleneck.report import Run, html, summary, text
+from netbottleneck.report import Run, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
@@ -207,6 +207,17 @@ def test_names_of_layers_are_not_taken_for_markup(run):
     renamed = tuple(replace(p, name=f"[red]{p.name}") for p in run.trace.parameters)
     found = findings.find(replace(run.trace, parameters=renamed))
     assert "[red]layer1" in terminal.text(found, verdict.decide(found))
+
+
+def test_text_of_a_run_is_not_taken_for_an_emoji(run, capsys):
+    found = findings.find(replace(run.trace, model=":100: net", notes=("left out: ::a:b",)))
+    assert ":100: net" in " ".join(terminal.text(found, verdict.decide(found)).split())
+    terminal.show(found, verdict.decide(found))
+    compare.show(compare.Comparison((), {}, missing=(":100: only in A",)))
+    shown = capsys.readouterr().out
+    assert ":100: net" in " ".join(shown.split())
+    assert "! left out: ::a:b" in shown
+    assert "! :100: only in A" in shown
 
 
 def test_the_parts_in_the_summary_add_up_to_the_step(run):

@@ -21,7 +21,7 @@ from netbottleneck.report import Run, html
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, bars, short_name
 from netbottleneck.report.drawing import Row as Bar
 from netbottleneck.report.html import Shown
-from netbottleneck.report.text import WIDTH, make_table, put_row
+from netbottleneck.report.text import make_table, put_row, screen
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
 
@@ -188,23 +188,22 @@ def _change(ratio: Estimate) -> str:
 
 def show(found: Comparison, console: Console | None = None) -> None:
     """Print a comparison, at most WIDTH columns."""
-    screen = console or Console(force_jupyter=False)
-    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    shown = screen(console)
     for text in found.missing:
-        screen.print(f"! {text}", style="yellow", highlight=False, markup=False)
+        shown.print(f"! {text}", style="yellow", highlight=False, markup=False)
     steps = make_table("step", "A", "B", "change, 95 %")
     for row in found.rows:
         put_row(steps, row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio))
     for arm, ratio in found.overall.items():
         put_row(steps, f"{arm}, all cells", "", "", _change(ratio))
-    screen.print("Steps: medians; B over A, by blocks of steps (measured)", style="bold", highlight=False)
-    screen.print(steps)
+    shown.print("Steps: medians; B over A, by blocks of steps (measured)", style="bold", highlight=False)
+    shown.print(steps)
     if found.parts:
         parts = make_table("part of a step", "A", "B", "difference")
         for name, before, after in found.parts:
             put_row(parts, name, ms(before), ms(after), ms(after - before))
-        screen.print("Parts of the base's step: means of the middle half (measured)", style="bold", highlight=False)
-        screen.print(parts)
+        shown.print("Parts of the base's step: means of the middle half (measured)", style="bold", highlight=False)
+        shown.print(parts)
 
 
 # The page.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich import box
@@ -608,19 +608,30 @@ def text(
     connected: Connected = NO_CONNECTIONS,
 ) -> str:
     """Content of report.txt: plain, without trailing blanks."""
+    return plain(lambda console: render(findings, verdict, console, hosts, connected))
+
+
+def plain(draw: Callable[[Console], None]) -> str:
+    """Return what `draw` prints, in WIDTH columns, without colour and trailing blanks."""
     buffer = io.StringIO()
     console = Console(
-        file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+        file=buffer,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+        emoji=False,
     )
-    render(findings, verdict, console, hosts, connected)
+    draw(console)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def screen() -> Console:
-    """Return stdout, at most WIDTH columns; rich handles NO_COLOR and pipes."""
-    console = Console(force_jupyter=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    return console
+def screen(console: Console | None = None) -> Console:
+    """Return a console, by default stdout, with at most WIDTH columns; rich handles NO_COLOR and pipes."""
+    shown = console or Console(force_jupyter=False, emoji=False)
+    shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
+    return shown
 
 
 def show(
@@ -632,8 +643,7 @@ def show(
     connected: Connected = NO_CONNECTIONS,
 ) -> None:
     """Print the report, at most WIDTH columns; rich handles NO_COLOR and pipes. page: path printed at the end."""
-    shown = console or screen()
-    shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
+    shown = screen(console)
     render(findings, verdict, shown, hosts, connected)
     if page is not None:
         shown.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)

@@ -189,7 +189,7 @@ class Reporter:
     """Prints messages and the progress of running work."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(emoji=False)
         if not self.console.is_terminal:
             self.console.width = 80
         self._progress: Bar | None = None

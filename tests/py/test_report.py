@@ -55,6 +55,29 @@ def test_every_number_of_the_opening_sentence_is_labelled(run):
         assert sentence.endswith(("(measured).", "(predicted)."))
 
 
+@pytest.mark.parametrize(
+    ("probe_bytes", "expected"),
+    [
+        ((1_000_000, 1_200_000), "a probe of these hosts found nothing faster (measured)."),
+        ((5_950_000, 6_100_000), "these hosts can do 0.49 Gbit/s with 4 streams (measured)."),
+    ],
+)
+def test_a_probe_that_is_slower_than_the_run_is_not_what_the_hosts_can_do(tmp_path, probe_bytes, expected):
+    one, four = probe_bytes
+    run = Run(FakeRun(tmp_path, blocks=9, probe=[[1, one, 100 * MS], [4, four, 100 * MS]]).write())
+    moved = text.sentences(run.findings)[1]
+    assert moved.startswith("The stock path moved data at 0.48 Gbit/s in transfer")
+    assert moved.endswith(f"(measured); {expected}")
+
+
+def test_a_run_without_a_base_has_no_differences(tmp_path):
+    run = Run(FakeRun(tmp_path, blocks=3, transports=("bare",)).write())
+    assert "Step by transport (measured)" in run.text
+    for shown in (run.text, run.html):
+        assert "difference to" not in shown
+        assert "paired by block" not in shown
+
+
 def test_lost_lanes_of_one_pair_of_ranks_form_one_line(run):
     lost = [tr.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
     faults = (*lost, tr.Fault(1, "peer_lost", 5, (0,)), tr.Fault(1, "lane_lost", 6, (0,), lane=2))

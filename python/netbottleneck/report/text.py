@@ -77,8 +77,11 @@ def _bandwidth(findings: Findings, base: Arm) -> list[str]:
     label = findings.label
     if achievable is None:
         return [f"{moved} ({label})."]
-    best = f"{gbit(achievable.best[1])} with {streams(achievable.best[0])}"
-    return [f"{moved} ({label}); these hosts can do {best} ({label})."]
+    points = (achievable.best, *achievable.points)
+    faster = next((point for point in points if point[1] > achieved.active_bps), None)
+    if faster is None:
+        return [f"{moved} ({label}); a probe of these hosts found nothing faster ({label})."]
+    return [f"{moved} ({label}); these hosts can do {gbit(faster[1])} with {streams(faster[0])} ({label})."]
 
 
 def why_not_probed(findings: Findings) -> str:
@@ -352,7 +355,8 @@ def bare_ms(ns: float) -> str:
 
 
 def _transport_table(findings: Findings) -> tuple[str, Table]:
-    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", "difference, 95 %")
+    compared = ("difference, 95 %",) if findings.base is not None else ()
+    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", *compared)
     pairs = {pair.other: pair for pair in findings.comparisons}
     for name, time in findings.times.items():
         pair = pairs.get(name)
@@ -365,9 +369,11 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
             interval = f" ({bare_ms(ns.low)} to {bare_ms(ns.high)})" if pair.enough else " (no interval)"
             difference = ms(ns.value) + interval
         spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
-        put_row(table, name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}", difference)
+        cells = (name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}")
+        put_row(table, *cells, *([difference] if compared else []))
     meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
-    title = f"Step by transport, difference to {findings.base} paired by block ({findings.label})"
+    pairing = f", difference to {findings.base} paired by block" if compared else ""
+    title = f"Step by transport{pairing} ({findings.label})"
     return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
 
 

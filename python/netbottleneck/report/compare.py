@@ -273,10 +273,15 @@ def _distributions(found: Comparison) -> Shown:
     return replace(shown, note=shown.note + more)
 
 
+def _sure_changes(rows: list[Row], sureness: str) -> list[tuple[str, str]]:
+    """Name and change of the rows whose change has this _sureness."""
+    return [(row.name, _change(row.ratio)) for row in rows if _sureness(row.ratio) == sureness]
+
+
 def page(found: Comparison, names: tuple[str, str], limit: float | None = None) -> str:
     """A page with the pictures and tables of a comparison. limit: of the gate, as a part of the step."""
-    slower = [row for row in found.rows if row.arm.real and row.ratio.low > 1]
-    faster = [row for row in found.rows if row.arm.real and row.ratio.high < 1]
+    transports = [row for row in found.rows if row.arm.real]
+    references = [row for row in found.rows if not row.arm.real]
     failed = found.regressions(limit) if limit is not None else ()
     return (
         html.environment()
@@ -286,8 +291,11 @@ def page(found: Comparison, names: tuple[str, str], limit: float | None = None) 
             missing=found.missing,
             failed=failed,
             limit=limit,
-            slower=[(row.name, _change(row.ratio)) for row in slower],
-            faster=[(row.name, _change(row.ratio)) for row in faster],
+            slower=_sure_changes(transports, "exposed"),
+            faster=_sure_changes(transports, "compute"),
+            longer_references=_sure_changes(references, "exposed"),
+            shorter_references=_sure_changes(references, "compute"),
+            transports=transports,
             figures=(_changes(found, limit), _split(found), _distributions(found)),
             rows=[(row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio)) for row in found.rows],
             parts=[(name, ms(before), ms(after), ms(after - before)) for name, before, after in found.parts],

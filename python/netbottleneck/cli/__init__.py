@@ -85,7 +85,7 @@ def _report(argv: Sequence[str]) -> int:
         help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry, or the tables "
         "to parquet (a file for each); PLACE: a file, folder, experiment, project or endpoint",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
+    parser.add_argument("--strict", action="store_true", help="exit with code 4 if a run's verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
     from netbottleneck.trace import kineto
@@ -95,6 +95,8 @@ def _report(argv: Sequence[str]) -> int:
     ):
         if args.export:
             parser.error(f"--export {args.export[0]}: takes a run; a study's are in {path}/cells/CELL/run or run/N")
+        if args.strict:
+            parser.error("--strict: takes a run; netbottleneck study --strict judges the cells of a study")
         return _study_report(path, args)
     from netbottleneck.report import Run
 
@@ -273,7 +275,7 @@ def _rest(following: Following, pause_s: float) -> tuple[bool, bool]:
 
 
 def _study_report(path: Path, args: argparse.Namespace) -> int:
-    """Report a study from its facts. A study has no verdict, so --strict has no effect."""
+    """Report a study from its facts."""
     from netbottleneck.study.evidence import Evidence
 
     evidence = Evidence.read(path)

@@ -349,6 +349,23 @@ def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_no_process() 
     assert all(not Path(f"/proc/{pid}").exists() for pid in started)
 
 
+def test_output_of_gloo_among_the_messages_is_passed_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["[Gloo] Rank 0 is connected to 1 peer ranks", json.dumps({"progress": [4, 0]}), "[1]"]
+    command = [sys.executable, "-I", "-c", f"print(*{lines!r}, sep='\\n')"]
+
+    def start(_: Workers, __: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(Workers, "_start", start)
+    seen: list[Any] = []
+    with Workers(Request(("tcp",)), 1, None) as workers:
+        workers.listen(seen.append, LIMIT_S)
+    assert seen == [{"progress": [4, 0]}]
+    assert capsys.readouterr().err.splitlines() == [lines[0], lines[2]]
+
+
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, netbottleneck\n"
@@ -745,10 +762,17 @@ def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None
 
 
 def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
-    sentence = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
+    sentence = pair.verdict(points(9.4e9, 9.3e9, 9.2e9))
     assert "one tcp stream moves 9.40 Gbit/s" in sentence
     assert "more streams bring no gain" in sentence
-    assert "as in a stock job, is as fast" in sentence
+    assert sentence.endswith("Keep one plain connection, as in a stock job.")
+    assert "NETBOTTLENECK_TRANSPORT" not in sentence
+
+
+def test_the_verdict_names_a_gain_that_is_too_small_to_advise() -> None:
+    sentence = pair.verdict(points(8e9, 9.088e9))
+    assert "(2 tcp streams): more streams gain 13.6 % here, less than 15 %." in sentence
+    assert "no gain" not in sentence
     assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
 

@@ -59,3 +59,19 @@ def test_a_truncated_chrome_trace_has_a_note(run):
     document = summary.chrome_trace(run.trace, events_max=100)
     assert document["steps_cut"] > 0
     assert summary.chrome_trace(run.trace)["steps_cut"] == 0
+
+
+def test_operations_count_for_the_cut_and_go_with_their_steps(run):
+    many = tuple(replace(c, round=1000 * c.round + n) for c in run.trace.collectives for n in range(50))
+    most = 2000
+    document = summary.chrome_trace(replace(run.trace, collectives=many), events_max=most)
+    events = [event for event in document["traceEvents"] if event["ph"] != "M"]
+    of_a_step = 100 * summary.OPERATION_EVENTS + 100
+    assert len(events) < most + 2 * of_a_step  # the last step of each rank is whole
+    kept = sum(event["name"].startswith("step ") for event in events)
+    assert kept + document["steps_cut"] == len(run.trace.steps)
+    begun = [event for event in events if event["ph"] == "b"]
+    for rank in (0, 1):
+        spans = [e for e in events if (e["pid"], e.get("tid"), e["ph"]) == (rank, summary.STEP, "X")]
+        end = max(span["ts"] + span["dur"] for span in spans)
+        assert 0 < max(event["ts"] for event in begun if event["pid"] == rank) < end

@@ -145,6 +145,14 @@ def test_strict_returns_code_4_for_an_inconclusive_run(monkeypatch: pytest.Monke
     assert main(["report", str(TRACE)]) == 0
 
 
+def test_strict_takes_a_run_and_no_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cells").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path), "--strict"])
+    assert ended.value.code == cli.USAGE
+    assert "--strict: takes a run" in capsys.readouterr().err
+
+
 SCRIPT = """
 import os, sys
 print(__name__, sys.argv, os.environ["NETBOTTLENECK"], "netbottleneck" in sys.modules, "torch" in sys.modules)

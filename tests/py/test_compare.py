@@ -159,3 +159,10 @@ def test_the_page_of_equal_runs_and_of_studies_claims_nothing(made, tmp_path):
         assert "<h1>No sure change</h1>" in page
         assert "passes" in page
     assert "The parts are compared for two single runs" in page
+
+
+def test_a_reference_that_changed_is_named_beside_transports_that_did_not(made):
+    page = compare.page(compare.compare(made("a"), made("b", bare_ms=190)), ("A", "B"))
+    assert "<h1>No sure change</h1>" in page
+    assert "The interval of every transport's change includes 0." in page
+    assert "<p>Reference bare: the step is surely longer in B, +10 %" in page

@@ -177,6 +177,7 @@ def test_an_error_of_a_tool_is_one_line(run, monkeypatch, capsys):
         raise UsageError("no API key")
 
     module = types.ModuleType("wandb")
+    module.__version__, module.run = "0.28.2", None
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
     assert cli.main(["report", str(run.path), "--export", "wandb"]) == 1
@@ -257,7 +258,7 @@ def test_mlflow_receives_arms_over_nccl(tmp_path, monkeypatch):
 class WandbRun:
     """A run of wandb in memory, with the names and signatures that wandb has."""
 
-    def __init__(self, project=None, name=None, job_type=None, config=None):
+    def __init__(self, project=None, name=None, job_type=None, config=None, reinit=None):
         self.project, self.name, self.config = project, name, config
         self.logged, self.summary, self.finished = [], {}, False
 
@@ -272,6 +273,7 @@ class WandbRun:
 def test_wandb_receives_every_number_and_ascending_steps(run, found, monkeypatch):
     opened = []
     module = types.ModuleType("wandb")
+    module.__version__, module.run = "0.28.2", None
     module.init = lambda **about: opened.append(WandbRun(**about)) or opened[-1]
     monkeypatch.setitem(sys.modules, "wandb", module)
     run.export("wandb")
@@ -283,6 +285,28 @@ def test_wandb_receives_every_number_and_ascending_steps(run, found, monkeypatch
     read = [(key, step, value) for step, data in own.logged for key, value in data.items()]
     expected = [(f"netbottleneck/step/{arm}", at, s) for arm, steps in found.steps.items() for at, s in steps]
     assert sorted(read) == sorted(expected)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.28.2", False), ("0.19.10", False), ("0.19.9", True)])
+def test_an_active_run_of_wandb_is_not_touched(run, monkeypatch, version, refused):
+    opened = [WandbRun(name="the script's")]
+    module = types.ModuleType("wandb")
+    module.__version__, module.run = version, opened[0]
+
+    def init(reinit=None, **about):
+        if reinit == "create_new" and not refused:
+            opened.append(WandbRun(**about))
+        return opened[-1]
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    if refused:
+        with pytest.raises(RuntimeError, match="a run of this process is active"):
+            run.export("wandb")
+    else:
+        assert run.export("wandb") == run.summary["id"]
+    script = opened[0]
+    assert (script.logged, script.summary, script.finished) == ([], {}, False)
 
 
 def test_the_tables_hold_every_row_of_the_trace(run, found):

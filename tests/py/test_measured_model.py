@@ -416,6 +416,33 @@ def test_each_step_of_a_gpu_is_an_nvtx_range_with_its_arm(plain_ranks: Ranks) ->
     plain_ranks(1, RANGES)
 
 
+LATE = """
+import contextlib
+import signal
+import types
+from netbottleneck.hooks import measured_model
+
+
+def write(session, show):
+    with contextlib.suppress(Exception):
+        signal.raise_signal(signal.SIGALRM)  # the timer of the limit sends it
+    print("went on")
+
+
+measured_model._write = write
+place = types.SimpleNamespace(rank=0)
+measured_model.report(types.SimpleNamespace(place=place, until=0.0, folder="run", collect=lambda: None))
+print("reported")
+"""
+
+
+def test_the_limit_of_the_report_is_no_error_that_its_code_handles(warm_ranks: Ranks) -> None:
+    (result,) = warm_ranks(1, LATE, {})
+    assert "reported" in result.stdout, result.stdout + result.stderr
+    assert "went on" not in result.stdout
+    assert "no report yet, as it takes longer than 1 s: netbottleneck report run --write run" in result.stderr
+
+
 def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.uncaught() is None
     failure = NameError("of a cell")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,10 +17,11 @@ from rich.console import Console
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import find
 from netbottleneck.analysis.intervals import split_steps
-from netbottleneck.report import Run, plots, text, what_if
+from netbottleneck.report import Run, plots, progress, text, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.trace.model import Counters, Samples
+from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, percent
 from netbottleneck.whatif import questions, sweeps
 from ringwriter import MS, FakeRun
@@ -300,6 +302,24 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
     assert ("link", "the link") in shown.key
 
 
+def test_a_host_is_drawn_as_the_base_used_it(run):
+    used = usage.Use("eth0", "tx", 1e9, 1e9, 1.0, 1.0)
+    alone = usage.HostUse(0, "host0", Arm("single"), 1.0, 1.0, 50.0, (replace(used, interface="lo"),))
+    base = replace(alone, arm=run.findings.base, interfaces=(used,))
+    net = counters(("lo:rx_bytes", "lo:tx_bytes", "eth0:rx_bytes", "eth0:tx_bytes"), [[n] * 4 for n in range(400)])
+    samples = (Samples(0, net, None),)
+    (picture,) = page_of.host_use(run.findings, page_of.Recorded((alone, base), samples)).pictures
+    assert "host0: eth0" in str(picture)
+    (picture,) = page_of.host_use(run.findings, page_of.Recorded((alone,), samples)).pictures
+    assert "host0: lo" in str(picture)
+
+
+def test_ranks_that_are_not_drawn_are_counted(tmp_path):
+    run = Run(FakeRun(tmp_path, blocks=2, size=page_of.RANKS_MOST + 2, transports=("stock",)).write())
+    shown = page_of.waiting(run.findings, [row[1] for row in split_steps(run.trace)])
+    assert "Not drawn: 2 ranks." in shown.note
+
+
 def test_several_links_of_a_host_are_drawn_and_printed_as_one_interface(tmp_path, capsys):
     network = {"how": "a lab", "link_bps": 2e9, "flow_bps": [], "verified": {"more_links": [{"measured_bps": 1e9}]}}
     run = Run(FakeRun(tmp_path, run={"network": network}).write())
@@ -313,7 +333,7 @@ def test_several_links_of_a_host_are_drawn_and_printed_as_one_interface(tmp_path
     place = page_of.HOST_BOTTOM - (page_of.HOST_BOTTOM - page_of.HOST_TOP) * Scale(0.0, 2.2).at(1.0)
     assert heights(parsed(picture), "tx") == pytest.approx(place, abs=0.1)
     text.show(run.findings, run.verdict, hosts=uses)
-    Console(width=100).print(text.frame(run.findings, run.verdict, uses, ["on"], 0))
+    Console(width=100).print(progress.frame(run.findings, run.verdict, uses, ["on"], 0))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", "nb0,nb1", "stock", "rx", "1.00", "50%", "1.00", "50%", "-", "-", "-"] in rows
     assert ["host0", "nb0,nb1", "1.00", "1.00", "2.00", "Gbit/s", "-", "-", "-"] in rows
@@ -346,6 +366,13 @@ def test_a_plot_of_answers_has_their_steps_and_leaves_out_what_was_refused(run):
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * one.step_s.value for one in found])
     assert [label.get_text() for label in axes.get_yticklabels()] == [one.setting.title for one in found]
     assert [text.get_text() for text in axes.texts] == [ms(1e9 * one.step_s.value) for one in found]
+
+
+def test_the_best_of_several_numbers_of_streams_is_drawn_as_achieved():
+    rates = {"tcp": (1e8, 2e8, 1.5e8), "stock": (0.5e8,)}
+    rows = [{"transport": name, "bytes": 4, "busbw_bytes_per_s": rate} for name, own in rates.items() for rate in own]
+    axes = plots.bench_curve(SimpleNamespace(rows=rows, probe={}))
+    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([1.6, 0.4])
 
 
 def test_a_page_without_the_engine_says_so(run):

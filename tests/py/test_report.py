@@ -17,7 +17,7 @@ from rich.console import Console
 
 from chromecheck import overlaps
 from netbottleneck.analysis import findings, intervals, verdict
-from netbottleneck.report import Run, html, summary, text
+from netbottleneck.report import Run, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
@@ -53,6 +53,29 @@ def test_the_report_opens_with_the_sentence_and_ends_with_the_verdict(run):
 def test_every_number_of_the_opening_sentence_is_labelled(run):
     for sentence in text.sentences(run.findings):
         assert sentence.endswith(("(measured).", "(predicted)."))
+
+
+@pytest.mark.parametrize(
+    ("probe_bytes", "expected"),
+    [
+        ((1_000_000, 1_200_000), "a probe of these hosts found nothing faster (measured)."),
+        ((5_950_000, 6_100_000), "these hosts can do 0.49 Gbit/s with 4 streams (measured)."),
+    ],
+)
+def test_a_probe_that_is_slower_than_the_run_is_not_what_the_hosts_can_do(tmp_path, probe_bytes, expected):
+    one, four = probe_bytes
+    run = Run(FakeRun(tmp_path, blocks=9, probe=[[1, one, 100 * MS], [4, four, 100 * MS]]).write())
+    moved = text.sentences(run.findings)[1]
+    assert moved.startswith("The stock path moved data at 0.48 Gbit/s in transfer")
+    assert moved.endswith(f"(measured); {expected}")
+
+
+def test_a_run_without_a_base_has_no_differences(tmp_path):
+    run = Run(FakeRun(tmp_path, blocks=3, transports=("bare",)).write())
+    assert "Step by transport (measured)" in run.text
+    for shown in (run.text, run.html):
+        assert "difference to" not in shown
+        assert "paired by block" not in shown
 
 
 def test_lost_lanes_of_one_pair_of_ranks_form_one_line(run):
@@ -209,6 +232,17 @@ def test_names_of_layers_are_not_taken_for_markup(run):
     assert "[red]layer1" in terminal.text(found, verdict.decide(found))
 
 
+def test_text_of_a_run_is_not_taken_for_an_emoji(run, capsys):
+    found = findings.find(replace(run.trace, model=":100: net", notes=("left out: ::a:b",)))
+    assert ":100: net" in " ".join(terminal.text(found, verdict.decide(found)).split())
+    terminal.show(found, verdict.decide(found))
+    compare.show(compare.Comparison((), {}, missing=(":100: only in A",)))
+    shown = capsys.readouterr().out
+    assert ":100: net" in " ".join(shown.split())
+    assert "! left out: ::a:b" in shown
+    assert "! :100: only in A" in shown
+
+
 def test_the_parts_in_the_summary_add_up_to_the_step(run):
     for parts in run.summary["split"].values():
         added = parts["compute_s"] + parts["exposed_communication_s"] + parts["wait_s"] + parts["other_s"]
@@ -306,6 +340,19 @@ def test_all_files_are_written_and_hold_the_same_numbers(run):
         run.findings.parts["stock"].exposed_ns, rel=0.01
     )
     assert tr.merge(tr.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
+
+
+@pytest.mark.parametrize("cut", [(summary, "chrome_trace"), (tr, "encode")])
+def test_a_report_that_is_cut_off_leaves_the_earlier_files(run, monkeypatch, cut):
+    def late(*_):
+        raise KeyboardInterrupt
+
+    run.write_all()
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(*cut, late)
+    with pytest.raises(KeyboardInterrupt):
+        run.write_all()
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
 def test_unknown_values_of_stock_are_empty_cells_in_collectives_csv(run):

@@ -27,7 +27,7 @@ from netbottleneck import cli, report
 from netbottleneck.analysis.thresholds import STEPS_MIN
 from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import Change, Following, Part, Run, text
+from netbottleneck.report import Change, Following, Part, Run, progress
 from netbottleneck.runtime import session as sessions
 from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace.transports import Arm
@@ -219,7 +219,7 @@ def test_a_frame_honours_no_color_on_a_terminal(fake: Path, monkeypatch: pytest.
         monkeypatch.setenv("NO_COLOR", "1")
     run, out = Run(fake), io.StringIO()
     Console(file=out, force_terminal=True, width=80).print(
-        text.frame(run.findings, run.verdict, (), ["in progress", "a line"], 0)
+        progress.frame(run.findings, run.verdict, (), ["in progress", "a line"], 0)
     )
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", out.getvalue())) is not no_colour
 
@@ -238,7 +238,7 @@ def test_interfaces_are_shown_beside_their_rated_speed(tmp_path: Path) -> None:
     other = HostUse(1, "host1", Arm("ofi"), 1.0, 1.0, 50.0, uses[:1])
     out = io.StringIO()
     Console(file=out, width=80).print(
-        text.frame(
+        progress.frame(
             run.findings, run.verdict, (HostUse(0, "host0", base, 1.0, 1.0, 50.0, uses, cores), other), ["on"], 0
         )
     )
@@ -250,7 +250,7 @@ def test_interfaces_are_shown_beside_their_rated_speed(tmp_path: Path) -> None:
 
 def test_the_parts_of_a_step_add_up_and_exposed_is_transfer_and_waiting(fake: Path) -> None:
     for parts in Run(fake).findings.parts.values():
-        found = text.step_parts(parts)
+        found = progress.step_parts(parts)
         assert sum(found.values()) == pytest.approx(parts.step_ns)
         assert found["transfer"] + found["waiting"] == pytest.approx(parts.exposed_ns + parts.wait_ns)
         assert min(found.values()) >= 0
@@ -270,11 +270,11 @@ def test_a_verdict_that_needs_more_steps_than_the_window_names_the_window(fake: 
     findings = Run(fake).findings
     have = sum(time.steps + time.blocks for time in findings.times.values())
     undecided = Verdict("INCONCLUSIVE", "", "", more=100)
-    assert f"in a window of {have + 100} steps" in text.missing_text(findings, undecided, have)
+    assert f"in a window of {have + 100} steps" in progress.missing_text(findings, undecided, have)
     for window in (0, have + 100):
-        assert "window" not in text.missing_text(findings, undecided, window)
-    assert text.missing_text(findings, Verdict("NOT_NETWORK", "", ""), 1) == ""
-    assert text.missing_text(findings, Verdict("INCONCLUSIVE", "", "Measure it."), 1) == "Measure it."
+        assert "window" not in progress.missing_text(findings, undecided, window)
+    assert progress.missing_text(findings, Verdict("NOT_NETWORK", "", ""), 1) == ""
+    assert progress.missing_text(findings, Verdict("INCONCLUSIVE", "", "Measure it."), 1) == "Measure it."
 
 
 def test_a_missing_folder_and_one_without_a_run_are_one_line(
@@ -396,7 +396,7 @@ def test_silence_is_the_time_without_a_new_step(fake: Path, monkeypatch: pytest.
         ring.unlink()  # its clock is the reference of the others'
     without = Following(fake)
     assert not any("no new step" in line for line in without.about(without.look()))
-    assert not any("after the start" in line for line in text._head_lines(without.look().trace, ["in progress"]))
+    assert not any("after the start" in line for line in progress._head_lines(without.look().trace, ["in progress"]))
 
 
 # The alarm.

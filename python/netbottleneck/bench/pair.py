@@ -24,7 +24,7 @@ from netbottleneck.config import Settings
 from netbottleneck.errors import Error
 from netbottleneck.launch import connect as launch
 from netbottleneck.trace.transports import NATIVE
-from netbottleneck.units import gbit
+from netbottleneck.units import gbit, percent
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -63,11 +63,7 @@ def verdict(points: Sequence[Point]) -> str:
     plain = next((point for point in fewest if point.transport == "tcp"), single)
     head = "; ".join(map(_moved, fewest))
     if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
-        other = "" if len(curves) == 1 else " and another transport"
-        return (
-            f"{head}; the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)}): "
-            f"more streams{other} bring no gain here. {_keep(plain)}"
-        )
+        return f"{head}; {_small_gain(points, plain)}"
     best, lanes = single, str(single.streams)
     if top.bits_per_s >= NOTEWORTHY * single.bits_per_s:
         best, lanes = _fewest([p for p in curves[top.transport] if p.bits_per_s >= NEARLY * top.bits_per_s]), "auto"
@@ -80,6 +76,18 @@ def verdict(points: Sequence[Point]) -> str:
     )
 
 
+def _small_gain(points: Sequence[Point], plain: Point) -> str:
+    """Describe the best measurement, whose gain over `plain` is below NOTEWORTHY."""
+    top = _fastest(points)
+    what = "more streams" + (" and another transport" if len({point.transport for point in points}) > 1 else "")
+    gain = top.bits_per_s / plain.bits_per_s - 1
+    amount = f"{percent(gain, digits=1)} here, less than {percent(NOTEWORTHY - 1, digits=0)}"
+    found = f"{what} gain {amount}" if gain > 0 else f"{what} bring no gain here"
+    kept = "one plain connection, as in a stock job" if _like_stock(plain) else _amount(plain)
+    best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)})"
+    return f"{best}: {found}. Keep {kept}."
+
+
 def _fewest(points: Sequence[Point]) -> Point:
     return min(points, key=lambda point: point.streams)
 
@@ -90,12 +98,6 @@ def _fastest(points: Sequence[Point]) -> Point:
 
 def _like_stock(point: Point) -> bool:
     return (point.transport, point.streams) == ("tcp", 1)
-
-
-def _keep(plain: Point) -> str:
-    if _like_stock(plain):
-        return "One plain connection, as in a stock job, is as fast."
-    return f"Keep {_amount(plain)}."
 
 
 def _amount(point: Point) -> str:

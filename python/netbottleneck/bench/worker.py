@@ -274,9 +274,23 @@ def main() -> int:
 SILENCE_S = 120.0  # limit without output of rank 0, in addition to the time of the slowest all-reduce
 GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
 PACKAGE = FilePath(__file__).resolve().parents[2]
+MESSAGES = ("open", "left_out", "row", "progress")  # keys of a rank's messages
 # Variables of the caller that the workers must not see: they would act as the caller's ranks.
 _NOT_THEIRS = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_STREAMS", "NETBOTTLENECK_MASTER")
 _INTERFACES = ("NETBOTTLENECK_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def message_of(line: bytes, kinds: Collection[str]) -> dict[str, Any] | None:
+    """Return the message in a line of a rank: a JSON object with a key of `kinds`.
+
+    Other output, such as gloo's, is passed to stderr; None is returned.
+    """
+    with contextlib.suppress(ValueError):
+        message = json.loads(line)
+        if isinstance(message, dict) and not message.keys().isdisjoint(kinds):
+            return message
+    sys.stderr.write(line.decode(errors="replace") + "\n")
+    return None
 
 
 class Workers:
@@ -336,7 +350,7 @@ class Workers:
         return FilePath(self._folder.name) / f"stderr.{rank}"
 
     def listen(self, handle: Callable[[Mapping[str, Any]], None], silence_s: float) -> None:
-        """Pass every line of rank 0 to `handle` until all ranks have finished.
+        """Pass every message of rank 0 to `handle` until all ranks have finished.
 
         Raises Error with the failed rank's message, or after silence_s without output.
         """
@@ -354,7 +368,9 @@ class Workers:
                     last_output = time.monotonic()
                     *lines, pending = (pending + got).split(b"\n")
                     for text in lines:
-                        handle(json.loads(text))
+                        message = message_of(text, MESSAGES)
+                        if message is not None:
+                            handle(message)
                 if any(codes):
                     last = last or time.monotonic() + GRACE_S
                 elif None not in codes and not got:

@@ -85,7 +85,7 @@ def _report(argv: Sequence[str]) -> int:
         help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry, or the tables "
         "to parquet (a file for each); PLACE: a file, folder, experiment, project or endpoint",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
+    parser.add_argument("--strict", action="store_true", help="exit with code 4 if a run's verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
     from netbottleneck.trace import kineto
@@ -95,6 +95,8 @@ def _report(argv: Sequence[str]) -> int:
     ):
         if args.export:
             parser.error(f"--export {args.export[0]}: takes a run; a study's are in {path}/cells/CELL/run or run/N")
+        if args.strict:
+            parser.error("--strict: takes a run; netbottleneck study --strict judges the cells of a study")
         return _study_report(path, args)
     from netbottleneck.report import Run
 
@@ -161,7 +163,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     """
     from rich.text import Text
 
-    from netbottleneck.report import exporters, text
+    from netbottleneck.report import exporters, progress
 
     try:
         run = following.look()
@@ -184,11 +186,11 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
                 raise
             state.append(str(error))
     if args.line:
-        line = text.progress(run.findings, run.verdict, following.steps)
+        line = progress.line(run.findings, run.verdict, following.steps)
         shown: RenderableType = Text("\n".join([*([str(change)] if change else []), "; ".join([line, *state[1:]])]))
     else:
         lines = [*state, *([str(following.changed)] if following.changed else [])]
-        shown = text.frame(run.findings, run.verdict, run.hosts, lines, following.steps)
+        shown = progress.frame(run.findings, run.verdict, run.hosts, lines, following.steps)
     return shown, state[0] != "in progress"
 
 
@@ -235,7 +237,7 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
     It runs only on cores that nothing else uses: for at most 1 / (REST + 1) of the time, after a change of the step
     time or the packet loss 1 / (HASTY_REST + 1).
     """
-    from netbottleneck.report import text
+    from netbottleneck.report import progress
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank
     with contextlib.suppress(OSError):
@@ -248,7 +250,7 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
             if following.grown and run.trace.steps:
                 change, now_s = following.judge(run), time.monotonic()
                 if change or now_s - shown_s >= refresh_s:
-                    line = text.progress(run.findings, run.verdict, following.steps)
+                    line = progress.line(run.findings, run.verdict, following.steps)
                     took_s, shown_s = time.process_time() - spent_s, now_s
                     print(json.dumps({"line": line, "alarm": str(change or ""), "processor_s": took_s}), flush=True)
         now_s = time.monotonic()
@@ -273,7 +275,7 @@ def _rest(following: Following, pause_s: float) -> tuple[bool, bool]:
 
 
 def _study_report(path: Path, args: argparse.Namespace) -> int:
-    """Report a study from its facts. A study has no verdict, so --strict has no effect."""
+    """Report a study from its facts."""
     from netbottleneck.study.evidence import Evidence
 
     evidence = Evidence.read(path)

@@ -687,18 +687,23 @@ def report(session: Session, *, show: bool = True) -> None:
     try:
         with _at_most(max(1.0, session.until - time.monotonic())):
             _write(session, show)
-    except TimeoutError as error:
-        logger.warning("no report yet, as %s: netbottleneck report %s", error, session.folder)
+    except _Late as late:
+        folder = session.folder
+        logger.warning("no report yet, as %s: netbottleneck report %s --write %s", late, folder, folder)
     except Exception as error:
         logger.error("%s: the report failed: %s: %s", session.folder, type(error).__name__, error, exc_info=error)
 
 
+class _Late(BaseException):
+    """The limit of _at_most. It is no Exception, so that no handler in the body takes it for a failure of its own."""
+
+
 @contextmanager
 def _at_most(limit_s: float) -> Generator[None, None, None]:
-    """Raise TimeoutError in a body that runs longer than limit_s. No limit outside the main thread or under a timer."""
+    """Raise _Late in a body that runs longer than limit_s. No limit outside the main thread or under a timer."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"it takes longer than {limit_s:.0f} s")
+        raise _Late(f"it takes longer than {limit_s:.0f} s")
 
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield

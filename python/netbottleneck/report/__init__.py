@@ -24,10 +24,11 @@ from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.rules import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import exporters, html, summary, text
+from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.files import write_text
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
 
@@ -383,7 +384,8 @@ class Run:
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
         """Write every file of the report into `folder` (default: the run's own) and return their paths.
 
-        If the run has rings, their readable form goes to ranks/ of the run's own folder.
+        Each replaces an earlier one as a whole. If the run has rings, their readable form goes to ranks/ of the run's
+        own folder.
         """
         if folder is None and self._folder is None:
             raise ValueError(f"{self.path} is a single trace file: pass the folder to write to")
@@ -397,7 +399,7 @@ class Run:
             "report.txt": self.text,
             PAGE: self.html,
         }.items():
-            (target / name).write_text(content, encoding="utf-8")
+            write_text(target / name, content)
             written.append(target / name)
         summary.write_chrome_trace(self.trace, target / "trace.json.gz")
         written.append(target / "trace.json.gz")
@@ -534,7 +536,7 @@ class Following:
         ago_s = 0.0 if self._ended_s is None else time.monotonic() - self._ended_s
         longest_s = max(step.duration_ns for step in trace.steps) / 1e9
         late = not ended and ago_s > max(QUIET_S, QUIET_STEPS * longest_s)
-        return [f"no new step: the last one ended {text.duration(ago_s)} ago"] if late else []
+        return [f"no new step: the last one ended {progress.duration(ago_s)} ago"] if late else []
 
 
 def _missing(trace: tr.Trace) -> list[str]:

@@ -21,7 +21,7 @@ from netbottleneck.report import Run, html
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, bars, short_name
 from netbottleneck.report.drawing import Row as Bar
 from netbottleneck.report.html import Shown
-from netbottleneck.report.text import WIDTH, make_table, put_row
+from netbottleneck.report.text import make_table, put_row, screen
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
 
@@ -188,23 +188,22 @@ def _change(ratio: Estimate) -> str:
 
 def show(found: Comparison, console: Console | None = None) -> None:
     """Print a comparison, at most WIDTH columns."""
-    screen = console or Console(force_jupyter=False)
-    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    shown = screen(console)
     for text in found.missing:
-        screen.print(f"! {text}", style="yellow", highlight=False, markup=False)
+        shown.print(f"! {text}", style="yellow", highlight=False, markup=False)
     steps = make_table("step", "A", "B", "change, 95 %")
     for row in found.rows:
         put_row(steps, row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio))
     for arm, ratio in found.overall.items():
         put_row(steps, f"{arm}, all cells", "", "", _change(ratio))
-    screen.print("Steps: medians; B over A, by blocks of steps (measured)", style="bold", highlight=False)
-    screen.print(steps)
+    shown.print("Steps: medians; B over A, by blocks of steps (measured)", style="bold", highlight=False)
+    shown.print(steps)
     if found.parts:
         parts = make_table("part of a step", "A", "B", "difference")
         for name, before, after in found.parts:
             put_row(parts, name, ms(before), ms(after), ms(after - before))
-        screen.print("Parts of the base's step: means of the middle half (measured)", style="bold", highlight=False)
-        screen.print(parts)
+        shown.print("Parts of the base's step: means of the middle half (measured)", style="bold", highlight=False)
+        shown.print(parts)
 
 
 # The page.
@@ -274,10 +273,15 @@ def _distributions(found: Comparison) -> Shown:
     return replace(shown, note=shown.note + more)
 
 
+def _sure_changes(rows: list[Row], sureness: str) -> list[tuple[str, str]]:
+    """Name and change of the rows whose change has this _sureness."""
+    return [(row.name, _change(row.ratio)) for row in rows if _sureness(row.ratio) == sureness]
+
+
 def page(found: Comparison, names: tuple[str, str], limit: float | None = None) -> str:
     """A page with the pictures and tables of a comparison. limit: of the gate, as a part of the step."""
-    slower = [row for row in found.rows if row.arm.real and row.ratio.low > 1]
-    faster = [row for row in found.rows if row.arm.real and row.ratio.high < 1]
+    transports = [row for row in found.rows if row.arm.real]
+    references = [row for row in found.rows if not row.arm.real]
     failed = found.regressions(limit) if limit is not None else ()
     return (
         html.environment()
@@ -287,8 +291,11 @@ def page(found: Comparison, names: tuple[str, str], limit: float | None = None) 
             missing=found.missing,
             failed=failed,
             limit=limit,
-            slower=[(row.name, _change(row.ratio)) for row in slower],
-            faster=[(row.name, _change(row.ratio)) for row in faster],
+            slower=_sure_changes(transports, "exposed"),
+            faster=_sure_changes(transports, "compute"),
+            longer_references=_sure_changes(references, "exposed"),
+            shorter_references=_sure_changes(references, "compute"),
+            transports=transports,
             figures=(_changes(found, limit), _split(found), _distributions(found)),
             rows=[(row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio)) for row in found.rows],
             parts=[(name, ms(before), ms(after), ms(after - before)) for name, before, after in found.parts],

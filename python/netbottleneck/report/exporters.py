@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from netbottleneck.report.summary import COLLECTIVE_COLUMNS, collective_cells
+from netbottleneck.trace.files import write_text
 from netbottleneck.trace.model import Interval, Trace
 
 Summary = Mapping[str, Any]
@@ -297,9 +298,7 @@ def prometheus_text(found: Numbers) -> str:
 
 def _prometheus(found: Numbers, place: str) -> str:
     path = Path(place or f"{PREFIX}.prom")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")  # a collector never reads a part of the file
-    beside.write_text(prometheus_text(found), encoding="utf-8")
-    beside.replace(path)
+    write_text(path, prometheus_text(found))  # a collector never reads a part of the file
     return str(path)
 
 
@@ -343,14 +342,22 @@ def _mlflow(found: Numbers, place: str) -> str:
         return str(run.info.run_id)
 
 
-# Weights & Biases: a run of a project. WANDB_MODE=offline keeps it in a folder.
+# Weights & Biases: a run of a project, beside those of the script. WANDB_MODE=offline keeps it in a folder.
+
+# From this version on, wandb.init can make a run beside an active one. An older one returns or finishes that run.
+WANDB_BESIDE = (0, 19, 10)
 
 
 def _wandb(found: Numbers, place: str) -> str:
     import wandb
 
+    beside = tuple(map(int, re.findall(r"\d+", wandb.__version__)[:3])) >= WANDB_BESIDE
+    if wandb.run is not None and not beside:
+        needed = ".".join(map(str, WANDB_BESIDE))
+        raise RuntimeError(f"a run of this process is active: finish it before, or install wandb {needed} or later")
     config = {"model": found.model, "verdict": found.verdict}
-    run = wandb.init(project=place or PREFIX, name=found.id, job_type=PREFIX, config=config)
+    more = {"reinit": "create_new"} if beside else {}
+    run = wandb.init(project=place or PREFIX, name=found.id, job_type=PREFIX, config=config, **more)
     by_index: dict[int, dict[str, float]] = defaultdict(dict)
     for arm, own in found.steps.items():
         for at, length in own:

@@ -464,7 +464,7 @@ def waiting(findings: Findings, splits: Sequence[Split]) -> Shown:
     ]
     notes = []
     if len(means) > len(ranks):
-        notes.append(f"summary.json has {count_text(len(means) - len(ranks), 'more rank')}.")
+        notes.append(f"Not drawn: {count_text(len(means) - len(ranks), 'rank')}.")
     if findings.clock_error_ns > 0:
         notes.append(f"The ranks' clocks agree within {short(findings.clock_error_ns)}.")
     key = (("late", "it waits for slower ranks"), ("waited", "the mean other rank waits for it"))
@@ -595,7 +595,8 @@ HOSTS_MOST = 8
 
 def _host_pictures(findings: Findings, recorded: Recorded) -> Iterator[Picture]:
     clocks = {rank.rank: rank.clock.offset_ns for rank in findings.trace.ranks}
-    uses = {use.rank: use for use in reversed(recorded.hosts)}
+    base_last = sorted(reversed(recorded.hosts), key=lambda use: use.arm == findings.base)
+    uses = {use.rank: use for use in base_last}  # of base, else of the first arm
     for samples in recorded.samples[:HOSTS_MOST]:
         mine, use = samples.on_clock(clocks.get(samples.rank, 0)), uses.get(samples.rank)
         if use is None:

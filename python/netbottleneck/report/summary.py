@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -25,6 +26,7 @@ from netbottleneck.analysis.rules import RuleResult, handicap_sentence
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report.text import sentences
+from netbottleneck.trace.files import whole_file
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import Arm
 
@@ -476,8 +478,10 @@ def collectives_csv(trace: Trace) -> str:
 # Complete events on a lane never overlap: overlapping ones get lanes of their own.
 
 CHROME_SCHEMA_VERSION = 1
-# Events above this number are cut, by whole steps from the end, with a note.
+# Events above this number are cut, by whole steps with their operations from the end, with a note.
 EVENTS_MAX = 500_000
+# The most events of one operation: _operation_events, and its begin and end in _in_flight.
+OPERATION_EVENTS = 7
 
 STEP, FORWARD, BACKWARD, OPTIMIZER, WAIT = 1, 2, 3, 4, 5
 LANE_NAMES = {STEP: "step", FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "optimizer", WAIT: "blocked"}
@@ -610,13 +614,15 @@ def _rank_events(
     events: list[Event] = []
     cut_from_ns: float = math.inf
     cut = 0
+    finished = [c for c in trace.collectives if c.rank == rank and c.finished]
+    submits_ns = sorted(c.submit_ns for c in finished)
     for step in sorted((s for s in trace.steps if s.rank == rank), key=lambda s: s.begin_ns):
-        if len(events) >= events_max:
+        if len(events) + OPERATION_EVENTS * bisect_left(submits_ns, step.begin_ns) >= events_max:
             cut += 1
             cut_from_ns = min(cut_from_ns, step.begin_ns)
         else:
             events += _step_events(trace, step, modules)
-    own = [c for c in trace.collectives if c.rank == rank and c.finished and c.submit_ns < cut_from_ns]
+    own = [c for c in finished if c.submit_ns < cut_from_ns]
     own.sort(key=lambda c: c.start_ns or 0)
     for operation in own:
         lane = transfers.take(operation.start_ns or 0, operation.done_ns or 0)
@@ -646,6 +652,6 @@ def chrome_trace(trace: Trace, events_max: int = EVENTS_MAX) -> dict[str, Any]:
 
 
 def write_chrome_trace(trace: Trace, path: Path | str) -> None:
-    """Write trace.json.gz; the same trace gives the same bytes."""
-    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
+    """Write trace.json.gz as a whole; the same trace gives the same bytes."""
+    with whole_file(path) as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
         packed.write(json.dumps(chrome_trace(trace), separators=(",", ":")).encode())

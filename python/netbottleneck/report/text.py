@@ -1,13 +1,13 @@
-"""The findings in sentences, the report for the terminal and report.txt, and the display of a run in progress."""
+"""The findings in sentences, and the report for the terminal and report.txt."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +19,7 @@ from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, u
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
 from netbottleneck.analysis.rules import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import MEANING, NATIVE, NULL, PSEUDO, Arm
@@ -77,8 +77,11 @@ def _bandwidth(findings: Findings, base: Arm) -> list[str]:
     label = findings.label
     if achievable is None:
         return [f"{moved} ({label})."]
-    best = f"{gbit(achievable.best[1])} with {streams(achievable.best[0])}"
-    return [f"{moved} ({label}); these hosts can do {best} ({label})."]
+    points = (achievable.best, *achievable.points)
+    faster = next((point for point in points if point[1] > achieved.active_bps), None)
+    if faster is None:
+        return [f"{moved} ({label}); a probe of these hosts found nothing faster ({label})."]
+    return [f"{moved} ({label}); these hosts can do {gbit(faster[1])} with {streams(faster[0])} ({label})."]
 
 
 def why_not_probed(findings: Findings) -> str:
@@ -318,7 +321,8 @@ def _layer_table(findings: Findings) -> tuple[str, Table]:
     return f"Layers under {findings.base} (exposed: {findings.label} per bucket, attributed by bytes)", table
 
 
-def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
+def bandwidth_table(findings: Findings) -> tuple[str, Table]:
+    """Achieved bandwidth by transport, with the title of the table."""
     link = findings.link_bps
     rated = "" if findings.trace.network else ", as its interface states or as declared"
     title = f"Achieved, busbw one way ({findings.label}); " + (
@@ -351,7 +355,8 @@ def bare_ms(ns: float) -> str:
 
 
 def _transport_table(findings: Findings) -> tuple[str, Table]:
-    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", "difference, 95 %")
+    compared = ("difference, 95 %",) if findings.base is not None else ()
+    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", *compared)
     pairs = {pair.other: pair for pair in findings.comparisons}
     for name, time in findings.times.items():
         pair = pairs.get(name)
@@ -364,9 +369,11 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
             interval = f" ({bare_ms(ns.low)} to {bare_ms(ns.high)})" if pair.enough else " (no interval)"
             difference = ms(ns.value) + interval
         spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
-        put_row(table, name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}", difference)
+        cells = (name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}")
+        put_row(table, *cells, *([difference] if compared else []))
     meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
-    title = f"Step by transport, difference to {findings.base} paired by block ({findings.label})"
+    pairing = f", difference to {findings.base} paired by block" if compared else ""
+    title = f"Step by transport{pairing} ({findings.label})"
     return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
 
 
@@ -392,7 +399,7 @@ def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str,
                 "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link_bps:.0f}%" if link_bps else "")
                 for bps in (use.active_bps, use.average_bps)
             ]
-            rest = ["", "", ""] if number else [*_core_cells(host), _retransmitted(host)]
+            rest = ["", "", ""] if number else [*core_cells(host), retransmitted(host)]
             put_row(table, f"{host.rank} {first}" if not number else "", host.arm, use.way, *cells, *rest)
     return "Interfaces in Gbit/s with headers, and cores (measured by the kernel's counters)", table
 
@@ -476,14 +483,16 @@ def connection_lines(connected: Connected) -> list[str]:
     return found
 
 
-def _core_cells(host: HostUse) -> tuple[str, str]:
+def core_cells(host: HostUse) -> tuple[str, str]:
+    """The busy share of a host's cores, and of its busiest core; "-" if not known."""
     if host.cores is None:
         return "-", "-"
     idle = host.cores.mean["idle"] + host.cores.mean["iowait"]
     return percent(1 - idle), percent(host.cores.busiest_share)
 
 
-def _retransmitted(host: HostUse) -> str:
+def retransmitted(host: HostUse) -> str:
+    """The share of a host's TCP segments that were sent again; "-" if not known."""
     if not host.sent_segments or host.retransmitted_segments is None:
         return "-"
     return percent(host.retransmitted_segments / host.sent_segments, digits=2)
@@ -564,7 +573,7 @@ def render(
         if findings.layers:
             _print_table(console, *_layer_table(findings))
         if findings.achieved:
-            _print_table(console, *_bandwidth_table(findings))
+            _print_table(console, *bandwidth_table(findings))
         if findings.nccl:
             _print_table(console, *_nccl_table(findings))
         if hosts:
@@ -605,19 +614,30 @@ def text(
     connected: Connected = NO_CONNECTIONS,
 ) -> str:
     """Content of report.txt: plain, without trailing blanks."""
+    return plain(lambda console: render(findings, verdict, console, hosts, connected))
+
+
+def plain(draw: Callable[[Console], None]) -> str:
+    """Return what `draw` prints, in WIDTH columns, without colour and trailing blanks."""
     buffer = io.StringIO()
     console = Console(
-        file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+        file=buffer,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+        emoji=False,
     )
-    render(findings, verdict, console, hosts, connected)
+    draw(console)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def screen() -> Console:
-    """Return stdout, at most WIDTH columns; rich handles NO_COLOR and pipes."""
-    console = Console(force_jupyter=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    return console
+def screen(console: Console | None = None) -> Console:
+    """Return a console, by default stdout, with at most WIDTH columns; rich handles NO_COLOR and pipes."""
+    shown = console or Console(force_jupyter=False, emoji=False)
+    shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
+    return shown
 
 
 def show(
@@ -629,172 +649,7 @@ def show(
     connected: Connected = NO_CONNECTIONS,
 ) -> None:
     """Print the report, at most WIDTH columns; rich handles NO_COLOR and pipes. page: path printed at the end."""
-    shown = console or screen()
-    shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
+    shown = screen(console)
     render(findings, verdict, shown, hosts, connected)
     if page is not None:
         shown.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)
-
-
-# A run in progress: one line, and a frame of the terminal.
-
-TOP_ROWS = 8
-
-
-def step_parts(parts: Parts) -> dict[str, float]:
-    """The parts of a step by name, in ns; their sum is the step. Exposed communication is transfer plus waiting.
-
-    waiting: before the last rank submitted the same operation.
-    """
-    own = {
-        "compute": parts.compute_ns - parts.optimizer_ns,
-        "transfer": parts.exposed_ns + parts.wait_ns - parts.skew_ns,
-        "waiting": parts.skew_ns,
-        "optimizer": parts.optimizer_ns,
-        "input": parts.input_ns,
-    }
-    return {**own, "other": parts.step_ns - sum(own.values())}
-
-
-def duration(seconds: float) -> str:
-    """A time as text: 45 s, 12 min, 3.5 h."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def missing_text(findings: Findings, verdict: Verdict, window: int) -> str:
-    """What an inconclusive verdict still needs: steps and time where known; "" for another one. window: 0: no limit."""
-    if verdict.code != "INCONCLUSIVE":
-        return ""
-    if verdict.more is None:
-        return verdict.next
-    times = findings.times.values()
-    steps = sum(time.steps for time in times)
-    mean_ns = sum(time.median_ns * time.steps for time in times) / max(steps, 1)
-    have = sum(time.steps + time.blocks for time in times)
-    text = f"{verdict.more} more steps (about {duration(verdict.more * mean_ns / 1e9)})"
-    return text + (f", in a window of {have + verdict.more} steps" if 0 < window < have + verdict.more else "")
-
-
-def progress(findings: Findings, verdict: Verdict, window: int) -> str:
-    """One line: the last step, the verdict or what it still needs, and the parts of the step, the largest first."""
-    last = max((step.index for step in findings.trace.steps), default=None)
-    if last is None or findings.base is None:
-        return "no step could be split yet"
-    parts = findings.parts[findings.base]
-    shares = sorted(step_parts(parts).items(), key=lambda part: -part[1])
-    split = ", ".join(f"{name} {100 * ns / max(parts.step_ns, 1):.0f} %" for name, ns in shares)
-    missing = missing_text(findings, verdict, window)
-    doubt = next((f" (perhaps {one.code})" for one in verdict.evidence if one.uncertain), "")
-    state = f"no verdict yet{doubt}, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
-    return f"step {last}: {state}; {findings.base} {ms(parts.step_ns)}: {split}"
-
-
-def verdict_line(verdict: Verdict) -> str:
-    """The verdict and what it rests on."""
-    first = verdict.evidence[0] if verdict.evidence else None
-    if first is None or not first.fired:
-        return f"{verdict.code}: {verdict.why}"
-    return f"{verdict.code}: {first.cause} costs {saving_text(first)} a step; rests on: {first.rests}"
-
-
-def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:
-    machines = len({rank.hostname for rank in trace.ranks})
-    begins, ends = [step.begin_ns for step in trace.steps], [step.end_ns for step in trace.steps]
-    about = [state[0], f"{trace.size} ranks", f"{machines} host{'s' * (machines != 1)}", trace.model]
-    lines = [f"Run {trace.id}: {', '.join(part for part in about if part)}"]
-    if ends:
-        indices = [step.index for step in trace.steps]
-        since_s = (trace.epoch_wall_ns + max(ends) - trace.started_wall_ns) / 1e9
-        since = f", {duration(since_s)} after the start" if trace.epoch_wall_ns else ""
-        span = f"steps {min(indices)} to {max(indices)} ({duration((max(ends) - min(begins)) / 1e9)})"
-        lines.append(f"Step {max(indices)}{since}; window: {span}")
-    infos = {info.name: info for rank in trace.ranks for info in rank.transports}
-    lines.append("Arms: " + ", ".join(_arm_text(arm, infos.get(arm.transport)) for arm in trace.arms))
-    return lines
-
-
-def _arm_text(arm: Arm, info: TransportInfo | None) -> str:
-    known = [] if info is None else [info.provider, info.streams_used and streams(info.streams_used)]
-    details = ", ".join(str(part) for part in known if part) if arm not in PSEUDO else ""
-    return f"{arm} ({details})" if details else arm
-
-
-def _parts_table(findings: Findings) -> tuple[str, Table]:
-    table = make_table("part of the step", *findings.times)
-    split = {arm: step_parts(parts) for arm, parts in findings.parts.items()}
-    for name in next(iter(split.values()), {}):
-        cells = [
-            f"{ms(split[arm][name])} {split[arm][name] / max(findings.parts[arm].step_ns, 1) * 100:3.0f} %"
-            if arm in split
-            else "-"
-            for arm in findings.times
-        ]
-        put_row(table, name, *cells)
-    put_row(table, "step, median", *(ms(time.median_ns) for time in findings.times.values()))
-    return f"Exposed communication is transfer and waiting ({findings.label})", table
-
-
-def _ranks_table(findings: Findings) -> tuple[str, Table]:
-    table = make_table("rank", "host", "waits", "others wait for it", "cores used")
-    late = findings.late_ns
-    ranks = sorted(findings.trace.ranks, key=lambda rank: (-late.get(rank.rank, 0.0), rank.rank))
-    for rank in ranks[:TOP_ROWS]:
-        used = findings.cores_used.get(rank.rank)
-        own = [ms(values.get(rank.rank, 0.0)) for values in (findings.waiting_ns, late)]
-        put_row(table, str(rank.rank), rank.hostname, *own, "-" if used is None else f"{used:.1f} of {len(rank.cores)}")
-    more = len(ranks) - TOP_ROWS
-    busy = "" if findings.cores_busy is None else f"; cores of the busiest host {percent(findings.cores_busy)} busy"
-    return "Waiting in a step" + (f"; {more} more ranks" if more > 0 else "") + busy, table
-
-
-def _interfaces_table(findings: Findings, hosts: Sequence[HostUse]) -> tuple[str, Table]:
-    """Each host's interfaces in the base's steps, and their rated speed: in transfer where known, else over steps."""
-    table = make_table("interface", "out Gbit/s", "in Gbit/s", "of", "CPU", "busiest", "TCP resent")
-    for host in [host for host in hosts if host.arm == findings.base][:TOP_ROWS]:
-        rest = (*_core_cells(host), _retransmitted(host))
-        for name in dict.fromkeys(use.interface for use in host.interfaces):
-            rates = {use.way: _rate_text(use) for use in host.interfaces if use.interface == name}
-            link = _rated(findings, host.rank, name)
-            put_row(table, f"{host.hostname} {name}", rates.get("tx", "-"), rates.get("rx", "-"), link, *rest)
-            rest = ("", "", "")
-    return f"Interfaces under {findings.base} (measured by the kernel's counters; ~ over the step)", table
-
-
-def _rated(findings: Findings, rank: int, interface: str) -> str:
-    """The rate of an interface of a rank's host: its own, else that of the run's link; loopback has none."""
-    infos = [info for one in findings.trace.ranks if one.rank == rank for info in one.transports]
-    own = next((info.link_bps for info in infos if info.interface == interface and info.link_bps), None)
-    link = own or (None if interface == "lo" else findings.link_bps)
-    return gbit(link) if link else "not known"
-
-
-def _rate_text(use: Use) -> str:
-    return f"~{use.average_bps / 1e9:.2f}" if use.active_bps is None else f"{use.active_bps / 1e9:.2f}"
-
-
-def frame(
-    findings: Findings, verdict: Verdict, hosts: Sequence[HostUse], state: Sequence[str], window: int
-) -> RenderableType:
-    """One frame of a run in progress, the verdict before the tables, which a low terminal cuts.
-
-    state: what it does, then lines about its ranks; window: 0 for no limit.
-    """
-    parts: list[RenderableType] = [Text(line, overflow="fold") for line in _head_lines(findings.trace, state)]
-    parts += [Text(f"! {line}", style="yellow") for line in state[1:]]
-    missing = missing_text(findings, verdict, window)
-    for label, content in (("Verdict", verdict_line(verdict)), ("Missing", missing)):
-        if content:
-            parts.append(Text(f"{label}: ", style="bold").append(content, style="not bold"))
-    if findings.base is None:
-        return Group(*parts)
-    tables = [_parts_table(findings), _ranks_table(findings)]
-    if findings.achieved:
-        tables.append(_bandwidth_table(findings))
-    if any(host.arm == findings.base and host.interfaces for host in hosts):
-        tables.append(_interfaces_table(findings, usage.by_link(findings.trace, hosts)))
-    for title, table in tables:
-        table.show_edge = False
-        parts += [Text(f"\n{title}", style="bold"), table]
-    return Group(*parts)

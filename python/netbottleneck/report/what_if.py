@@ -11,7 +11,7 @@ from rich.table import Table
 
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.report.html import Curve
-from netbottleneck.report.text import WIDTH, bare_ms, make_table, put_row
+from netbottleneck.report.text import bare_ms, make_table, put_row, screen
 from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.whatif import questions, sweeps
 from netbottleneck.whatif.compat2020 import Prediction
@@ -64,11 +64,10 @@ def tables(rows: Sequence[Prediction]) -> Iterator[tuple[str, Table]]:
 
 def show_grid(rows: Sequence[Prediction], how: str, console: Console | None = None) -> None:
     """Print rows of one model to the terminal; how: name of the prediction's rules."""
-    screen = console or Console(force_jupyter=False)
-    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    shown = screen(console)
     for title, table in tables(rows):
-        screen.print(f"{title} (predicted: {how})", style="bold", highlight=False, markup=False)
-        screen.print(table)
+        shown.print(f"{title} (predicted: {how})", style="bold", highlight=False, markup=False)
+        shown.print(table)
 
 
 # Answers about a recorded run.
@@ -224,16 +223,15 @@ def remarks(answers: Answers) -> list[str]:
 
 def show(answers: Answers, console: Console | None = None) -> None:
     """Print the answers to the terminal."""
-    screen = console or Console(force_jupyter=False)
-    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    shown = screen(console)
     for line in sentences(answers):
-        screen.print(line, highlight=False, markup=False)
+        shown.print(line, highlight=False, markup=False)
     for remark in remarks(answers):
-        screen.print(f"! {remark}", style="yellow", highlight=False, markup=False)
+        shown.print(f"! {remark}", style="yellow", highlight=False, markup=False)
     for title, table in _tables(answers):
-        screen.print()
-        screen.print(f"{title} (predicted)", style="bold", highlight=False, markup=False)
-        screen.print(table)
+        shown.print()
+        shown.print(f"{title} (predicted)", style="bold", highlight=False, markup=False)
+        shown.print(table)
 
 
 # The curve of a page: the step by rate of a fully used link.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from netbottleneck.report.compare import FACTS, RESULT, present
 from netbottleneck.study import spec
 from netbottleneck.study.spec import DIGITS, REPLAY, Cell, StudySpec
 from netbottleneck.study.task import Outcome
+from netbottleneck.trace.files import write_text
 from netbottleneck.trace.model import decode
 
 # Folder of a study: the specification, and the files of each cell. A cell is complete when its facts are written.
@@ -109,9 +109,7 @@ class StudyFolder:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    write_text(path, text)
 
 
 # Requirements of a study on this machine: packages and transports.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from netbottleneck.bench.worker import message_of
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.study.task import Outcome, Task, to_json
 
@@ -133,16 +133,15 @@ class _OutputReader:
         return self._outcomes[: len(self._tasks) - 1]
 
     def _read_line(self, line: bytes) -> None:
-        """Process one line of rank 0; other output is passed to stderr."""
-        try:
-            message = json.loads(line)
-            if "outcome" in message:
-                self._outcomes.append(Outcome.from_dict(message["outcome"]))
-            else:
-                self._on_progress(self._tasks[message["task"]], message["step"], message["steps"], message["arm"])
-            self._until = time.monotonic() + self._limit_s
-        except (ValueError, KeyError, TypeError):
-            sys.stderr.write(line.decode(errors="replace") + "\n")
+        """Process one line of rank 0."""
+        message = message_of(line, ("outcome", "task"))
+        if message is None:
+            return
+        if "outcome" in message:
+            self._outcomes.append(Outcome.from_dict(message["outcome"]))
+        else:
+            self._on_progress(self._tasks[message["task"]], message["step"], message["steps"], message["arm"])
+        self._until = time.monotonic() + self._limit_s
 
 
 def _wait_for_exit(ranks: Sequence[Rank]) -> None:
@@ -190,7 +189,7 @@ class Reporter:
     """Prints messages and the progress of running work."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(emoji=False)
         if not self.console.is_terminal:
             self.console.width = 80
         self._progress: Bar | None = None

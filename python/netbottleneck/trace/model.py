@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.trace.files import whole_file
 from netbottleneck.trace.transports import Arm
 
 VERSION = 3
@@ -479,8 +480,8 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def write(trace: Trace, path: Path | str) -> None:
-    """Write a trace as gzipped JSON lines; equal traces give equal bytes."""
-    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
+    """Write a trace as gzipped JSON lines, as a whole; equal traces give equal bytes."""
+    with whole_file(path) as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
         packed.writelines(line.encode() + b"\n" for line in _lines(trace))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from netbottleneck.analysis import findings
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.report.text import step_parts
+from netbottleneck.report.progress import step_parts
 from scenario.job import MIB, MS, Job, work_of
 
 Draw = random.Random

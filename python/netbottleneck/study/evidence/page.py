@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from netbottleneck.report.drawing import Piece, Row, bars
 from netbottleneck.report.html import Shown, colour
-from netbottleneck.report.text import WIDTH
+from netbottleneck.report.text import plain, screen
 from netbottleneck.study.evidence import chain, values
 from netbottleneck.study.evidence.facts import Budget, ForecastRecord
 from netbottleneck.study.evidence.values import INFLATION, ArmFacts, CellFacts
@@ -250,14 +249,9 @@ def _missing(missing: Sequence[str]) -> list[str]:
 
 def text(evidence: Evidence) -> str:
     """Return the terminal's form as plain text without trailing blanks."""
-    buffer = io.StringIO()
-    plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
-    render(evidence, Console(file=buffer, width=WIDTH, **plain))  # type: ignore[arg-type]
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    return plain(lambda console: render(evidence, console))
 
 
 def show(evidence: Evidence, console: Console | None = None) -> None:
     """Print to the terminal, at most WIDTH columns."""
-    screen = console or Console(force_jupyter=False)
-    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
-    render(evidence, screen)
+    render(evidence, screen(console))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import Estimate, Paired
+from netbottleneck.trace.files import write_text
 from netbottleneck.trace.model import decode, encode, shallow
 from netbottleneck.trace.transports import PSEUDO
 from netbottleneck.units import ms, percent
@@ -229,10 +230,7 @@ def from_json(text: str) -> CellFacts:
 
 def write(path: Path | str, cell: CellFacts) -> None:
     """Write facts.json atomically."""
-    target = Path(path)
-    part = target.with_name(f"{target.name}.part")
-    part.write_text(to_json(cell) + "\n", encoding="utf-8")
-    part.replace(target)
+    write_text(path, to_json(cell) + "\n")
 
 
 def read(path: Path | str) -> CellFacts:

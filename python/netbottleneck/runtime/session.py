@@ -137,6 +137,11 @@ class Session:
         return isinstance(self.blocks, Auto) and self.stays is None
 
     @property
+    def switches(self) -> bool:
+        """True if an arm moves gradients by another path than the user's: ranks must then be in the same arm."""
+        return not set(self.blocks.arms) <= {STOCK, BARE}
+
+    @property
     def block_ends(self) -> bool:
         """True if the ranks choose the next block's arm before this step."""
         return self.stays is None and self.blocks.ends_before(self.step)
@@ -195,21 +200,20 @@ class Session:
         """Return True if all ranks are at this step, so that another block may begin. Every rank calls it.
 
         Ranks may skip steps that others make. If ranks differ, or do not answer within AGREE_S, all ranks stop
-        switching arms; with must_agree, a failed exchange raises instead, as control.exchange.
+        switching arms: a rank that comes later waits as long. With must_agree, a failed exchange raises instead, as
+        control.exchange.
         """
         if self.stays is not None:
             return False
         mine = self.blocks.values(self.step)
         try:
-            found = self.control.exchange(mine, limit_s=AGREE_S)
+            found = self.control.exchange(mine, limit_s=AGREE_S, name="netbottleneck.turns")
             same = {values[:8] for values in found} == {mine[:8]}
             why = "ranks are at different steps"
         except (OSError, HorovodInternalError) as error:
             if self.must_agree:
                 raise
             same, why = False, str(error)
-            # The others must not use this rank's answer for a step that it has already left.
-            self.control.abort(f"rank {self.place.rank} goes on without taking turns")
         if not same:
             self.why_stays = why
             return False
@@ -324,8 +328,7 @@ class Session:
 
     @property
     def _finish_s(self) -> float:
-        given_up = self.stays is not None  # a rank that stopped taking turns has already aborted the connection
-        failed = self.error is not None or (self.comm is not None and self.comm.failed and not given_up)
+        failed = self.error is not None or (self.comm is not None and self.comm.failed)
         return FAILED_FINISH_S if failed else FINISH_S
 
     def collect(self) -> None:

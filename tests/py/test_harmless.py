@@ -489,8 +489,19 @@ with netbottleneck.profile(model, optimizer):
     if sys.argv[1] == "exit":
         sys.exit(0)
     session.Session.write = full
+    if sys.argv[1] == "full, and raises":
+        raise RuntimeError("of the training")
 print("after")
 """
+
+
+def test_a_full_disk_does_not_hide_the_exception_of_the_training(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_START_STEP": "0"}
+    (result,) = warm_ranks(1, ENDS, env, args=["full, and raises"], check=False)
+    assert result.code == 1
+    assert "the record is not complete: [Errno 28] No space left on device" in result.stderr
+    assert "RuntimeError: of the training" in result.stderr
+    assert "another exception" not in result.stderr
 
 
 @pytest.mark.parametrize("end", ["exit", "full"])

@@ -279,6 +279,13 @@ class Session:
             **self.described,
         }
 
+    def fail(self, error: BaseException) -> None:
+        """End the run with the error that ends the training. A failure of the run folder is logged, not raised."""
+        try:
+            self.close(f"{type(error).__name__}: {error}")
+        except OSError as failure:  # the disk may be full
+            logger.error("%s: the record is not complete: %s", self.folder, failure)
+
     def close(self, error: str | None = None) -> None:
         """End the run. On return, the records of every rank that has arrived are complete on disk."""
         if self.closed or os.getpid() != self.pid:  # a forked child has no part in the run
@@ -526,7 +533,7 @@ def open_together(settings: Settings, **options: Any) -> Session:
             with contextlib.suppress(OSError, HorovodInternalError):
                 together(job.current().comm, FAILED, settings.start_timeout_s)
         if session is not None:
-            session.close(f"{type(error).__name__}: {error}")
+            session.fail(error)
         if _of_exchange(error) and "mismatched sizes" in str(error):
             raise HorovodInternalError(f"another rank could not open the run: see that rank's log ({error})") from error
         raise

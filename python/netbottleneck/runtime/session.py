@@ -44,17 +44,22 @@ logger = logging.getLogger("netbottleneck")
 class Blocks:
     """Assignment of steps to arms: blocks of equal length, with the order of the arms reversed from cycle to cycle.
 
-    So a drift of the machine favours no arm (A B, B A, A B, …).
+    So a drift of the machine favours no arm (A B, B A, A B, …). turns: the arms that take turns; (): all. The block
+    first_block begins with the step first_step.
     """
 
     arms: tuple[Arm, ...]
     length: int
+    turns: tuple[Arm, ...] = ()
+    first_step: int = 0
+    first_block: int = 0
 
     def at(self, step: int) -> tuple[int, int]:
         """Return (block, index of the arm) of a step."""
-        block = step // self.length
-        cycle, position = divmod(block, len(self.arms))
-        return block, position if cycle % 2 == 0 else len(self.arms) - 1 - position
+        turns = self.turns or self.arms
+        block = (step - self.first_step) // self.length
+        cycle, position = divmod(block, len(turns))
+        return self.first_block + block, self.arms.index(turns[position if cycle % 2 == 0 else -1 - position])
 
     def ends_before(self, step: int) -> bool:
         """Return False: arms change without a decision."""
@@ -224,9 +229,19 @@ class Session:
         return True
 
     def keep_own_path(self, own: communicators.Communicator) -> None:
-        """Send gradients by the user's own path in all steps. Call before the first step ends."""
+        """Send gradients by the user's own path from the next step on; if none is recorded yet, from the current one.
+
+        Raises OSError if rank 0 cannot write the list of arms.
+        """
         self.arms = {**self.arms, STOCK: own, BARE: own}
-        self.blocks = Blocks((STOCK, BARE), self.settings.block_steps)
+        turns, length = (STOCK, BARE), self.settings.block_steps
+        if self.step < max(1, self.settings.start_step):
+            self.blocks = Blocks(turns, length)
+        else:  # records name an arm by its place in the list
+            arms = tuple(dict.fromkeys((*self.blocks.arms, *turns)))
+            self.blocks = Blocks(arms, length, turns, self.step + 1, self.blocks.at(self.step)[0] + 1)
+        if self.place.rank == 0:
+            run_folder.write_run(self.folder, _run(self))
 
     def stay(self, arm: Arm) -> None:
         """Assign all further steps to one arm, and stop recording them."""

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp
+from netbottleneck.report import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 
@@ -56,8 +57,10 @@ def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(warm_ran
     unset = dict.fromkeys(by_torchrun(0, 1, 0), "")
     (job,) = warm_ranks(1, ALONE, {**env, **unset, "NETBOTTLENECK_DIR": "run"})
     assert "the slowest rank and the measurements of other ranks are not known" in job.stderr
-    folders = sorted(path.name for path in (warm_ranks.folder / "job0").glob("*run*"))
-    assert folders == ["run-rank0", "run-rank1"]
+    assert [path.name for path in (warm_ranks.folder / "job0").glob("*run*")] == ["run"]
+    folders = sorted((warm_ranks.folder / "job0" / "run").iterdir())
+    assert [path.name for path in folders] == ["rank0", "rank1"]
+    assert [Run(folder).trace.id for folder in folders] == ["run-rank0", "run-rank1"]
     assert "Of your " in job.stdout
 
 

@@ -588,7 +588,8 @@ def observe(
     can be written.
     """
     wanted = run_folder.wanted(settings, directory)
-    scratch = wanted.parent / f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
+    name = f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
+    scratch = run_folder.hidden_in(wanted) / name
     recorder = run_folder.open_ring(scratch, place.rank, "train", settings)
     opened = Session(
         settings,
@@ -672,12 +673,26 @@ class Joining:
                 _meet(session, this.comm)
         except Exception as error:
             with self._lock:
-                if session.comm is None and not self._alone:
+                if session.comm is not None:
+                    self._note_missing(error)
+                elif not self._alone:
                     self._stay_alone(str(error))
+
+    def _note_missing(self, error: Exception) -> None:
+        note = (
+            f"rank {self._session.place.rank} joined the run, but not all ranks began to record it ({error}): clocks "
+            "may not be aligned, and counters of hosts or the progress may be missing"
+        )
+        logger.warning("%s", note)
+        self._session.notes.append(note)
 
     def _adopt(self, this: job.Job, folder: Path) -> None:
         session = self._session
-        run_folder.move_records(session.folder, folder)
+        try:
+            run_folder.move_records(session.folder, folder)
+        except OSError as error:  # rank 0's folder is on another file system of this host
+            folder = run_folder.own_folder(self._wanted, this.place.rank, error)
+            run_folder.move_records(session.folder, folder)
         session.folder, session.place, session.comm = folder, this.place, this.comm
         session.write(finished=False)
         if this.place.rank == 0:
@@ -698,10 +713,9 @@ class Joining:
 
 
 def _run(session: Session) -> dict[str, Any]:
-    folder = session.folder
     return {
         "version": 1,
-        "id": f"{folder.parent.name}-{folder.name}" if folder.name.isdecimal() else folder.name,
+        "id": run_folder.run_id(session.folder),
         "command": sys.argv,
         "started_wall_ns": session.started_wall_ns,
         "size": session.place.size,

@@ -81,7 +81,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch": {"torch", "hooks", "bench/models", "study/jobs"},
     "horovod": {"hooks"},
     "matplotlib": {"report", "study/evidence"},
-    "subprocess": {"lab", "bench", "study", "runtime/monitor", "runtime/session", "runtime/timeline"},
+    "subprocess": {"lab", "bench", "study", "runtime/monitor", "runtime/progress", "runtime/timeline"},
     "multiprocessing": {"lab", "bench", "study"},
 }
 OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch", "runtime"}, "multiprocessing": {"hooks"}}

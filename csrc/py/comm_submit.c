@@ -205,11 +205,15 @@ PyObject *core_comm_missing(PyObject *object, PyObject *args, PyObject *kwargs) 
     return list;
 }
 
-// Submits the all-gather of a buffer in which this rank's part is filled in, and waits.
-static int gather(PyObject *object, PyObject *buffer, int limit_ms) {
+// Submits the all-gather of a buffer in which this rank's part is filled in, and waits. given: name; NULL: by number.
+static int gather(PyObject *object, PyObject *buffer, int limit_ms, const char *given) {
     struct core_comm *self = (struct core_comm *)object;
-    char name[NB_NAME_MAX];
-    PyOS_snprintf(name, sizeof name, "netbottleneck.exchange.%llu", (unsigned long long)self->exchanges++);
+    char numbered[NB_NAME_MAX];
+    const char *name = given;
+    if (name == NULL) {
+        PyOS_snprintf(numbered, sizeof numbered, "netbottleneck.exchange.%llu", (unsigned long long)self->exchanges++);
+        name = numbered;
+    }
     PyObject *kind = PyLong_FromLong(NB_OP_ALLGATHER);
     PyObject *dtype = PyLong_FromLong(NB_U8);
     PyObject *work = NULL;
@@ -238,13 +242,14 @@ static PyObject *split(const char *buffer, Py_ssize_t bytes, int size) {
 }
 
 PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"blob", "limit_s", NULL};
+    static const char *const keywords[] = {"blob", "limit_s", "name", NULL};
     const struct core_comm *self = (struct core_comm *)object;
     PyObject *blob;
     double limit_s = 0;
+    const char *name = NULL;
     char *data;
     Py_ssize_t bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$d:exchange", (char **)keywords, &blob, &limit_s)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$dz:exchange", (char **)keywords, &blob, &limit_s, &name)) {
         return NULL;
     }
     if (!(limit_s >= 0 && limit_s <= LIMIT_S_MAX)) {
@@ -266,7 +271,8 @@ PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs)
     char *base = PyByteArray_AsString(buffer);
     memset(base, 0, (size_t)(bytes * self->size));
     memcpy(base + bytes * self->rank, data, (size_t)bytes);
-    PyObject *parts = gather(object, buffer, (int)(limit_s * 1000)) == 0 ? split(base, bytes, self->size) : NULL;
+    int limit_ms = (int)(limit_s * 1000);
+    PyObject *parts = gather(object, buffer, limit_ms, name) == 0 ? split(base, bytes, self->size) : NULL;
     Py_DECREF(buffer);
     return parts;
 }

@@ -111,7 +111,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--width", dest="widths", action="append", choices=WIDTHS, help="default: both")
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}, and an eighth of the rest")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table, as Markdown")
-    parser.add_argument("--deadline", type=float, default=20.0, metavar="S", help="of one idiom in one mode")
+    parser.add_argument("--deadline", type=float, default=40.0, metavar="S", help="of one idiom in one mode")
     parser.add_argument("--verbose", action="store_true", help="print each row's lines and traces")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep what ranks printed and recorded there")
     chosen_ = parser.parse_args()

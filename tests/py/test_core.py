@@ -374,6 +374,17 @@ def test_blobs_of_unequal_length_are_a_mismatch(pair: list[_core.Comm]) -> None:
         on_ranks(pair, lambda comm: comm.exchange(bytes(comm.rank + 1)))
 
 
+def test_an_exchange_with_a_name_that_ends_at_its_limit_leaves_the_others_in_order(pair: list[_core.Comm]) -> None:
+    for comm in pair:  # one after the other: neither finds what the other has sent
+        with pytest.raises(TimeoutError, match="'turns' has waited"):
+            comm.exchange(b"alone", limit_s=0.05, name="turns")
+    with pytest.raises(TimeoutError):
+        pair[1].exchange(b"alone", limit_s=0.05, name="turns")  # the other one leaves this one out
+    for name in (None, "turns", None):
+        found = on_ranks(pair, lambda comm, name=name: comm.exchange(b"%d" % comm.rank, name=name))
+        assert found == [[b"0", b"1"]] * 2
+
+
 def test_a_barrier_and_a_broadcast(pair: list[_core.Comm]) -> None:
     def broadcast(comm: _core.Comm) -> bytes:
         comm.submit("barrier", _core.BARRIER, None, _core.UINT8).wait()

@@ -145,6 +145,40 @@ def test_a_child_forked_right_after_a_measured_backward_pass_runs(warm_ranks: Ra
         assert "forked 200" in result.stdout, result.stderr
 
 
+STARTING = """
+import os, signal, sys, threading
+from netbottleneck.launch import connect
+from netbottleneck.runtime import job
+
+starts, forked, connected = threading.Event(), threading.Event(), connect.connect
+
+
+def connecting(*args, **options):
+    starts.set()
+    forked.wait()
+    return connected(*args, **options)
+
+
+connect.connect = connecting
+thread = threading.Thread(target=job.start)
+thread.start()
+starts.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    sys.exit(0)  # with all that is to be done at exit
+_, status = os.waitpid(child, 0)
+forked.set()
+thread.join()
+assert status == 0, status
+assert job.is_started()
+"""
+
+
+def test_a_child_forked_while_a_thread_starts_the_job_ends(warm_ranks: Ranks) -> None:
+    warm_ranks(1, STARTING)
+
+
 def test_the_death_of_a_rank_is_detected_although_its_child_lives(warm_ranks: Ranks, network: dict[str, str]) -> None:
     results = warm_ranks(2, OUTLIVES, network, check=False)
     assert results[1].code == -9

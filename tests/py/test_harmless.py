@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp
+from netbottleneck.report import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 
@@ -56,8 +57,10 @@ def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(warm_ran
     unset = dict.fromkeys(by_torchrun(0, 1, 0), "")
     (job,) = warm_ranks(1, ALONE, {**env, **unset, "NETBOTTLENECK_DIR": "run"})
     assert "the slowest rank and the measurements of other ranks are not known" in job.stderr
-    folders = sorted(path.name for path in (warm_ranks.folder / "job0").glob("*run*"))
-    assert folders == ["run-rank0", "run-rank1"]
+    assert [path.name for path in (warm_ranks.folder / "job0").glob("*run*")] == ["run"]
+    folders = sorted((warm_ranks.folder / "job0" / "run").iterdir())
+    assert [path.name for path in folders] == ["rank0", "rank1"]
+    assert [Run(folder).trace.id for folder in folders] == ["run-rank0", "run-rank1"]
     assert "Of your " in job.stdout
 
 
@@ -489,8 +492,19 @@ with netbottleneck.profile(model, optimizer):
     if sys.argv[1] == "exit":
         sys.exit(0)
     session.Session.write = full
+    if sys.argv[1] == "full, and raises":
+        raise RuntimeError("of the training")
 print("after")
 """
+
+
+def test_a_full_disk_does_not_hide_the_exception_of_the_training(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_START_STEP": "0"}
+    (result,) = warm_ranks(1, ENDS, env, args=["full, and raises"], check=False)
+    assert result.code == 1
+    assert "the record is not complete: [Errno 28] No space left on device" in result.stderr
+    assert "RuntimeError: of the training" in result.stderr
+    assert "another exception" not in result.stderr
 
 
 @pytest.mark.parametrize("end", ["exit", "full"])

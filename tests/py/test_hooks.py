@@ -43,6 +43,34 @@ def test_arms_that_take_turns_train_alike(warm_ranks: Ranks) -> None:
     run(warm_ranks, ["arms_take_turns"], "stock,tcp")
 
 
+SKIPPED = """
+import netbottleneck, torch
+import torch.distributed as dist
+from netbottleneck.runtime import session
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with netbottleneck.profile(model, optimizer, transport="stock,tcp", directory="run"):
+    for step in range(8):
+        if step == 2:
+            session.AGREE_S = 1.0  # until here, no rank waits for the other in vain
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        assert model.weight.grad.tolist() == [[3.0] * 4] * 4, model.weight.grad
+        if step != 2 or dist.get_rank() == 0:
+            optimizer.step()
+print("trained")
+"""
+
+
+def test_ranks_stay_in_one_arm_after_one_has_left_out_an_update(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, SKIPPED, ENV):
+        assert "trained" in result.stdout
+        assert "all further steps use tcp, from step 3 on" in result.stderr
+
+
 COUNT = """
 import sys
 import torch

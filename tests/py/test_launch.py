@@ -284,6 +284,17 @@ def test_a_private_folder_ignores_values_of_ended_processes(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_the_users_runtime_folder_ranks_meet_in_that_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "file").touch()
+    for named in ("", str(tmp_path / "removed" / "0"), str(tmp_path / "file")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", named)
+        assert Path(private_folder("job 1").name).parent == tmp_path / "temporary"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "temporary"]
+
+
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()

@@ -90,6 +90,35 @@ def test_remaining_ranks_get_an_error_at_once(
     assert results[leaver].code == {"killed": -9, "raises": 1}.get(how, 0)
 
 
+STOPPED = """
+import os, signal, sys
+import netbottleneck.torch as hvd
+from netbottleneck.launch import connect
+
+
+def end(*_):
+    hvd.shutdown()
+    print("shut down", flush=True)
+    sys.exit(3)
+
+
+def connecting(*_args, **_options):
+    os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler may, while ranks wait for each other
+    raise AssertionError("the handler has not ended the process")
+
+
+signal.signal(signal.SIGTERM, end)
+connect.connect = connecting
+signal.alarm(60)
+hvd.init()
+"""
+
+
+def test_a_signal_handler_may_shut_down_while_init_waits_for_other_ranks(warm_ranks: Ranks) -> None:
+    (result,) = warm_ranks(1, STOPPED, check=False)
+    assert (result.code, result.stdout) == (3, "shut down\n"), result.stderr
+
+
 FORKING = """
 import os, sys
 import torch

@@ -466,13 +466,32 @@ class OtherHost:
         return [b"1" if len(mine) == 1 else str(self.wanted).encode().ljust(len(mine)), mine]
 
 
-def test_a_folder_with_records_of_another_hosts_rank_is_not_free(tmp_path):
-    left = tmp_path / "run" / "ranks" / "1.train.ring"
+@pytest.mark.parametrize("left", ["ranks/1.train.ring", "run.json"])
+def test_a_folder_that_another_host_holds_a_run_in_is_not_free(tmp_path, left):
+    left = tmp_path / "run" / left
     left.parent.mkdir(parents=True)
     left.write_bytes(b"kept")
     comm = OtherHost(tmp_path / "run")
     assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.sent[1:] == [b"0", b"1"]
+
+
+def test_a_rank_that_cannot_create_rank_0s_folder_uses_its_own_free_one(tmp_path):
+    (tmp_path / "file").touch()
+    wanted = tmp_path / "own"
+    for folder in (wanted, wanted / "2", wanted / "3"):
+        assert run_folder.claim(OtherHost(tmp_path / "file" / "run"), wanted, LIMIT_S) == folder
+        assert (folder / "ranks").is_dir()
+        run_folder.write_meta(folder, 1, {})
+    with pytest.raises(OSError, match="file"):
+        run_folder.claim(OtherHost(tmp_path / "file" / "run"), tmp_path / "file" / "own", LIMIT_S)
+
+
+def test_complete_records_are_found_after_the_deadline_too(tmp_path):
+    for rank in range(2):
+        run_folder.write_meta(tmp_path, rank, {"finished": True})
+    assert run_folder.incomplete(tmp_path, 2, until=0.0) == []
+    assert run_folder.incomplete(tmp_path, 3, until=0.0) == [2]
 
 
 class Meeting:

@@ -28,7 +28,7 @@ from netbottleneck.analysis.thresholds import STEPS_MIN
 from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, progress
-from netbottleneck.runtime import session as sessions
+from netbottleneck.runtime.progress import LOG_EVERY, Progress
 from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun, RingWriter
@@ -694,7 +694,7 @@ def test_the_line_of_a_terminal_is_replaced_within_its_width_and_cleared(
     fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with os.fdopen(own, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        progress = sessions.Progress(fake, 0.01)
+        progress = Progress(fake, 0.01)
         shown = b""
         while b"\r" not in shown.lstrip(b"\r"):
             shown += os.read(other, 1 << 12)
@@ -712,15 +712,15 @@ def test_the_line_of_a_terminal_is_replaced_within_its_width_and_cleared(
 
 
 def test_a_change_of_the_cause_is_a_warning_in_the_log(fake: Path, caplog: pytest.LogCaptureFixture) -> None:
-    progress = sessions.Progress(fake, 1000.0)
+    progress = Progress(fake, 1000.0)
     with caplog.at_level("INFO", "netbottleneck"):
-        for number in range(sessions.LOG_EVERY + 1):
+        for number in range(LOG_EVERY + 1):
             progress._say({"line": f"line {number}", "alarm": "it has changed" if number == 1 else ""}, number)
     progress.close()
     assert [(one.levelname, one.message) for one in caplog.records] == [
         ("INFO", "line 0"),
         ("WARNING", "it has changed"),
-        ("INFO", f"line {sessions.LOG_EVERY}"),
+        ("INFO", f"line {LOG_EVERY}"),
     ]
 
 
@@ -730,7 +730,7 @@ def test_a_process_that_fails_ends_only_the_display(
 ) -> None:
     monkeypatch.setattr(sys, "executable", python)
     with caplog.at_level("INFO", "netbottleneck"):
-        progress = sessions.Progress(fake, 0.01)
+        progress = Progress(fake, 0.01)
         progress._thread.join(RANKS_LIMIT_S)
         assert not progress._thread.is_alive()
         progress.close()
@@ -745,7 +745,7 @@ def test_a_rank_that_may_start_no_thread_shows_nothing(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    sessions.Progress(fake, 0.01).close()
+    Progress(fake, 0.01).close()
     assert [one.message for one in caplog.records] == ["the progress of the run is not shown: can't start new thread"]
 
 
@@ -767,7 +767,7 @@ def test_the_process_prints_json_on_idle_cores_until_its_input_closes(fake: Path
 
 def test_the_process_ends_with_its_rank(fake: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom netbottleneck.runtime.session import Progress\n"
+        "import sys, time\nfrom pathlib import Path\nfrom netbottleneck.runtime.progress import Progress\n"
         "Progress(Path(sys.argv[1]), 0.01)\nwhile True:\n    time.sleep(1)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(fake)]) as rank:

@@ -245,7 +245,7 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
     failures: list[Exception] = []
     follow_device(session, (parameter for _, parameter in reduced_parameters(ddp)))
     group = ReducerGroup(ddp, session.recorder, on_error=failures.append)
-    swaps = not set(session.blocks.arms) <= {STOCK, BARE}
+    swaps = session.switches
     process_group, model = ddp.process_group, weakref.ref(ddp)
 
     def agree() -> bool:
@@ -260,7 +260,10 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
         session.notes.append(note)
         if swaps:
             logger.warning("%s No transport takes turns with it.", note)
-            session.keep_own_path(OwnGroup(process_group))
+            try:
+                session.keep_own_path(OwnGroup(process_group))
+            except OSError as error:  # of the run folder: the disk may be full
+                group.on_error(error)
 
     watch(ddp, group, hooked)
     measured = Measured(

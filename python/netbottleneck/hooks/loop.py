@@ -68,7 +68,7 @@ def profile(
     except BaseException as error:
         ended = isinstance(error, SystemExit) and not error.code  # the script exits with success
         if of is not None and not ended:
-            of.close(f"{type(error).__name__}: {error}")
+            of.fail(error)
         elif found is not None:
             found.close()
             if session is None:
@@ -333,7 +333,7 @@ class Run:
         if self.session is None:
             return
         if error is not None:
-            self.session.close(f"{type(error).__name__}: {error}")
+            self.session.fail(error)
         else:
             finish(self.session)
 

@@ -214,9 +214,9 @@ class Measured:
 
     own_sync: these hooks send the gradients and wait for them at the end of each backward pass. False: DDP or Horovod
     does. bare: switches the user's own path on (True) or off, if there is one; the arm "bare" runs that path without
-    our hooks. agree: called before the arm changes; if it returns False, the current arm stays. on_forward: called when
-    the model's forward pass begins. model None: found at the first forward pass. optimizer None: found at its first
-    step.
+    our hooks. agree: called before the arm changes; if it returns False, the current arm stays; None: the session's, if
+    arms move gradients by different paths. on_forward: called when the model's forward pass begins. model None: found
+    at the first forward pass. optimizer None: found at its first step.
 
     An exception in the measurement is logged once and ends the recording; gradients still travel as before. Raises
     ValueError if "bare" is an arm but the user has no own path.
@@ -244,7 +244,7 @@ class Measured:
         self.between: Callable[[], None] = _nothing  # called between two steps
         self._own_sync = own_sync
         self._bare = bare
-        self._agree = agree or (session.agree if session.automatic else None)
+        self._agree = agree or (session.agree if session.switches else None)
         self.on_forward = on_forward
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps

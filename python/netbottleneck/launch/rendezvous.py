@@ -256,8 +256,10 @@ def _process(pid: int) -> bytes | None:
 def private_folder(what: str) -> Folder:
     """Return this user's private folder for `what`, such as a launcher's name for its job."""
     digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    return Folder(base / f"netbottleneck-{os.getuid()}-{digest}", private=True)
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not (os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)):  # it may be gone, or another host's
+        base = tempfile.gettempdir()
+    return Folder(Path(base) / f"netbottleneck-{os.getuid()}-{digest}", private=True)
 
 
 class Http:

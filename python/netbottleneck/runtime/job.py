@@ -211,11 +211,19 @@ class _Process:
 
     job: Job | None = None
     observer: Observer = field(default_factory=Observer)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=threading.RLock)  # a signal handler may call stop while start waits for ranks
     handler: logging.Handler | None = None  # our handler of the package's logger
 
 
 _process = _Process()
+
+
+def _in_child() -> None:
+    """Replace the lock: a thread that held it does not exist in a forked child."""
+    _process.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def observe(observer: Observer) -> Observer:
@@ -242,15 +250,17 @@ def start(settings: Settings | None = None, *, environ: Mapping[str, str] = os.e
     Every rank calls it. Raises as launch.detect and launch.connect.
     """
     with _process.lock:
-        if _process.job is None:
-            _process.job = _open(settings or read_settings(environ=environ), _process.observer, environ)
-            _process.observer.started(_process.job)
-        return _process.job
+        if _process.job is not None:
+            return _process.job
+        opened = _process.job = _open(settings or read_settings(environ=environ), _process.observer, environ)
+        _process.observer.started(opened)
+        return opened
 
 
 def stop() -> None:
     """End the job, if there is one; `start` may follow. Pending operations fail.
 
+    A job that is about to start is none yet: a signal handler that calls this meanwhile does not keep it from starting.
     A forked child leaves its parent's job alone.
     """
     if _process.job is not None and _process.job.pid != os.getpid():

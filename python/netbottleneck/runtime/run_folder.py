@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -45,11 +46,25 @@ def wanted(settings: Settings, directory: str | None = None) -> Path:
     return Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
 
 
+def run_id(folder: Path) -> str:
+    """Return the id of the run in a folder: its name; for DIR/2 and DIR/rank0, after that of DIR."""
+    inside = re.fullmatch(r"\d+|rank\d+(-\d+)?", folder.name)
+    return f"{folder.parent.name}-{folder.name}" if inside else folder.name
+
+
+def hidden_in(wanted: Path) -> Path:
+    """Return the folder for files that a run writes before its own folder is known, on the same file system as that.
+
+    It is `wanted` if that exists, as it may be a mount point, or the only folder that can be written; else its parent.
+    """
+    return wanted if os.path.lexists(wanted) else wanted.parent
+
+
 def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
-    """Return the run folder, the same on all ranks: rank 0's `wanted`, or the first free one of wanted/2, ….
+    """Return the run folder: rank 0's `wanted`, or the first free one of wanted/2, …. See also own_folder.
 
     Every rank calls it. The folder is reserved for this run. Raises ValueError for a name that is too long, OSError if
-    rank 0 cannot write, and as together.
+    rank 0, or own_folder on another rank, cannot write, and as together.
     """
     name = str(wanted.absolute()).encode()
     if len(name) > FOLDER_BYTES:
@@ -59,15 +74,39 @@ def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
     while not _is_free(comm, folder, limit_s):
         number += 1
         folder = first / str(number)
-    if comm.rank == 0 and folder != wanted:
-        logger.warning("NETBOTTLENECK_DIR=%s already holds a run: this run is written to %s", wanted, folder)
+    if comm.rank == 0:
+        if folder != wanted:
+            logger.warning("NETBOTTLENECK_DIR=%s already holds a run: this run is written to %s", wanted, folder)
+        return folder
+    try:
+        (folder / RANKS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return own_folder(wanted, comm.rank, error)
+    return folder if os.access(folder / RANKS, os.W_OK | os.X_OK) else own_folder(wanted, comm.rank, "not writable")
+
+
+def own_folder(wanted: Path, rank: int, why: object) -> Path:
+    """Return the first free folder of wanted, wanted/2, …, for a rank that cannot write to rank 0's folder.
+
+    `gather` copies its records. Raises OSError if it cannot be created.
+    """
+    names = itertools.chain([wanted], (wanted / str(number) for number in itertools.count(2)))
+    folder = next(path for path in names if not _holds_records(path, rank))
+    (folder / RANKS).mkdir(parents=True, exist_ok=True)
+    logger.info("rank %d writes to %s until its records are copied, not to rank 0's folder: %s", rank, folder, why)
     return folder
 
 
 def _is_free(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
     """Return True if no rank finds a run in the folder; rank 0 has then reserved it."""
-    mine = _take(folder) if comm.rank == 0 else not any((folder / RANKS).glob(f"{comm.rank}.*"))
+    mine = _take(folder) if comm.rank == 0 else not _holds_records(folder, comm.rank)
     return all(free == b"1" for free in together(comm, b"1" if mine else b"0", limit_s))
+
+
+def _holds_records(folder: Path, rank: int) -> bool:
+    """Return True if a folder holds an earlier run, or records of this rank. Rank 0 describes a run only later."""
+    # os.path: this host may not be allowed to look into rank 0's folder.
+    return os.path.exists(folder / "run.json") or any((folder / RANKS).glob(f"{rank}.*"))
 
 
 def _take(folder: Path) -> bool:
@@ -83,7 +122,10 @@ def _take(folder: Path) -> bool:
 
 
 def move_records(scratch: Path, folder: Path) -> None:
-    """Move the records of a rank that began without the others into the run folder, and remove `scratch`."""
+    """Move the records of a rank that began without the others into the run folder, and remove `scratch`.
+
+    Raises OSError if the folder is on another file system: the rank still writes to the files.
+    """
     (folder / RANKS).mkdir(parents=True, exist_ok=True)
     for path in (scratch / RANKS).iterdir():
         path.rename(folder / RANKS / path.name)
@@ -91,10 +133,11 @@ def move_records(scratch: Path, folder: Path) -> None:
 
 
 def keep_alone(scratch: Path, wanted: Path, rank: int) -> Path:
-    """Rename `scratch` to a free folder of one rank beside `wanted`, and return that."""
-    first = f"{wanted.name}-rank{rank}"
+    """Rename `scratch` to a free folder of one rank in `wanted`, and return that."""
+    first = f"rank{rank}"
     names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    folder = next(path for path in map(wanted.with_name, names) if not path.exists())
+    folder = next(path for path in map(wanted.joinpath, names) if not path.exists())
+    wanted.mkdir(parents=True, exist_ok=True)
     scratch.rename(folder)
     return folder
 
@@ -158,11 +201,11 @@ def incomplete(folder: Path, size: int, until: float) -> list[int]:
     until: deadline by time.monotonic.
     """
     missing = list(range(size))
-    while missing and time.monotonic() < until:
+    while True:
         missing = [rank for rank in missing if not _is_complete(_meta_path(folder, rank))]
-        if missing:
-            time.sleep(0.02)
-    return missing
+        if not missing or time.monotonic() >= until:
+            return missing
+        time.sleep(0.02)
 
 
 def _is_complete(meta: Path) -> bool:
@@ -246,7 +289,7 @@ def _unpack(memory: bytearray, ranks: Path) -> None:
 
 
 # NCCL's events: its profiler plugin records them from the first communicator on, often before the run folder is known.
-# The plugin writes to a hidden file beside it, which becomes a ring of this rank.
+# The plugin writes to a hidden file, which becomes a ring of this rank.
 
 NCCL_EVENTS = "NETBOTTLENECK_NCCL_EVENTS"
 NCCL_HIDDEN = ".netbottleneck-nccl-"
@@ -263,7 +306,7 @@ def arrange_nccl_events(settings: Settings) -> None:
         theirs = os.environ.get("NCCL_PROFILER_PLUGIN") or (NCCL_DEFAULT if loads(NCCL_DEFAULT) else "")
         if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
             os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
-        hidden = wanted(settings).parent / f"{NCCL_HIDDEN}%h-%p.ring"
+        hidden = hidden_in(wanted(settings)) / f"{NCCL_HIDDEN}%h-%p.ring"
         with contextlib.suppress(OSError):  # no_nccl_events() tells
             hidden.parent.mkdir(parents=True, exist_ok=True)
         os.environ["NCCL_PROFILER_PLUGIN"] = str(NCCL_PLUGIN)

@@ -4,11 +4,9 @@ import atexit
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.launch import connect
-from netbottleneck.runtime import communicators, job, monitor, nccl, run_folder, sampler
+from netbottleneck.runtime import communicators, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.ring_reader import EVENTS
@@ -35,9 +33,6 @@ FINISH_S = 10.0  # total time that the end of a run may wait for other ranks
 FAILED_FINISH_S = 1.0  # the same after an error or a loss: by then the others have failed or left
 JOIN_S = 10.0  # time that a run begun alone waits for the other ranks
 REASON_BYTES = 512  # of a reason that ranks exchange
-LOG_EVERY = 6  # lines of progress for one in the log
-TERMINAL = 80  # columns of a terminal that does not tell
-PROGRESS_END_S = 1.0  # time for the end of the progress line
 AGREE_S = 10.0  # time that a rank waits for the others before the next arm begins
 
 READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
@@ -49,17 +44,22 @@ logger = logging.getLogger("netbottleneck")
 class Blocks:
     """Assignment of steps to arms: blocks of equal length, with the order of the arms reversed from cycle to cycle.
 
-    So a drift of the machine favours no arm (A B, B A, A B, …).
+    So a drift of the machine favours no arm (A B, B A, A B, …). turns: the arms that take turns; (): all. The block
+    first_block begins with the step first_step.
     """
 
     arms: tuple[Arm, ...]
     length: int
+    turns: tuple[Arm, ...] = ()
+    first_step: int = 0
+    first_block: int = 0
 
     def at(self, step: int) -> tuple[int, int]:
         """Return (block, index of the arm) of a step."""
-        block = step // self.length
-        cycle, position = divmod(block, len(self.arms))
-        return block, position if cycle % 2 == 0 else len(self.arms) - 1 - position
+        turns = self.turns or self.arms
+        block = (step - self.first_step) // self.length
+        cycle, position = divmod(block, len(turns))
+        return self.first_block + block, self.arms.index(turns[position if cycle % 2 == 0 else -1 - position])
 
     def ends_before(self, step: int) -> bool:
         """Return False: arms change without a decision."""
@@ -142,6 +142,11 @@ class Session:
         return isinstance(self.blocks, Auto) and self.stays is None
 
     @property
+    def switches(self) -> bool:
+        """True if an arm moves gradients by another path than the user's: ranks must then be in the same arm."""
+        return not set(self.blocks.arms) <= {STOCK, BARE}
+
+    @property
     def block_ends(self) -> bool:
         """True if the ranks choose the next block's arm before this step."""
         return self.stays is None and self.blocks.ends_before(self.step)
@@ -200,21 +205,20 @@ class Session:
         """Return True if all ranks are at this step, so that another block may begin. Every rank calls it.
 
         Ranks may skip steps that others make. If ranks differ, or do not answer within AGREE_S, all ranks stop
-        switching arms; with must_agree, a failed exchange raises instead, as control.exchange.
+        switching arms: a rank that comes later waits as long. With must_agree, a failed exchange raises instead, as
+        control.exchange.
         """
         if self.stays is not None:
             return False
         mine = self.blocks.values(self.step)
         try:
-            found = self.control.exchange(mine, limit_s=AGREE_S)
+            found = self.control.exchange(mine, limit_s=AGREE_S, name="netbottleneck.turns")
             same = {values[:8] for values in found} == {mine[:8]}
             why = "ranks are at different steps"
         except (OSError, HorovodInternalError) as error:
             if self.must_agree:
                 raise
             same, why = False, str(error)
-            # The others must not use this rank's answer for a step that it has already left.
-            self.control.abort(f"rank {self.place.rank} goes on without taking turns")
         if not same:
             self.why_stays = why
             return False
@@ -225,9 +229,19 @@ class Session:
         return True
 
     def keep_own_path(self, own: communicators.Communicator) -> None:
-        """Send gradients by the user's own path in all steps. Call before the first step ends."""
+        """Send gradients by the user's own path from the next step on; if none is recorded yet, from the current one.
+
+        Raises OSError if rank 0 cannot write the list of arms.
+        """
         self.arms = {**self.arms, STOCK: own, BARE: own}
-        self.blocks = Blocks((STOCK, BARE), self.settings.block_steps)
+        turns, length = (STOCK, BARE), self.settings.block_steps
+        if self.step < max(1, self.settings.start_step):
+            self.blocks = Blocks(turns, length)
+        else:  # records name an arm by its place in the list
+            arms = tuple(dict.fromkeys((*self.blocks.arms, *turns)))
+            self.blocks = Blocks(arms, length, turns, self.step + 1, self.blocks.at(self.step)[0] + 1)
+        if self.place.rank == 0:
+            run_folder.write_run(self.folder, _run(self))
 
     def stay(self, arm: Arm) -> None:
         """Assign all further steps to one arm, and stop recording them."""
@@ -280,6 +294,13 @@ class Session:
             **self.described,
         }
 
+    def fail(self, error: BaseException) -> None:
+        """End the run with the error that ends the training. A failure of the run folder is logged, not raised."""
+        try:
+            self.close(f"{type(error).__name__}: {error}")
+        except OSError as failure:  # the disk may be full
+            logger.error("%s: the record is not complete: %s", self.folder, failure)
+
     def close(self, error: str | None = None) -> None:
         """End the run. On return, the records of every rank that has arrived are complete on disk."""
         if self.closed or os.getpid() != self.pid:  # a forked child has no part in the run
@@ -329,8 +350,7 @@ class Session:
 
     @property
     def _finish_s(self) -> float:
-        given_up = self.stays is not None  # a rank that stopped taking turns has already aborted the connection
-        failed = self.error is not None or (self.comm is not None and self.comm.failed and not given_up)
+        failed = self.error is not None or (self.comm is not None and self.comm.failed)
         return FAILED_FINISH_S if failed else FINISH_S
 
     def collect(self) -> None:
@@ -528,7 +548,7 @@ def open_together(settings: Settings, **options: Any) -> Session:
             with contextlib.suppress(OSError, HorovodInternalError):
                 together(job.current().comm, FAILED, settings.start_timeout_s)
         if session is not None:
-            session.close(f"{type(error).__name__}: {error}")
+            session.fail(error)
         if _of_exchange(error) and "mismatched sizes" in str(error):
             raise HorovodInternalError(f"another rank could not open the run: see that rank's log ({error})") from error
         raise
@@ -545,120 +565,12 @@ def _meet(session: Session, control: "_core.Comm") -> None:
     together(control, b"written", limit_s)
     session.shared = run_folder.is_shared(control, session.folder, limit_s)
     session.on_close.append(monitor.watch(session.settings, session.place, session.folder / run_folder.RANKS))
-    if session.place.rank == 0 and _shows_progress(session.settings):
-        session.on_close.append(Progress(session.folder, session.settings.progress_s).close)
+    if session.place.rank == 0 and progress.is_shown(session.settings):
+        session.on_close.append(progress.Progress(session.folder, session.settings.progress_s).close)
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # the run may be closed by now
         control.record_clock(session.recorder)
         _clocked.clear()
         _clocked.add(session)
-
-
-def _shows_progress(settings: Settings) -> bool:
-    """Return True if the user asked for the progress, or would see it: on a terminal, or in the log."""
-    seen = "progress_s" in settings.sources or _is_terminal() or logger.isEnabledFor(logging.INFO)
-    return settings.progress_s > 0 and seen
-
-
-class Progress:
-    """Shows the run so far every period_s seconds, and warns if the cause changes. On rank 0.
-
-    Another process, `netbottleneck top`, reads the rings and computes; a thread here waits for its lines. Both begin
-    after the first period. On a terminal a line replaces the one before; else every LOG_EVERY-th is logged. A failure
-    ends the display, with one line in the log.
-    """
-
-    def __init__(self, folder: Path, period_s: float) -> None:
-        self._folder = folder
-        self._period_s = period_s
-        self._pid = os.getpid()
-        self._ended = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()  # `close` and the start of the process exclude each other
-        self._shown = 0  # width of the line on the terminal
-        self._thread = threading.Thread(target=self._follow, name="netbottleneck-progress", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # too many threads
-            logger.warning("the progress of the run is not shown: %s", error)
-
-    def close(self) -> None:
-        """End the process and the thread, and clear the line."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._ended.set()
-            if self._process is not None:
-                self._process.kill()  # it only reads
-        if self._thread.is_alive():
-            self._thread.join(PROGRESS_END_S)
-        self._show("")
-
-    def _follow(self) -> None:
-        if self._ended.wait(self._period_s):
-            return
-        try:
-            with self._lock:
-                if self._ended.is_set():
-                    return
-                process = self._process = self._begin()
-            with process:
-                try:
-                    assert process.stdout is not None
-                    for number, text in enumerate(process.stdout):
-                        self._say(json.loads(text), number)
-                except BaseException:
-                    process.kill()
-                    raise
-            if not self._ended.is_set():
-                code = process.returncode
-                logger.info("the progress of the run is no longer shown: its process ended with code %d", code)
-        except Exception as error:
-            logger.warning("the progress of the run is not shown: %s: %s", type(error).__name__, error)
-
-    def _begin(self) -> "subprocess.Popen[str]":
-        values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-        package = str(Path(__file__).resolve().parents[2])
-        values["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [values.get("PYTHONPATH")])])
-        values |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        arguments = ["top", str(self._folder), f"--refresh={self._period_s}", f"--of={self._pid}"]
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "netbottleneck", *arguments],
-            stdin=subprocess.PIPE,  # never written to: it closes when this process ends
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=values,
-            text=True,
-            start_new_session=True,  # Ctrl-C and kills of the process group are for the rank
-        )
-
-    def _say(self, message: Mapping[str, str], number: int) -> None:
-        if self._ended.is_set():
-            return
-        if message["alarm"]:
-            self._show("")
-            logger.warning("%s", message["alarm"])
-        if _is_terminal():
-            self._show(message["line"])
-        elif number % LOG_EVERY == 0:
-            logger.info("%s", message["line"])
-
-    def _show(self, line: str) -> None:
-        """Replace the line on the terminal. The cursor stays at its begin, so the script's next line overwrites it."""
-        if not (line or self._shown):
-            return
-        with contextlib.suppress(OSError, ValueError):  # it may be closed
-            room = max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or TERMINAL) - 1)
-            text = line if len(line) <= room else f"{line[: room - 1]}…"
-            sys.stderr.write(f"\r{text.ljust(min(self._shown, room))}\r")
-            sys.stderr.flush()
-            self._shown = len(text)
-
-
-def _is_terminal() -> bool:
-    try:
-        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    except (AttributeError, ValueError):  # replaced or closed
-        return False
 
 
 def observe(
@@ -676,7 +588,8 @@ def observe(
     can be written.
     """
     wanted = run_folder.wanted(settings, directory)
-    scratch = wanted.parent / f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
+    name = f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
+    scratch = run_folder.hidden_in(wanted) / name
     recorder = run_folder.open_ring(scratch, place.rank, "train", settings)
     opened = Session(
         settings,
@@ -760,12 +673,26 @@ class Joining:
                 _meet(session, this.comm)
         except Exception as error:
             with self._lock:
-                if session.comm is None and not self._alone:
+                if session.comm is not None:
+                    self._note_missing(error)
+                elif not self._alone:
                     self._stay_alone(str(error))
+
+    def _note_missing(self, error: Exception) -> None:
+        note = (
+            f"rank {self._session.place.rank} joined the run, but not all ranks began to record it ({error}): clocks "
+            "may not be aligned, and counters of hosts or the progress may be missing"
+        )
+        logger.warning("%s", note)
+        self._session.notes.append(note)
 
     def _adopt(self, this: job.Job, folder: Path) -> None:
         session = self._session
-        run_folder.move_records(session.folder, folder)
+        try:
+            run_folder.move_records(session.folder, folder)
+        except OSError as error:  # rank 0's folder is on another file system of this host
+            folder = run_folder.own_folder(self._wanted, this.place.rank, error)
+            run_folder.move_records(session.folder, folder)
         session.folder, session.place, session.comm = folder, this.place, this.comm
         session.write(finished=False)
         if this.place.rank == 0:
@@ -786,10 +713,9 @@ class Joining:
 
 
 def _run(session: Session) -> dict[str, Any]:
-    folder = session.folder
     return {
         "version": 1,
-        "id": f"{folder.parent.name}-{folder.name}" if folder.name.isdecimal() else folder.name,
+        "id": run_folder.run_id(session.folder),
         "command": sys.argv,
         "started_wall_ns": session.started_wall_ns,
         "size": session.place.size,

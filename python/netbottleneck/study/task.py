@@ -164,7 +164,7 @@ def open_task(task: Task) -> Generator[Session, None, None]:
     try:
         yield session
     except BaseException as error:
-        session.close(f"{type(error).__name__}: {error}")
+        session.fail(error)
         raise
     session.close()
     session.bring()

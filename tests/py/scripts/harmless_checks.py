@@ -328,6 +328,28 @@ def a_users_hook_is_called_as_without_us_and_timed() -> None:
 
 
 @check
+def a_hook_that_comes_late_leaves_earlier_steps_their_arms() -> None:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    wrapped = DistributedDataParallel(network())
+    found = measured(wrapped, "tcp,stock")
+    train(wrapped, 4)
+    wrapped.register_comm_hook(None, hook)  # the fifth step has begun
+    train(wrapped, 8)
+    folder = folder_of(found)
+    if dist.get_rank() == 0:
+        run = Run(folder)
+        arms = [*(2 * ["tcp"]), *(5 * ["stock"]), *(4 * ["bare"]), "stock"]
+        steps = run.trace.steps
+        assert [str(step.arm) for step in steps if step.rank == 0] == arms
+        assert len({(step.block, step.arm) for step in steps}) == len({step.block for step in steps})
+        assert run.text
+    dist.barrier()
+
+
+@check
 def models_that_are_left_alone_log_it_once_and_train() -> None:
     other = DistributedDataParallel(network())
     first = measured(other, "stock")

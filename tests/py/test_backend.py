@@ -45,14 +45,15 @@ def test_training(warm_ranks: Ranks, size: int, tmp_path: Path) -> None:
 
 AGAIN = """
 import threading
+from datetime import timedelta
 import torch, torch.distributed as dist
 import netbottleneck.torch
 for turn in range(20):
     dist.init_process_group("nb")
-    group = dist.new_group([0])
-    value = torch.ones(3)
-    dist.all_reduce(value)
-    assert value[0] == dist.get_world_size()
+    for group in (None, dist.new_group([0, 1], timeout=timedelta(seconds=20))):
+        value = torch.ones(3)
+        dist.all_reduce(value, group=group)
+        assert value[0] == dist.get_world_size()
     dist.all_reduce(value, async_op=True).get_future().wait()
     dist.destroy_process_group()
     assert threading.active_count() == 1, threading.enumerate()

@@ -306,3 +306,60 @@ def test_an_elastic_job_restarts_on_the_same_few_ports_while_children_live(
 ) -> None:
     for result in warm_ranks(2, ELASTIC, network | few_ports):
         assert "done" in result.stdout, result.stderr
+
+
+STEPS_OF_A_CHILD = """
+import os, sys, traceback, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 2, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+trained = DistributedDataParallel(model) if sys.argv[1] == "ddp" else model
+
+
+def train(value):
+    optimizer.zero_grad()
+    trained(torch.full((1, 4), value)).sum().backward()
+    optimizer.step()
+
+
+def child():
+    before = model.weight.clone()
+    for _ in range(3):
+        if trained is model:
+            train(16.0)
+        else:  # DDP itself would wait for the other rank
+            model.weight.grad = torch.full_like(model.weight, 16.0)
+            optimizer.step()
+    assert torch.equal(model.weight, before - 48.0), model.weight
+
+
+with netbottleneck.profile(trained, optimizer, transport="stock,tcp") as session:
+    for step in range(6):
+        forked = os.fork()
+        if forked == 0:
+            try:
+                child()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        assert os.waitpid(forked, 0)[1] == 0
+        train(1.0 + dist.get_rank())
+    assert session.stays is None
+assert model.weight.tolist() == [[-9.0] * 4] * 2, model.weight
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["ddp", "loop"])
+def test_a_child_that_steps_the_measured_optimizer_trains_by_itself(warm_ranks: Ranks, how: str) -> None:
+    env = LONG | {"NETBOTTLENECK_BLOCK_STEPS": "1"}
+    for result in warm_ranks(2, STEPS_OF_A_CHILD, env, args=[how]):
+        assert "done" in result.stdout, result.stderr
+        assert "measuring has ended" not in result.stderr

@@ -244,6 +244,36 @@ def test_gradients_of_nested_passes_are_sent_once_at_the_end_of_the_outermost(
     assert [line for line in result.stdout.splitlines() if line.startswith("flushed")] == ["flushed 1"] * 12
 
 
+SAMPLED = """
+import torch
+import netbottleneck
+
+fast, calls = torch._transformer_encoder_layer_fwd, []
+torch._transformer_encoder_layer_fwd = lambda *args: (calls.append(1), fast(*args))[1]
+frozen = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval().requires_grad_(False)
+model = torch.nn.Sequential(frozen, torch.jit.script(torch.nn.ReLU()), torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+with netbottleneck.profile(model, optimizer):
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3, 8)).sum().backward()
+        optimizer.step()
+print("fast", len(calls))
+"""
+
+
+def test_a_sampled_step_leaves_a_fast_path_and_torchscript_as_they_are(warm_ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    env = {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_SAMPLE_EVERY": "1"}
+    result = warm_ranks(1, SAMPLED, env)[0]
+    assert "fast 6" in result.stdout.splitlines()
+    trace = load(run)
+    assert not [note for note in trace.notes if "measuring ended" in note]
+    assert len(trace.steps) >= 5
+    for step in trace.steps:
+        assert [trace.modules[index] for index, _, _ in step.modules] == ["2"]
+
+
 def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
     plain, part = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     part.compile()
@@ -343,6 +373,40 @@ def test_buckets_under_way_are_those_sent_and_not_waited_for(warm_ranks: Ranks, 
     assert inside[0] == 0  # one bucket, which is sent with its last gradient
     assert min(inside[2:]) > 0
     assert set(after) == {0}
+
+
+SEGMENTS = """
+from torch.utils.checkpoint import checkpoint
+
+
+class Segments(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+model = DistributedDataParallel(Segments(), bucket_cap_mb=1)
+record = {"inside": [], "after": []}
+
+
+def run():
+    gradients = ddp.attach(model, session=session).gradients
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: record["inside"].append(gradients.pending))
+    train(8, lambda: record["after"].append(gradients.pending))
+"""
+
+
+def test_buckets_stay_under_way_from_one_reentrant_checkpoint_to_the_next(warm_ranks: Ranks, tmp_path: Path) -> None:
+    record, trace, _ = ran(warm_ranks, tmp_path, "tcp", SEGMENTS)
+    assert record["inside"][-2:] == [2, 2]  # of three; the layout is known by then
+    assert set(record["after"]) == {0}
+    assert not [note for note in trace.notes if "measuring ended" in note]
 
 
 BARE = """

@@ -52,6 +52,7 @@ def test_stock_stays_horovod_and_is_timed(warm_ranks: Ranks, tmp_path: Path, way
         assert c.done_ns is not None
         assert c.submit_ns <= c.start_ns <= c.done_ns, c
     assert all(len(step.grad_ready) == TENSORS for step in trace.steps if step.index > 0 and step.arm == "stock")
+    assert not any(step.grad_ready for step in trace.steps if step.arm == "bare")
     assert {t.provider for rank in trace.ranks for t in rank.transports} == {"horovod 0.28.1 over gloo"}
 
 

@@ -403,10 +403,12 @@ torch.save(model.module.state_dict(), io.BytesIO())
 
 
 def test_evaluation_and_checkpoints_are_parts_of_their_own(warm_ranks: Ranks, tmp_path: Path) -> None:
-    _, trace = ran(warm_ranks, tmp_path / "run", "stock", after=SAVING, steps=8)
+    setting = 'os.environ["NETBOTTLENECK_SAMPLE_EVERY"] = "1"'
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", setting=setting, after=SAVING, steps=8)
     assert trace is not None
     for step, split, _ in split_steps(trace):
         assert (len(step.forward), len(step.evaluation), len(step.checkpoints)) == (1, 3, 1)
+        assert [trace.modules[index] for index, _, _ in step.modules] == ["layer", "norm"]
         assert split.evaluation_ns > 0
         assert split.checkpoint_ns > 0
         assert sum(split.phases().values()) == split.step_ns

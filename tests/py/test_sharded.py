@@ -24,9 +24,9 @@ WIRE_NS = 3_000_000  # its WIRE_S
 STEPS, PARAMETERS, GROUPS = 40, 8, 3
 
 
-def trained(ranks: Ranks, how: str, env: dict[str, str]) -> tuple[str, str]:
+def trained(ranks: Ranks, how: str, env: dict[str, str], kind: str = "plain") -> tuple[str, str]:
     """Return the digest that all ranks print, and rank 0's log."""
-    results = ranks(2, SCRIPT, env, args=[str(STEPS), how])
+    results = ranks(2, SCRIPT, env, args=[str(STEPS), how, kind])
     found = {digest for result in results for digest in re.findall(r"^digest (\w+)$", result.stdout, re.MULTILINE)}
     assert len(found) == 1, found
     return found.pop(), results[0].stderr
@@ -163,3 +163,24 @@ def test_parameters_in_host_memory_and_a_device_are_left_alone(
     names = {**environment(tmp_path / "run"), **device}
     log = warm_ranks(2, ON_DEVICE, names, args=["fakecuda", "4", "offload"])[0].stderr
     assert log.count("is left alone: it is on cpu and fakecuda:0, and one clock is read: leave out the CPUOff") == 1
+
+
+def test_a_part_that_runs_later_is_stamped_from_then_on(warm_ranks: Ranks, tmp_path: Path) -> None:
+    digest, _ = trained(warm_ranks, "unmeasured", {}, "late")
+    folder = tmp_path / "run"
+    assert trained(warm_ranks, "import", environment(folder), "late")[0] == digest
+    trace = Run(folder).trace
+    assert not [note for note in trace.notes if "measuring ended" in note]
+    found = {step.index: len(step.grad_ready) for step in trace.steps if step.arm != BARE}
+    assert found[2] == PARAMETERS
+    assert found[max(found)] == PARAMETERS + 2
+
+
+def test_parameters_on_several_meshes_are_measured(warm_ranks: Ranks, tmp_path: Path) -> None:
+    digest, _ = trained(warm_ranks, "unmeasured", {}, "meshes")
+    folder = tmp_path / "run"
+    measured, log = trained(warm_ranks, "import", environment(folder), "meshes")
+    assert measured == digest
+    assert "left alone" not in log
+    for step in Run(folder).trace.steps:
+        assert len(step.grad_ready) == (0 if step.arm == BARE else PARAMETERS)

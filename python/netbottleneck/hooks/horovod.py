@@ -185,6 +185,16 @@ class Route(GradientSink):
         if self._stamps is not None:
             self._stamps.stop()
 
+    def rest(self, on: bool) -> None:
+        """Send all all-reduces to Horovod and stamp nothing, or record again. Call between steps."""
+        self.plain = on
+        if self._stamps is None:
+            return
+        if on:
+            self._stamps.stop()
+        else:
+            self._stamps.start(self.parameters)
+
     def flat(self, index: int) -> torch.Tensor:
         """Return a gradient as a flat view."""
         gradient = self.parameters[index].grad
@@ -496,7 +506,7 @@ class Attached:
             return None
         route.stock_only = all(arm.own_path for arm in session.arms)
         route.open(session.recorder)
-        Measured(session, route, optimizer, own_sync=False, bare=lambda on: setattr(route, "plain", on))
+        Measured(session, route, optimizer, own_sync=False, bare=route.rest)
         session.on_close.append(route.close)
         finish_at_exit(session)
         self._session = session

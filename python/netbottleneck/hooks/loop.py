@@ -141,6 +141,7 @@ class Sharded(GradientSink):
         self._on_device = recorder.device_stream is not None
         self._stamps = Stamps(recorder, len(named))
         self._all = True  # are stamped
+        self._complete = True  # all parts of the model have run
 
     @property
     def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
@@ -172,7 +173,7 @@ class Sharded(GradientSink):
         if self.paused or model is None or self._forwards == 1:
             return
         each = self.detailed or not self._on_device
-        if each != self._all:
+        if each != self._all or not self._complete:
             self.close()
         if self._stamps.on:
             return
@@ -180,12 +181,16 @@ class Sharded(GradientSink):
         self._stamps.start(self._stamped(model, each))
 
     def _stamped(self, model: torch.nn.Module, each: bool) -> list[torch.Tensor | None]:
-        """Return what autograd accumulates into, of every parameter or of each group's first; None for the others."""
-        whole: dict[int, torch.Tensor] = {}
+        """Return what autograd accumulates into, of every parameter or of each group's first; None for the others.
+
+        None too for a part of the model that has not run yet.
+        """
+        whole: dict[int, torch.Tensor | None] = {}
         firsts: set[int] = set()
         for group in _groups(model):
-            whole |= {id(one.sharded_param): one._unsharded_param for one in group.fsdp_params}
+            whole |= {id(one.sharded_param): getattr(one, "_unsharded_param", None) for one in group.fsdp_params}
             firsts |= set([id(p.sharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad][:1])
+        self._complete = all(parameter is not None for parameter in whole.values())
         return [whole.get(id(p), p) if each or id(p) in firsts else None for p in self.parameters]
 
     def close(self) -> None:
@@ -206,8 +211,10 @@ def _groups(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
-        group = getattr(state, "_fsdp_param_group", None)
-        yield from () if group is None else (group,)
+        if hasattr(state, "_fsdp_param_groups"):  # one for each mesh
+            yield from state._fsdp_param_groups
+        elif (group := getattr(state, "_fsdp_param_group", None)) is not None:  # of an earlier torch
+            yield group
 
 
 def _measures() -> bool:

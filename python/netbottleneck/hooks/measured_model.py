@@ -370,6 +370,9 @@ class Measured:
         self._collectives.watch(on and self._arm != BARE and not self.closed and not self._broken)
 
     def _forward_begins(self) -> None:
+        if self._in_child:
+            self.gradients.paused = True
+            return
         self._collectives.forward(True)
         if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
             self._drop_pass()  # not for an evaluation, which another thread may run during the pass
@@ -379,8 +382,9 @@ class Measured:
         if self.on_forward is not None:
             self.on_forward()
         if self._arm != BARE:
-            self.guarded(self._forward_begin if torch.is_grad_enabled() else self._evaluation_begin)
-            if self.session.sampled:
+            trains = torch.is_grad_enabled()
+            self.guarded(self._forward_begin if trains else self._evaluation_begin)
+            if trains and self.session.sampled:
                 self.guarded(self._sample)
 
     def _forward_ends(self) -> None:
@@ -390,13 +394,17 @@ class Measured:
             self.guarded(self._forward_end)
 
     def _sample(self) -> None:
-        """Stamp every module of this forward pass."""
+        """Stamp every module of this forward pass that may have hooks."""
         model = None if self._model is None else self._model()
-        found = [] if model is None or self._sampling else list(leaves(model))
+        if model is None or self._sampling:
+            return
+        found, left_out = list(leaves(model)), without_hooks(model)
         if [name for name, _ in found] != self._leaves or compiled(model):
             return
         put = self.session.recorder.stamper
         for index, (_, module) in enumerate(found):
+            if id(module) in left_out:
+                continue
             self._sampling.append(module.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"], index + 1)))
             self._sampling.append(module.register_forward_hook(put(EVENTS["FORWARD_END"], index + 1)))
 
@@ -459,7 +467,14 @@ class Measured:
         self.gradients.flush()
         self.gradients.wait()
 
+    @property
+    def _in_child(self) -> bool:
+        """True in a forked child, which has no part in the run."""
+        return os.getpid() != self.session.pid
+
     def _before_step(self) -> None:
+        if self._in_child:
+            return
         if (
             self._own_sync
             and not self.gradients.paused
@@ -480,7 +495,7 @@ class Measured:
 
     def _after_step(self) -> None:
         self._collectives.in_optimizer = False
-        if self.closed:
+        if self.closed or self._in_child:
             return
         if _c._current_graph_task_id() != -1:
             # The gradients' path must not change during a backward pass: the next forward pass ends this step.
@@ -536,6 +551,18 @@ def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     inner = getattr(model, "_orig_mod", model)
     inner = inner.module if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else inner
     return ((name, module) for name, module in inner.named_modules() if not any(module.children()))
+
+
+def without_hooks(model: torch.nn.Module) -> set[int]:
+    """Return the ids of modules that get no hooks: those of TorchScript, which refuses them, and of a fast path.
+
+    Outside training nn.TransformerEncoderLayer takes its fast path, but not if a module inside it has a hook.
+    """
+    found = {id(part) for part in model.modules() if isinstance(part, torch.jit.ScriptModule)}
+    for part in model.modules():
+        if isinstance(part, torch.nn.TransformerEncoderLayer) and not part.training:
+            found |= {id(inside) for inside in part.modules()}
+    return found
 
 
 def compiled(model: torch.nn.Module | None) -> bool:

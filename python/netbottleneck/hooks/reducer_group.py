@@ -294,9 +294,11 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         """Reduce a bucket. The reducer calls this in the backward pass and holds its mutex: do not call the reducer."""
         if not self._own:
             place = self._next_place(tensors)
-            if place is None or not place.takes:
-                return self._group.allreduce(tensors, opts)
-            return self._send(place, tensors[0])
+            if place is not None and place.takes:
+                return self._send(place, tensors[0])
+            if self._under_way:
+                self._in_backward()  # it may be the last bucket, and DDP then waits for all at the end of this pass
+            return self._group.allreduce(tensors, opts)
         submitted = None
         try:
             submitted = self._stamp_submission(self._next_place(tensors))
@@ -457,9 +459,27 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             _engine.queue_callback(self._wait_begins)
         return True
 
+    def _more_to_come(self) -> bool:
+        """Return True if this pass runs inside another one, and DDP sends more buckets after it.
+
+        False while the layout of the buckets is not known. DDP waits for all of them in the pass of the last one.
+        """
+        return (
+            self._index < len(self.buckets)
+            and self._sent_elements < self._elements
+            and _c._current_autograd_node() is not None
+            and all(bucket.parameters for bucket in self.buckets)
+        )
+
     @eager
     def _wait_begins(self) -> None:
-        """Wait for the buckets in flight. When no transfer is left in flight, raise the first failure."""
+        """Wait for the buckets in flight. When no transfer is left in flight, raise the first failure.
+
+        At the end of a pass inside another one, as of a reentrant checkpoint, a later bucket queues the wait again.
+        """
+        if self._more_to_come():
+            self._task = -1
+            return
         self._wait_ns = self._now_ns()
         self._wait_begin()
         self._settle()

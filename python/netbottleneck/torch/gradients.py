@@ -209,6 +209,18 @@ class GradientSink:
     def discard(self) -> None:
         """End a pass that has failed, without its sums. Every rank calls it. Nothing where DDP or Horovod waits."""
 
+    def restart(self) -> None:
+        """Begin the step again, without the passes so far. While operations are pending, every rank calls it.
+
+        Raises the failure of a transfer, after which the step has begun too.
+        """
+        try:
+            if self.pending:
+                self.discard()
+        finally:
+            if not self.pending:
+                self._passes_change()
+
     def close(self) -> None:
         """Remove the hooks."""
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """Horovod's DistributedOptimizer: any torch optimizer, with gradients reduced during the backward pass."""
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from netbottleneck.errors import FAILURES, HorovodInternalError
 from netbottleneck.runtime import async_operations, job
 from netbottleneck.runtime.async_operations import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
@@ -138,6 +140,9 @@ class Carrier(Protocol):
     def wait(self) -> None:
         """Wait until all gradients are back."""
 
+    def restart(self) -> None:
+        """Begin the step again: see GradientSink.restart."""
+
     def close(self) -> None:
         """Remove the hooks."""
 
@@ -184,6 +189,13 @@ class Guarded:
         """Wait until all gradients are back."""
         try:
             self.inner.wait()
+        finally:
+            self._guard.reset()
+
+    def restart(self) -> None:
+        """Begin the step again: see GradientSink.restart."""
+        try:
+            self.inner.restart()
         finally:
             self._guard.reset()
 
@@ -394,6 +406,18 @@ class _Distributed(torch.optim.Optimizer):
         """Stop reducing gradients for good."""
         self._leave()
         self._ended = True
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a state, as the base class does, and begin the step again: earlier backward passes no longer count.
+
+        While gradients are in flight, every rank calls it. It waits for them; they then count as not reduced.
+        """
+        if self._carrier is not None:
+            # Nobody uses these sums. The next operation raises a failure of the job.
+            with contextlib.suppress(*FAILURES, HorovodInternalError):
+                self._carrier.restart()
+        self._synchronized = False
+        super().load_state_dict(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, as the base class does; AssertionError while they are in flight."""

@@ -201,15 +201,8 @@ class PerParameter(GradientSink):
 
         Raises the failure of a transfer, and RuntimeError for a gradient that was deleted meanwhile.
         """
-        sent, self._sent = self._sent, {}
-        sparse, self._sparse = self._sparse, {}
-        self._left = dict.fromkeys(self.parameters, self._passes)
-        self._stamp("WAIT_BEGIN")
-        try:
-            results = {parameter: (wait(), context) for parameter, (wait, context) in sent.items()}
-            results |= {parameter: (wait(), None) for parameter, wait in sparse.items()}
-        finally:
-            self._stamp("WAIT_END")
+        sparse = set(self._sparse)
+        results = self._received()
         deleted = [self.names[self._index[parameter]] for parameter in results if parameter.grad is None]
         for parameter, (result, context) in results.items():
             if parameter.grad is not None:
@@ -219,6 +212,26 @@ class PerParameter(GradientSink):
                 f"gradients were deleted while they were on their way: {', '.join(deleted)}: delete gradients after "
                 "synchronize() or step()"
             )
+
+    def discard(self) -> None:
+        """End a pass without its sums: send what is missing, and wait. Every rank calls it.
+
+        Raises the failure of a transfer.
+        """
+        self.flush()
+        self._received()
+
+    def _received(self) -> dict[torch.Tensor, tuple[torch.Tensor, Any]]:
+        """Wait until all gradients are back; return each sum, and the context of its compression."""
+        sent, self._sent = self._sent, {}
+        sparse, self._sparse = self._sparse, {}
+        self._left = dict.fromkeys(self.parameters, self._passes)
+        self._stamp("WAIT_BEGIN")
+        try:
+            results = {parameter: (wait(), context) for parameter, (wait, context) in sent.items()}
+            return results | {parameter: (wait(), None) for parameter, wait in sparse.items()}
+        finally:
+            self._stamp("WAIT_END")
 
     def _put(self, parameter: torch.Tensor, result: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -305,6 +318,14 @@ class SparseApart:
         self.gradients.wait()
         if self.gradients.dropped:
             self._part(own)
+
+    def restart(self) -> None:
+        """Begin the step again, as GradientSink.restart."""
+        try:
+            self.gradients.restart()
+        finally:
+            if self._sparse is not None:
+                self._sparse.restart()
 
     def _part(self, own: dict[torch.Tensor, torch.Tensor]) -> None:
         """Send sparse gradients one by one from now on, and resend those of this step (own)."""

@@ -402,6 +402,17 @@ def check_turned(group: Any) -> None:
 
 
 @check
+def a_destroyed_group_can_be_created_again() -> None:
+    members = list(range(min(2, size())))
+    for _ in range(10 if rank() in members else 0):
+        group = dist.new_group(members, timeout=timedelta(seconds=20), **alone())
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == len(members)
+        dist.destroy_process_group(group)
+
+
+@check
 def tensors_of_other_shapes() -> None:
     wide = torch.arange(12.0).reshape(3, 4) + rank()
     expected = sum(torch.arange(12.0).reshape(3, 4).t() + other for other in range(size()))
@@ -423,6 +434,22 @@ def tensors_of_other_shapes() -> None:
         for one in several:
             dist.all_reduce(one)
     assert [one[0].item() for one in several] == [float(sum(range(size())))] * 3
+
+
+@check
+def the_names_of_earlier_torch_work() -> None:
+    group: Any = dist.group.WORLD
+    lines, mine = torch.zeros(2, size()), torch.tensor([float(rank())])
+    group._allgather_base(lines[0], mine).wait()
+    group.allgather_into_tensor_coalesced([lines[1]], [mine]).wait()
+    assert lines.tolist() == [[float(other) for other in range(size())]] * 2
+    sums, parts = torch.zeros(2, 1), torch.arange(float(size()))
+    group._reduce_scatter_base(sums[0], parts).wait()
+    group.reduce_scatter_tensor_coalesced([sums[1]], [parts]).wait()
+    assert sums.tolist() == [[float(size() * rank())]] * 2
+    came = torch.zeros(size())
+    group.alltoall_base(came, parts + 10 * rank(), [], []).wait()
+    assert came.tolist() == [10.0 * other + rank() for other in range(size())]
 
 
 @check

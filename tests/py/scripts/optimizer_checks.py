@@ -205,6 +205,23 @@ def hooks_of_the_user_run_once_a_step_also_after_a_state_was_loaded() -> None:
 
 
 @check
+def a_loaded_state_begins_the_step_again() -> None:
+    for options in ({}, {"compression": hvd.Compression.fp16}):
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=4, **options)
+        for step, passes in enumerate((2, 4)):  # after four, gradients are in flight
+            for _ in range(passes):
+                weight.sum().backward()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+            for _ in range(4):
+                weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert weight.tolist() == [-4.0 * (step + 1)] * 4
+
+
+@check
 def clipping_between_synchronize_and_step() -> None:
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.zeros_(model.weight)

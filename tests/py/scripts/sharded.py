@@ -1,11 +1,13 @@
 """Trains a model that FSDP2 shards, on the CPU over gloo; prints a digest of its weights.
 
 Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach`
-or `profile` (before the first step), or `unmeasured` (netbottleneck is not imported).
+or `profile` (before the first step), or `unmeasured` (netbottleneck is not imported). Then, if it is not the plain
+model: `late` (its head runs from the sixth step on) or `meshes` (weights and biases are on two meshes).
 """
 
 import hashlib
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,32 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 STEPS, HOW = int(sys.argv[1]), sys.argv[2]
+KIND = sys.argv[3] if len(sys.argv) > 3 else "plain"
 if HOW != "unmeasured":
     import netbottleneck
+
+
+class Late(torch.nn.Module):
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = torch.nn.Linear(7, 7)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        x = self.body(x)
+        return self.head(x) if self.passes > 5 else x
+
+
+def on_two_meshes() -> dict[str, Any]:
+    """Return the arguments that shard weights over another process group than biases."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    both = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
+    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(both["all"], shard_mesh_dim=0))
+    return {"shard_placement_fn": lambda parameter: other if parameter.ndim > 1 else None}
 
 
 def trained(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -30,13 +56,18 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = torch.nn.Sequential(
+    model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 96)),
         torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Tanh()),
         torch.nn.Linear(64, 7),
     )
-    for part in model:
-        fully_shard(part, mesh=mesh)
+    parts = list(model.children())
+    if KIND == "late":
+        model = Late(model)
+        parts.append(model.head)
+    options = on_two_meshes() if KIND == "meshes" else {}
+    for part in parts:
+        fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if HOW == "attach":

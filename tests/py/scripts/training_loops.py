@@ -133,6 +133,20 @@ class Again(torch.nn.Module):
         return self.last(again)
 
 
+class Segments(torch.nn.Module):
+    """Computes the activations of each of its layers twice, in backward passes inside the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers.children():
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
 def inputs() -> torch.Tensor:
     return torch.randn(4, 6)
 
@@ -151,6 +165,7 @@ def loss_of(way: Way) -> torch.Tensor:
     Setting(lambda: Again(False)),
     Setting(lambda: Again(True)),
     Setting(lambda: Again(False), ddp_only=True, static_graph=True),
+    Setting(Segments, ddp_only=True, bucket_cap_mb=0.01),
 )
 def gradients_are_set_to_none(way: Way) -> int:
     for _ in range(STEPS):

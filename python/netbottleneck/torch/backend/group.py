@@ -6,6 +6,7 @@ Its methods have torch's names and arguments; backend/collectives.py implements 
 import atexit
 import contextlib
 import functools
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -221,7 +222,9 @@ def collective(method: Callable[..., Call], of: int = 0) -> Callable[..., Backen
             return self._begin(Operation(), method(self, *args, **kwargs))
         if is_ours(self, device):
             return self._begin(DeviceOperation(device), method(self, *args, **kwargs))
-        return cast(BackendWork, getattr(elsewhere(self, device), method.__name__)(*args, **kwargs))
+        other, name = elsewhere(self, device), method.__name__
+        given = name if hasattr(other, name) else EARLIER.get(name, name)
+        return cast(BackendWork, getattr(other, given)(*args, **kwargs))
 
     return called
 
@@ -408,7 +411,20 @@ def _op(what: str, opts: Any) -> str:
     return collectives.op_name(what, getattr(opts, "reduceOp", opts))
 
 
+EARLIER = {  # names in torch 2.3 to 2.12
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+for _later, _earlier in EARLIER.items():
+    setattr(NbGroup, _earlier, getattr(NbGroup, _later))
+
+
 # Creation of a process group from torch.distributed's store, rank and size.
+
+NONCE_BYTES = 8
 
 
 @dataclass
@@ -443,11 +459,12 @@ def create(options: Any, backend_options: Any) -> NbGroup:
 
 def _ranks(link: Link, jobs: list[int], options: Any) -> Ranks:
     """Return the ranks of a subgroup; its first rank assigns the group's number."""
+    key = link.number_key(jobs)
     if options.group_rank == 0:
         number = link.fresh_number()
-        options.store.set("netbottleneck/number", str(number))
+        options.store.set(key, str(number))
     else:
-        number = int(options.store.get("netbottleneck/number"))
+        number = int(options.store.get(key))
     order = sorted(range(len(jobs)), key=lambda rank: jobs[rank])
     return Ranks(number, jobs, options.group_rank, order)
 
@@ -462,7 +479,9 @@ def _open(store: Any, rank: int, size: int, timeout: timedelta) -> Link:
             store.delete_key("netbottleneck/left")
     meeting = Rendezvous(Store(lambda: store, "torch.distributed's store"))
     place = connect.Place(rank, size, None, None, None, None, "torch.distributed")
-    link = Link(connect.connect_at(settings, place, meeting), store)
+    comm = connect.connect_at(settings, place, meeting)
+    nonce, *_ = comm.exchange(secrets.token_bytes(NONCE_BYTES), limit_s=settings.start_timeout_s)
+    link = Link(comm, store, nonce)
     _process.links = [other for other in _process.links if not other.closed]
     _process.links.append(link)
     return link

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -456,13 +457,15 @@ logger = logging.getLogger("netbottleneck")
 
 
 class Link:
-    """A communicator of `size` ranks, and the store of their rendezvous."""
+    """A communicator of `size` ranks, and the store of their rendezvous. nonce: of this link alone, on all ranks."""
 
-    def __init__(self, comm: "_core.Comm", store: Any) -> None:
+    def __init__(self, comm: "_core.Comm", store: Any, nonce: bytes) -> None:
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.store = store
+        self._nonce = nonce.hex()
+        self._created: Counter[tuple[int, ...]] = Counter()  # process groups by their ranks
         self.progress = Progress()
         self.closed = False
         self._process = os.getpid()
@@ -503,6 +506,14 @@ class Link:
     def fresh_number(self) -> int:
         """Return an unused group number; one rank of the group calls it."""
         return self.size * (self.size + 1) + int(self.store.add("netbottleneck/groups", 1))
+
+    def number_key(self, ranks: Sequence[int]) -> str:
+        """Return the key for the number of a new group of these ranks: the same on all of them, and unused.
+
+        torch may give a new group the name, and so the keys, of a group that was destroyed.
+        """
+        self._created[tuple(ranks)] += 1
+        return f"netbottleneck/number.{self._nonce}.{self._created[tuple(ranks)]}"
 
     def log_notices(self) -> None:
         """Log the communicator's notices: stalled ranks, lost lanes."""

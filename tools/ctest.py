@@ -83,6 +83,7 @@ WRAPPED = {
         *("nb_fold_fill", "nb_fold_reduce", "nb_fold_empty", "nb_fold_sum", "nb_fold_spread"),
     ),
     "test_shm": ("nb_fold_direct", "nb_shm_rendezvous"),
+    "test_sock": ("getifaddrs", "freeifaddrs"),
     "test_twolevel_faults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }
 SKIPPED = 77

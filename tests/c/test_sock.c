@@ -1,6 +1,7 @@
 // Sockets: addresses are parsed and formatted consistently, ports come from their range, and a closed peer causes an
 // error, not a signal. Also congestion control and the selection of interfaces.
 #include <errno.h>
+#include <ifaddrs.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
@@ -13,6 +14,28 @@
 #include "check.h"
 
 enum { LIMIT_MS = 60000 };
+
+// The host's interfaces; NULL: the real ones.
+static struct ifaddrs *simulated;
+
+int __real_getifaddrs(struct ifaddrs **all);
+int __wrap_getifaddrs(struct ifaddrs **all);
+void __real_freeifaddrs(struct ifaddrs *all);
+void __wrap_freeifaddrs(struct ifaddrs *all);
+
+int __wrap_getifaddrs(struct ifaddrs **all) {
+    if (simulated == NULL) {
+        return __real_getifaddrs(all);
+    }
+    *all = simulated;
+    return 0;
+}
+
+void __wrap_freeifaddrs(struct ifaddrs *all) {
+    if (all != simulated) {
+        __real_freeifaddrs(all);
+    }
+}
 
 static int64_t deadline_in_ms(int ms) {
     return nb_now_ns() + ms * (int64_t)1000000;
@@ -323,6 +346,34 @@ static void test_interfaces(void) {
     CHECK(count_of_lo == 1, "a name is not listed exactly once: %s", err.text);
 }
 
+static void check_selected(const char *spec, int expected) {
+    struct nb_sockaddr addrs[4];
+    char names[4][IF_NAMESIZE];
+    int count = nb_sock_interfaces(spec, addrs, names, 4, NULL);
+    CHECK(count == expected, "'%s' selects %d", spec, count);
+}
+
+// An interface without carrier is selected only by its exact name.
+static void test_interface_without_carrier(void) {
+    char busy_name[] = "eth0";
+    char idle_name[] = "eth1";
+    struct nb_sockaddr any;
+    CHECK(nb_sock_parse("10.0.0.1:0", &any, NULL) == 0, "parse");
+    struct ifaddrs idle = {.ifa_name = idle_name, .ifa_flags = IFF_UP, .ifa_addr = &any.any};
+    struct ifaddrs busy = {
+        .ifa_next = &idle, .ifa_name = busy_name, .ifa_flags = IFF_UP | IFF_RUNNING, .ifa_addr = &any.any};
+    simulated = &busy;
+    check_selected("", 1);
+    check_selected("eth", 1);
+    check_selected("eth1", -ENODEV);
+    check_selected("=eth1", 1);
+    check_selected("=eth0,eth1", 2);
+    check_selected("^docker0", 1);
+    check_selected("^=docker0", 1);
+    check_selected("^=eth0", -ENODEV);
+    simulated = NULL;
+}
+
 int main(void) {
     test_parse_and_format();
     test_loopback_and_port();
@@ -331,5 +382,6 @@ int main(void) {
     test_congestion();
     test_connection_refused();
     test_interfaces();
+    test_interface_without_carrier();
     return 0;
 }

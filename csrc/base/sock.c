@@ -22,7 +22,11 @@
 #include "base/error.h"
 #include "base/fork.h"
 
-enum { PORT_MAX = 65535 };
+enum {
+    PORT_MAX = 65535,
+    OPTION_RTO_MAX_MS = 44, // TCP_RTO_MAX_MS, since Linux 6.15; missing in older headers
+    RTO_LEAST_MS = 1000     // the kernel refuses less
+};
 
 static bool parse_port(const char *text, uint16_t *port) {
     size_t digits = strspn(text, "0123456789");
@@ -279,6 +283,9 @@ void nb_sock_tune(int fd, int timeout_ms) {
     (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &third_s, sizeof third_s);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
+    // Intervals that only double would miss a link that comes back in the second half of the time limit.
+    int rto_ms = timeout_ms / 8 > RTO_LEAST_MS ? timeout_ms / 8 : RTO_LEAST_MS;
+    (void)setsockopt(fd, IPPROTO_TCP, OPTION_RTO_MAX_MS, &rto_ms, sizeof rto_ms);
 }
 
 // 0 when ready or interrupted: the caller retries, and calls again if there was nothing.

@@ -66,7 +66,8 @@ int nb_sock_check_congestion(const char *congestion, struct nb_error *err);
 // The pending error of a connect that became writable: 0 or -errno.
 int nb_sock_connected(int fd);
 
-// Sets TCP_NODELAY, keepalive, and TCP_USER_TIMEOUT = timeout_ms.
+// Sets TCP_NODELAY and keepalive. timeout_ms > 0: also TCP_USER_TIMEOUT, and where the kernel can, the longest interval
+// of retransmissions: an eighth of timeout_ms, at least 1 s.
 void nb_sock_tune(int fd, int timeout_ms);
 
 // Write or read whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). 0, -ETIMEDOUT,

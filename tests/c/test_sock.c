@@ -219,6 +219,23 @@ static void test_end_of_peer(int fds[2]) {
     close(fds[1]);
 }
 
+static int tcp_option(int fd, int option) {
+    int value = 0;
+    socklen_t len = sizeof value;
+    return getsockopt(fd, IPPROTO_TCP, option, &value, &len) == 0 ? value : -errno;
+}
+
+static void test_time_limits(int fd) {
+    enum { OPTION_RTO_MAX_MS = 44 };
+    nb_sock_tune(fd, 16000);
+    CHECK(tcp_option(fd, TCP_USER_TIMEOUT) == 16000, "TCP_USER_TIMEOUT is %d", tcp_option(fd, TCP_USER_TIMEOUT));
+    int rto_ms = tcp_option(fd, OPTION_RTO_MAX_MS);
+    CHECK(rto_ms == 2000 || rto_ms == -ENOPROTOOPT, "TCP_RTO_MAX_MS is %d", rto_ms); // since Linux 6.15
+    nb_sock_tune(fd, 500);
+    rto_ms = tcp_option(fd, OPTION_RTO_MAX_MS);
+    CHECK(rto_ms == 1000 || rto_ms == -ENOPROTOOPT, "TCP_RTO_MAX_MS is %d", rto_ms);
+}
+
 static void get_congestion(int fd, char name[16]) {
     socklen_t len = 15;
     memset(name, 0, 16);
@@ -264,6 +281,7 @@ static void test_connections(void) {
     CHECK(connect_pair("127.0.0.1:0", NULL, fds, &from), "no IPv4 loopback");
     check_reno(fds);
     test_read_and_write_all(fds);
+    test_time_limits(fds[0]);
     close(fds[0]);
     close(fds[1]);
     CHECK(connect_pair("127.0.0.1:0", "127.0.0.2:1", fds, &from), "cannot connect from 127.0.0.2");

@@ -2,6 +2,7 @@
 // memory. Also tests limits of pending operations and that an idle communication thread sleeps.
 #include <errno.h>
 #include <malloc.h>
+#include <netinet/tcp.h>
 #include <semaphore.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -210,6 +211,16 @@ static void implausible_stream_counts(struct test_rank *me) {
     nb_job_info(me->job, &info);
     CHECK(info.probe_count <= NB_PROBE_MAX, "%d points", info.probe_count);
     close(fd);
+}
+
+// The join has another time limit than the job.
+static void control_connection_has_limit_of_job(struct test_rank *me) {
+    int limit_ms = 0;
+    socklen_t len = sizeof limit_ms;
+    int fd = me->job->controls[1 - me->rank].watch.fd;
+    CHECK(getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, &len) == 0, "TCP_USER_TIMEOUT: %m");
+    CHECK(limit_ms == me->timeout_ms, "the limit of rank %d is %d ms, not %d", me->rank, limit_ms, me->timeout_ms);
+    test_barrier(me, "after"); // no rank leaves before
 }
 
 // Lists of valid operations, together more than rank 0 keeps.
@@ -576,6 +587,8 @@ int main(void) {
     test_floods();
     test_room_before_sleep();
     test_unwatched_connection_closes_once();
+    template.run = control_connection_has_limit_of_job;
+    test_job(&template);
     template.run = implausible_stream_counts;
     test_job(&template);
     template.run = kinds_differ;

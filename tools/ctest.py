@@ -49,6 +49,7 @@ WRAPPED = {
     "test_control": ("epoll_wait", "close", "nb_control_init", "nb_shared_sleep", "nb_shared_wake"),
     "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
+    "test_faults": ("nb_lanes_peer_open",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
     "test_start_order": (

@@ -12,6 +12,8 @@
 
 #include "base/error.h"
 
+struct nb_interrupt;
+
 enum { NB_SOCK_TEXT = 64 }; // "[fe80::…]:65535"
 
 struct nb_sockaddr {
@@ -70,9 +72,9 @@ int nb_sock_connected(int fd);
 // of retransmissions: an eighth of timeout_ms, at least 1 s.
 void nb_sock_tune(int fd, int timeout_ms);
 
-// Write or read whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). 0, -ETIMEDOUT,
-// -ECONNRESET or -errno.
-int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns);
-int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns);
+// Write or read whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). `interrupt` may be NULL.
+// 0, -ETIMEDOUT, -ECONNRESET, -EINTR if interrupted, or -errno.
+int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns, struct nb_interrupt *interrupt);
+int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns, struct nb_interrupt *interrupt);
 
 #endif

@@ -132,7 +132,7 @@ struct nb_job_info {
 };
 
 // Opens the lanes, exchanges their addresses and starts the communication thread. Errors name what was asked for and
-// what is available.
+// what is available. -EINTR if the interrupt of config->boot ends a wait; it is not used after the call.
 int nb_job_open(struct nb_job **job, const struct nb_job_config *config, struct nb_error *err);
 // Announces to the other ranks that this rank leaves in good order, fails pending operations with NB_ECLOSED, and ends
 // the thread. Waits at most 2 s for live peers to confirm what was sent to them.

@@ -255,8 +255,8 @@ static void flood_of_submissions(struct test_rank *me) {
                 list[i].kind = NB_OP_BARRIER;
                 snprintf(list[i].name, sizeof list[i].name, "flood.%d", at * flood->each + i);
             }
-            CHECK(nb_sock_write_all(fd, &header, sizeof header, test_deadline_ns()) == 0 &&
-                      nb_sock_write_all(fd, list, header.bytes, test_deadline_ns()) == 0,
+            CHECK(nb_sock_write_all(fd, &header, sizeof header, test_deadline_ns(), NULL) == 0 &&
+                      nb_sock_write_all(fd, list, header.bytes, test_deadline_ns(), NULL) == 0,
                   "list %d: %m", at);
         }
         free(list);
@@ -293,7 +293,7 @@ static void flood_of_pings(struct test_rank *me) {
     int64_t until = test_deadline_ns();
     while (atomic_load(&flood->ended) == 0) {
         CHECK(nb_now_ns() < until, "rank 0 does not fail the job");
-        (void)nb_sock_write_all(fd, pings, sizeof pings, until); // fails once rank 0 closes the connection
+        (void)nb_sock_write_all(fd, pings, sizeof pings, until, NULL); // fails once rank 0 closes the connection
     }
     test_thaw();
 }

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/interrupt.h"
 #include "base/sock.h"
 #include "check.h"
 
@@ -172,8 +173,13 @@ struct transfer {
 
 static void *write_transfer(void *arg) {
     struct transfer *transfer = arg;
-    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, deadline_in_ms(LIMIT_MS));
+    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, deadline_in_ms(LIMIT_MS), NULL);
     return NULL;
+}
+
+static bool always_pending(void *ctx) {
+    (void)ctx;
+    return true;
 }
 
 static void test_read_and_write_all(int fds[2]) {
@@ -187,16 +193,19 @@ static void test_read_and_write_all(int fds[2]) {
     }
     struct transfer transfer = {fds[0], out, BYTES, 1};
     CHECK(pthread_create(&thread, NULL, write_transfer, &transfer) == 0, "thread");
-    CHECK(nb_sock_read_all(fds[1], in, BYTES, deadline_in_ms(LIMIT_MS)) == 0, "read");
+    CHECK(nb_sock_read_all(fds[1], in, BYTES, deadline_in_ms(LIMIT_MS), NULL) == 0, "read");
     CHECK(pthread_join(thread, NULL) == 0 && transfer.rc == 0, "write: %d", transfer.rc);
     CHECK(memcmp(in, out, BYTES) == 0, "the data differ");
 
-    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1) == -ETIMEDOUT, "a read without data does not time out");
-    CHECK(nb_sock_write_all(fds[0], out, 3, deadline_in_ms(LIMIT_MS)) == 0, "write three bytes");
-    CHECK(nb_sock_read_all(fds[1], in, 4, deadline_in_ms(50)) == -ETIMEDOUT, "a short read does not time out");
+    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1, NULL) == -ETIMEDOUT,
+          "a read without data does not time out");
+    struct nb_interrupt interrupt = {.pending = always_pending};
+    CHECK(nb_sock_read_all(fds[1], in, 1, deadline_in_ms(LIMIT_MS), &interrupt) == -EINTR, "a read is not interrupted");
+    CHECK(nb_sock_write_all(fds[0], out, 3, deadline_in_ms(LIMIT_MS), NULL) == 0, "write three bytes");
+    CHECK(nb_sock_read_all(fds[1], in, 4, deadline_in_ms(50), NULL) == -ETIMEDOUT, "a short read does not time out");
     int rc = 0;
     while (rc == 0) {
-        rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1);
+        rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1, NULL);
     }
     CHECK(rc == -ETIMEDOUT, "a write without a reader does not time out: %d", rc);
     free(out);
@@ -205,14 +214,14 @@ static void test_read_and_write_all(int fds[2]) {
 
 static void test_end_of_peer(int fds[2]) {
     char byte = 'x';
-    CHECK(nb_sock_write_all(fds[1], &byte, 1, deadline_in_ms(LIMIT_MS)) == 0, "write one byte");
+    CHECK(nb_sock_write_all(fds[1], &byte, 1, deadline_in_ms(LIMIT_MS), NULL) == 0, "write one byte");
     (void)shutdown(fds[1], SHUT_RDWR);
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS)) == 0, "data before the end are lost");
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS)) == -ECONNRESET,
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS), NULL) == 0, "data before the end are lost");
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS), NULL) == -ECONNRESET,
           "the end is not reported as a reset");
     int rc = 0;
     while (rc == 0) {
-        rc = nb_sock_write_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS));
+        rc = nb_sock_write_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS), NULL);
     }
     CHECK(rc == -ECONNRESET, "wrong error of a write to a closed peer: %d", rc);
     close(fds[0]);

@@ -49,6 +49,7 @@ WRAPPED = {
     "test_control": ("epoll_wait", "close", "nb_control_init", "nb_shared_sleep", "nb_shared_wake"),
     "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
+    "test_faults": ("nb_lanes_peer_open",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
     "test_start_order": (
@@ -83,6 +84,7 @@ WRAPPED = {
         *("nb_fold_fill", "nb_fold_reduce", "nb_fold_empty", "nb_fold_sum", "nb_fold_spread"),
     ),
     "test_shm": ("nb_fold_direct", "nb_shm_rendezvous"),
+    "test_sock": ("getifaddrs", "freeifaddrs"),
     "test_twolevel_faults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }
 SKIPPED = 77

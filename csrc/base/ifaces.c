@@ -58,9 +58,10 @@ static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) 
     return !(spec->except && listed) && (any || (it->ifa_flags & IFF_LOOPBACK) == 0);
 }
 
-static bool usable(const struct ifaddrs *it, int family, bool exact) {
-    // An idle docker0 is up but carries nothing. An interface given by its exact name may have no carrier yet.
-    const unsigned up = exact ? IFF_UP : IFF_UP | IFF_RUNNING;
+// `named`: the interface is given by its exact name.
+static bool usable(const struct ifaddrs *it, int family, bool named) {
+    // An idle docker0 is up but carries nothing. An interface that is named may have no carrier yet.
+    const unsigned up = named ? IFF_UP : IFF_UP | IFF_RUNNING;
     if (it->ifa_addr == NULL || it->ifa_addr->sa_family != family || (it->ifa_flags & up) != up) {
         return false;
     }
@@ -81,11 +82,11 @@ static bool has_name(char (*names)[IF_NAMESIZE], int count, const char *name) {
 static int collect(const struct spec *spec, const struct ifaddrs *all, bool any, struct nb_sockaddr *addrs,
                    char (*names)[IF_NAMESIZE], int max) {
     static const int families[] = {AF_INET, AF_INET6};
+    bool named = spec->exact && !spec->except;
     int count = 0;
     for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
         for (const struct ifaddrs *it = all; it != NULL && count < max; it = it->ifa_next) {
-            if (!usable(it, families[f], spec->exact) || !wanted(spec, it, any) ||
-                has_name(names, count, it->ifa_name)) {
+            if (!usable(it, families[f], named) || !wanted(spec, it, any) || has_name(names, count, it->ifa_name)) {
                 continue;
             }
             addrs[count] = (struct nb_sockaddr){0};

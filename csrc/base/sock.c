@@ -21,8 +21,13 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fork.h"
+#include "base/interrupt.h"
 
-enum { PORT_MAX = 65535 };
+enum {
+    PORT_MAX = 65535,
+    OPTION_RTO_MAX_MS = 44, // TCP_RTO_MAX_MS, since Linux 6.15; missing in older headers
+    RTO_LEAST_MS = 1000     // the kernel refuses less
+};
 
 static bool parse_port(const char *text, uint16_t *port) {
     size_t digits = strspn(text, "0123456789");
@@ -279,23 +284,22 @@ void nb_sock_tune(int fd, int timeout_ms) {
     (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &third_s, sizeof third_s);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
+    // Intervals that only double would miss a link that comes back in the second half of the time limit.
+    int rto_ms = timeout_ms / 8 > RTO_LEAST_MS ? timeout_ms / 8 : RTO_LEAST_MS;
+    (void)setsockopt(fd, IPPROTO_TCP, OPTION_RTO_MAX_MS, &rto_ms, sizeof rto_ms);
 }
 
-// 0 when ready or interrupted: the caller retries, and calls again if there was nothing.
-static int wait_ready(int fd, short events, int64_t deadline_ns) {
-    int64_t left_ns = deadline_ns - nb_now_ns();
-    if (left_ns <= 0) {
+// 0: the caller retries, and calls again if there was nothing.
+static int wait_ready(int fd, short events, int64_t deadline_ns, struct nb_interrupt *interrupt) {
+    if (nb_now_ns() >= deadline_ns) {
         return -ETIMEDOUT;
     }
-    int64_t left_ms = (left_ns + 999999) / 1000000;
     struct pollfd poller = {.fd = fd, .events = events};
-    if (poll(&poller, 1, left_ms < INT32_MAX ? (int)left_ms : INT32_MAX) < 0 && errno != EINTR) {
-        return -errno;
-    }
-    return 0;
+    int rc = nb_interrupt_poll(&poller, 1, deadline_ns, interrupt);
+    return rc < 0 ? rc : 0;
 }
 
-int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns) {
+int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns, struct nb_interrupt *interrupt) {
     const char *at = buf;
     while (bytes > 0) {
         ssize_t n = send(fd, at, bytes, MSG_NOSIGNAL);
@@ -306,7 +310,7 @@ int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns
         }
         int rc = errno == EPIPE ? -ECONNRESET : -errno;
         if (errno == EAGAIN || errno == EINTR) {
-            rc = wait_ready(fd, POLLOUT, deadline_ns);
+            rc = wait_ready(fd, POLLOUT, deadline_ns, interrupt);
         }
         if (rc != 0) {
             return rc;
@@ -315,7 +319,7 @@ int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns
     return 0;
 }
 
-int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns) {
+int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns, struct nb_interrupt *interrupt) {
     char *at = buf;
     while (bytes > 0) {
         ssize_t n = recv(fd, at, bytes, 0);
@@ -329,7 +333,7 @@ int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns) {
         }
         int rc = -errno;
         if (errno == EAGAIN || errno == EINTR) {
-            rc = wait_ready(fd, POLLIN, deadline_ns);
+            rc = wait_ready(fd, POLLIN, deadline_ns, interrupt);
         }
         if (rc != 0) {
             return rc;

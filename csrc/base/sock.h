@@ -12,6 +12,8 @@
 
 #include "base/error.h"
 
+struct nb_interrupt;
+
 enum { NB_SOCK_TEXT = 64 }; // "[fe80::…]:65535"
 
 struct nb_sockaddr {
@@ -66,12 +68,13 @@ int nb_sock_check_congestion(const char *congestion, struct nb_error *err);
 // The pending error of a connect that became writable: 0 or -errno.
 int nb_sock_connected(int fd);
 
-// Sets TCP_NODELAY, keepalive, and TCP_USER_TIMEOUT = timeout_ms.
+// Sets TCP_NODELAY and keepalive. timeout_ms > 0: also TCP_USER_TIMEOUT, and where the kernel can, the longest interval
+// of retransmissions: an eighth of timeout_ms, at least 1 s.
 void nb_sock_tune(int fd, int timeout_ms);
 
-// Write or read whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). 0, -ETIMEDOUT,
-// -ECONNRESET or -errno.
-int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns);
-int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns);
+// Write or read whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). `interrupt` may be NULL.
+// 0, -ETIMEDOUT, -ECONNRESET, -EINTR if interrupted, or -errno.
+int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns, struct nb_interrupt *interrupt);
+int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns, struct nb_interrupt *interrupt);
 
 #endif

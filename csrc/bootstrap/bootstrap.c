@@ -108,7 +108,8 @@ static int join_alone(struct nb_boot *boot, struct nb_error *err) {
 
 int nb_boot_join(struct nb_boot *boot, const struct nb_boot_config *config, struct nb_listener *listener,
                  const char *address, struct nb_error *err) {
-    struct nb_boot made = {.rank = config->rank, .size = config->size, .timeout_ms = config->timeout_ms};
+    struct nb_boot made = {
+        .rank = config->rank, .size = config->size, .timeout_ms = config->timeout_ms, .interrupt = config->interrupt};
     int rc = check_config(config, err);
     if (rc != 0) {
         return rc;

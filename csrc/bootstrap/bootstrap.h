@@ -12,6 +12,8 @@
 #include "base/sock.h"
 #include "base/wire.h"
 
+struct nb_interrupt;
+
 enum { NB_SECRET_MAX = 128, NB_BOOT_BLOB_MAX = 64 * 1024 };
 
 struct nb_boot_config {
@@ -23,6 +25,8 @@ struct nb_boot_config {
     const unsigned char *secret; // required, at least 16 bytes
     size_t secret_bytes;
     const char *tag; // what all ranks must agree on ("version/transport/provider/…"); differences are named
+    // Ends waits of the join and of nb_boot with -EINTR; valid as long as these. NULL: none.
+    struct nb_interrupt *interrupt;
 };
 
 // Rank 0's listener.
@@ -35,6 +39,7 @@ struct nb_boot {
     int rank;
     int size;
     int timeout_ms;
+    struct nb_interrupt *interrupt;
     int *control;              // rank 0: one descriptor per rank (control[0] = -1); others: control[0] only
     struct nb_sockaddr self;   // the local address of the control connection: the interface that reaches rank 0
     unsigned char session[32]; // random, chosen by rank 0, known to all ranks that joined; the key of every later token
@@ -48,7 +53,8 @@ void nb_listener_close(struct nb_listener *listener);
 // Joins the job. Rank 0 passes its listener (which stays open) and address NULL; the others pass the address. A
 // connection that does not prove the secret in time is dropped (base/admission.h), and the join continues. Errors:
 // -ETIMEDOUT naming the missing ranks; NB_EAUTH; NB_EMISMATCH naming both tags and ranks; two processes that claim one
-// rank; a rank outside [0, size).
+// rank; a rank outside [0, size); -EINTR if interrupted, in this call or a later one that waits. To the other ranks an
+// interrupted rank has left.
 int nb_boot_join(struct nb_boot *boot, const struct nb_boot_config *config, struct nb_listener *listener,
                  const char *address, struct nb_error *err);
 void nb_boot_close(struct nb_boot *boot);

@@ -15,11 +15,12 @@
 #include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/sock.h"
 #include "base/wire.h"
 #include "bootstrap/bootstrap.h"
 
-enum { EXCHANGES = 16, SLACK_MS = 2000, POLL_MOST_MS = 60000 };
+enum { EXCHANGES = 16, SLACK_MS = 2000 };
 
 static const int64_t MS = 1000000;
 static const uint64_t CLOCK_MAX_NS = INT64_MAX / 4; // differences of two clocks, and sums of those, do not overflow
@@ -50,6 +51,9 @@ static int fail_io(const struct talk *talk, int rc, int peer) {
     if (rc == -ETIMEDOUT) {
         return nb_fail_peer(talk->err, NB_ETIMEOUT, peer, "%s: rank %d did not answer within %g s", what, peer,
                             talk->boot->timeout_ms / 1000.0);
+    }
+    if (rc == -EINTR) {
+        return nb_fail(talk->err, rc, "%s: this rank was interrupted", what);
     }
     errno = -rc;
     return nb_fail_peer(talk->err, NB_EPEER, peer, "%s: rank %d left: %m", what, peer);
@@ -82,9 +86,10 @@ static int check_frame(const struct talk *talk, const struct wire_exchange *got,
 
 static int write_framed(const struct talk *talk, int rank, const void *payload, size_t bytes) {
     int fd = talk->boot->control[rank];
-    int rc = nb_sock_write_all(fd, &talk->frame, sizeof talk->frame, talk->deadline_ns);
+    struct nb_interrupt *interrupt = talk->boot->interrupt;
+    int rc = nb_sock_write_all(fd, &talk->frame, sizeof talk->frame, talk->deadline_ns, interrupt);
     if (rc == 0) {
-        rc = nb_sock_write_all(fd, payload, bytes, talk->deadline_ns);
+        rc = nb_sock_write_all(fd, payload, bytes, talk->deadline_ns, interrupt);
     }
     if (rc != 0) {
         (void)shutdown(fd, SHUT_WR); // the message is incomplete: a later one would be read as its rest
@@ -96,10 +101,11 @@ static int write_framed(const struct talk *talk, int rank, const void *payload, 
 static int read_frame(const struct talk *talk, struct wire_exchange *got) {
     struct wire_exchange_failure trouble;
     int fd = talk->boot->control[0];
+    struct nb_interrupt *interrupt = talk->boot->interrupt;
     size_t rest = sizeof trouble - sizeof trouble.frame;
-    int rc = nb_sock_read_all(fd, got, sizeof *got, talk->deadline_ns);
+    int rc = nb_sock_read_all(fd, got, sizeof *got, talk->deadline_ns, interrupt);
     if (rc == 0 && got->kind == NB_WIRE_FAILED && got->code < 0 && got->value == rest) {
-        rc = nb_sock_read_all(fd, (char *)&trouble + sizeof trouble.frame, rest, talk->deadline_ns);
+        rc = nb_sock_read_all(fd, (char *)&trouble + sizeof trouble.frame, rest, talk->deadline_ns, interrupt);
         if (rc == 0) {
             trouble.text[sizeof trouble.text - 1] = '\0';
             return nb_fail_peer(talk->err, got->code, trouble.peer, "%s", trouble.text);
@@ -119,9 +125,10 @@ static void tell_others(const struct nb_boot *boot, const struct nb_error *failu
     }
 }
 
-// Records this rank's failure, and on rank 0 reports it to all ranks. err may already hold an earlier one.
+// Records this rank's failure, and on rank 0 reports it to all ranks; after an interrupt they see rank 0 leave. err may
+// already hold an earlier failure.
 static int fail_all(const struct nb_boot *boot, const struct nb_error *failure, struct nb_error *err) {
-    if (boot->rank == 0) {
+    if (boot->rank == 0 && failure->code != -EINTR) {
         tell_others(boot, failure);
     }
     return nb_fail_peer(err, failure->code, failure->peer, "%s", failure->text);
@@ -174,17 +181,18 @@ static int take(const struct collection *all, int rank) {
 // Polls once the ranks that are not complete. Returns how many became complete, or a failure.
 static int take_round(const struct collection *all) {
     const struct nb_boot *boot = all->talk->boot;
-    int64_t left_ms = (all->talk->deadline_ns - nb_now_ns() + MS - 1) / MS;
     int finished = 0;
-    if (left_ms <= 0) {
+    if (nb_now_ns() >= all->talk->deadline_ns) {
         return fail_missing(all->talk, all->came);
     }
     for (int rank = 0; rank < boot->size; rank++) {
         bool done = nb_bits_get(all->came, (size_t)rank);
         all->polled[rank] = (struct pollfd){.fd = done ? -1 : boot->control[rank], .events = POLLIN};
     }
-    if (poll(all->polled, (nfds_t)boot->size, (int)(left_ms < POLL_MOST_MS ? left_ms : POLL_MOST_MS)) < 0) {
-        return errno == EINTR ? 0 : nb_fail(all->talk->err, -errno, "poll: %m");
+    int ready = nb_interrupt_poll(all->polled, (nfds_t)boot->size, all->talk->deadline_ns, boot->interrupt);
+    if (ready < 0) {
+        errno = -ready;
+        return nb_fail(all->talk->err, ready, "poll: %m");
     }
     for (int rank = 1; rank < boot->size; rank++) {
         int rc = all->polled[rank].revents != 0 ? take(all, rank) : 0;
@@ -236,12 +244,12 @@ static int exchange_coordinator(const struct talk *talk, char *out) {
 static int exchange_member(const struct talk *talk, const void *in, char *out) {
     size_t whole = (size_t)talk->boot->size * (size_t)talk->frame.value;
     struct wire_exchange got;
-    (void)write_framed(talk, 0, in, (size_t)talk->frame.value); // if this fails, rank 0 may have reported why
-    int rc = read_frame(talk, &got);
+    int rc = write_framed(talk, 0, in, (size_t)talk->frame.value);
+    rc = rc == -EINTR ? fail_io(talk, rc, 0) : read_frame(talk, &got); // another failure: rank 0 may have reported why
     if (rc != 0) {
         return rc;
     }
-    rc = nb_sock_read_all(talk->boot->control[0], out, whole, talk->deadline_ns);
+    rc = nb_sock_read_all(talk->boot->control[0], out, whole, talk->deadline_ns, talk->boot->interrupt);
     return rc == 0 ? 0 : fail_io(talk, rc, 0);
 }
 
@@ -278,7 +286,8 @@ static int serve_clock(const struct talk *talk, int rank) {
     pong.frame.kind = NB_WIRE_PONG;
     for (int i = 0; i < EXCHANGES; i++) {
         struct wire_exchange ping;
-        int rc = nb_sock_read_all(talk->boot->control[rank], &ping, sizeof ping, talk->deadline_ns);
+        int rc = nb_sock_read_all(talk->boot->control[rank], &ping, sizeof ping, talk->deadline_ns,
+                                  talk->boot->interrupt);
         if (rc != 0) {
             return fail_io(talk, rc, rank);
         }
@@ -303,8 +312,8 @@ static int ask_clock(const struct talk *talk, int64_t *offset_ns, int64_t *round
     for (int i = 0; i < EXCHANGES; i++) {
         struct wire_exchange pong;
         int64_t sent_ns = nb_now_ns();
-        (void)write_framed(talk, 0, NULL, 0); // if this fails, rank 0 may have reported why
-        int rc = read_frame(&answer, &pong);
+        int rc = write_framed(talk, 0, NULL, 0);
+        rc = rc == -EINTR ? fail_io(talk, rc, 0) : read_frame(&answer, &pong); // as in exchange_member()
         if (rc != 0) {
             return rc;
         }

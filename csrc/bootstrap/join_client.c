@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/sha256.h"
 #include "base/sock.h"
 #include "base/wire.h"
@@ -53,13 +54,10 @@ static int connect_once(const struct client *client) {
     }
     int64_t now = nb_now_ns();
     int64_t until = now + CONNECT_MS * MS < client->deadline_ns ? now + CONNECT_MS * MS : client->deadline_ns;
-    int rc = -ETIMEDOUT;
-    for (int64_t left = until - now; left > 0; left = until - nb_now_ns()) {
-        struct pollfd poller = {.fd = fd, .events = POLLOUT};
-        if (poll(&poller, 1, (int)((left + MS - 1) / MS)) > 0) {
-            rc = nb_sock_connected(fd);
-            break;
-        }
+    struct pollfd poller = {.fd = fd, .events = POLLOUT};
+    int rc = nb_interrupt_poll(&poller, 1, until, client->config->interrupt);
+    if (rc >= 0) {
+        rc = rc > 0 ? nb_sock_connected(fd) : -ETIMEDOUT;
     }
     if (rc == 0 && is_own_echo(fd)) {
         rc = -ECONNREFUSED;
@@ -82,14 +80,15 @@ static int fail_wire(const struct client *client, const char *what, struct nb_er
 
 // Proves the secret, and checks rank 0's proof. -errno without a text: the connection was lost, and may be retried.
 static int shake_hands(struct client *client, int fd, struct wire_join_answer *answer, struct nb_error *err) {
+    struct nb_interrupt *interrupt = client->config->interrupt;
     struct nb_shake *shake = &client->shake;
     struct wire_join_proof proof;
     int rc = nb_shake_hello(shake, client->config, err);
     if (rc == 0) {
-        rc = nb_sock_write_all(fd, &shake->hello, sizeof shake->hello, client->deadline_ns);
+        rc = nb_sock_write_all(fd, &shake->hello, sizeof shake->hello, client->deadline_ns, interrupt);
     }
     if (rc == 0) {
-        rc = nb_sock_read_all(fd, &shake->challenge, sizeof shake->challenge, client->deadline_ns);
+        rc = nb_sock_read_all(fd, &shake->challenge, sizeof shake->challenge, client->deadline_ns, interrupt);
     }
     if (rc != 0) {
         return rc;
@@ -101,9 +100,9 @@ static int shake_hands(struct client *client, int fd, struct wire_join_answer *a
         return fail_version(client, shake->challenge.version, err);
     }
     nb_shake_proof(shake, client->config, &proof);
-    rc = nb_sock_write_all(fd, &proof, sizeof proof, client->deadline_ns);
+    rc = nb_sock_write_all(fd, &proof, sizeof proof, client->deadline_ns, interrupt);
     if (rc == 0) {
-        rc = nb_sock_read_all(fd, answer, sizeof *answer, client->deadline_ns);
+        rc = nb_sock_read_all(fd, answer, sizeof *answer, client->deadline_ns, interrupt);
     }
     if (rc != 0) {
         return rc;
@@ -129,10 +128,6 @@ static bool is_transient(int code) {
     return false;
 }
 
-static void pause_ms(int ms) {
-    (void)poll(NULL, 0, ms);
-}
-
 // Connects and authenticates, with retries until the deadline. Returns the descriptor.
 static int reach(struct client *client, struct wire_join_answer *answer, struct nb_error *err) {
     int wait_ms = RETRY_FIRST_MS;
@@ -151,15 +146,19 @@ static int reach(struct client *client, struct wire_join_answer *answer, struct 
                 return nb_fail_peer(err, fatal.code, fatal.peer, "%s", fatal.text);
             }
         }
-        errno = -rc;
-        if (!is_transient(rc)) {
+        if (is_transient(rc)) {
+            int64_t again_ns = nb_now_ns() + wait_ms * MS;
+            if (again_ns >= client->deadline_ns) {
+                errno = -rc;
+                return nb_fail_peer(err, -ETIMEDOUT, 0, "rank %d: rank 0 at %s did not answer within %g s (%m)",
+                                    client->config->rank, client->address, client->config->timeout_ms / 1000.0);
+            }
+            rc = nb_interrupt_poll(NULL, 0, again_ns, client->config->interrupt);
+        }
+        if (rc < 0) {
+            errno = -rc;
             return nb_fail_peer(err, rc, 0, "rank %d: rank 0 at %s: %m", client->config->rank, client->address);
         }
-        if (nb_now_ns() + wait_ms * MS >= client->deadline_ns) {
-            return nb_fail_peer(err, -ETIMEDOUT, 0, "rank %d: rank 0 at %s did not answer within %g s (%m)",
-                                client->config->rank, client->address, client->config->timeout_ms / 1000.0);
-        }
-        pause_ms(wait_ms);
         wait_ms = wait_ms * 2 < RETRY_MOST_MS ? wait_ms * 2 : RETRY_MOST_MS;
     }
 }
@@ -169,7 +168,10 @@ static int await_verdict(const struct client *client, int fd, uint32_t left_ms, 
                          struct nb_error *err) {
     struct wire_join_verdict verdict;
     int64_t wait_ms = (int64_t)(left_ms < LEFT_MOST_MS ? left_ms : LEFT_MOST_MS) + VERDICT_SLACK_MS;
-    int rc = nb_sock_read_all(fd, &verdict, sizeof verdict, nb_now_ns() + wait_ms * MS);
+    int rc = nb_sock_read_all(fd, &verdict, sizeof verdict, nb_now_ns() + wait_ms * MS, client->config->interrupt);
+    if (rc == -EINTR) {
+        return nb_fail(err, rc, "rank %d was interrupted before all ranks had joined", client->config->rank);
+    }
     if (rc == -ETIMEDOUT) {
         return nb_fail_peer(err, rc, 0, "rank 0 at %s did not report whether all ranks joined", client->address);
     }

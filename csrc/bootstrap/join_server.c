@@ -15,6 +15,7 @@
 #include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/list.h"
 #include "base/sha256.h"
 #include "base/sock.h"
@@ -25,7 +26,6 @@
 enum {
     CANDIDATES = NB_PENDING_MAX + 1, // one more, as a new connection comes before the one that it replaces is dropped
     WRITE_MS = 2000,
-    POLL_MOST_MS = 60000,
     TICK_MS = 50,         // while there is a candidate
     ACCEPT_PAUSE_MS = 100 // after an accept that failed
 };
@@ -79,7 +79,7 @@ static void fill_verdict(struct wire_join_verdict *verdict, int code, int peer, 
 static int send_verdict(const struct server *server, int fd, const struct nb_shake *shake,
                         struct wire_join_verdict *verdict) {
     nb_shake_verdict(shake, server->config, verdict);
-    return nb_sock_write_all(fd, verdict, sizeof *verdict, nb_now_ns() + WRITE_MS * MS);
+    return nb_sock_write_all(fd, verdict, sizeof *verdict, nb_now_ns() + WRITE_MS * MS, NULL);
 }
 
 static void send_failure(const struct server *server, int fd, const struct nb_shake *shake) {
@@ -312,7 +312,8 @@ static void member_left(struct server *server, int rank) {
     fail_members(server);
 }
 
-static int fill_poll(struct server *server, int *timeout_ms) {
+// Sets *until_ns to the time of the next round if nothing happens before. Returns the number of descriptors.
+static int fill_poll(struct server *server, int64_t *until_ns) {
     int n = 0;
     int64_t now = nb_now_ns();
     int64_t next_ns = server->deadline_ns;
@@ -328,18 +329,18 @@ static int fill_poll(struct server *server, int *timeout_ms) {
     for (int rank = 1; rank < server->config->size; rank++) {
         server->polled[n++] = (struct pollfd){.fd = server->members[rank].fd, .events = POLLIN};
     }
-    int64_t left_ms = (next_ns - now + MS - 1) / MS;
-    left_ms = left_ms < POLL_MOST_MS ? left_ms : POLL_MOST_MS;
-    *timeout_ms = left_ms > 0 ? (int)left_ms : 0;
+    *until_ns = next_ns;
     return n;
 }
 
 // One round: members, then candidates, then connections that wait for an accept.
 static int poll_once(struct server *server, struct nb_error *err) {
-    int timeout_ms;
-    int n = fill_poll(server, &timeout_ms);
-    if (poll(server->polled, (nfds_t)n, timeout_ms) < 0) {
-        return errno == EINTR ? 0 : nb_fail(err, -errno, "rank 0: poll: %m");
+    int64_t until_ns;
+    int n = fill_poll(server, &until_ns);
+    int ready = nb_interrupt_poll(server->polled, (nfds_t)n, until_ns, server->config->interrupt);
+    if (ready < 0) {
+        errno = -ready;
+        return nb_fail(err, ready, "rank 0: poll: %m");
     }
     for (int rank = 1; rank < server->config->size; rank++) {
         if (server->members[rank].fd >= 0 && server->polled[CANDIDATES + rank].revents != 0) {
@@ -385,7 +386,9 @@ static int await_members(struct server *server, struct nb_error *err) {
         fail_missing(server);
     }
     if (server->failure.code != 0) {
-        fail_members(server);
+        if (server->failure.code != -EINTR) { // else the members see rank 0 leave
+            fail_members(server);
+        }
         return nb_fail_peer(err, server->failure.code, server->failure.peer, "%s", server->failure.text);
     }
     return 0;

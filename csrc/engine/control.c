@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
+#include "base/sock.h"
 #include "base/wire.h"
 #include "engine/context.h"
 #include "engine/descriptor.h"
@@ -47,11 +48,21 @@ static ssize_t bytes_put(const struct control *control) {
     return send(control->watch.fd, control->out, control->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
+// Keeps the errno of a failed send or receive: the kernel reports the cause only once.
+static void failure_keep(struct control *control) {
+    if (control->failure == 0 && errno != EAGAIN && errno != EINTR) {
+        control->failure = -errno;
+    }
+}
+
 static void control_write(struct control *control) {
     while (control->out_bytes > 0) {
         ssize_t n = bytes_put(control);
+        if (n < 0) {
+            failure_keep(control); // a broken connection shows on the next read
+        }
         if (n <= 0) {
-            break; // a broken connection shows on the next read
+            break;
         }
         control->out_bytes -= (size_t)n;
         memmove(control->out, control->out + n, control->out_bytes);
@@ -166,7 +177,13 @@ static void control_gone(struct control *control) {
     control->watch.fd = -1;
     if (!control->left) {
         struct nb_error why = {0};
-        nb_fail_peer(&why, NB_EPEER, control->peer, "rank %d is gone: its control connection closed", control->peer);
+        if (control->failure < 0) {
+            nb_fail_peer(&why, NB_EPEER, control->peer, "rank %d is gone: its control connection failed (%s)",
+                         control->peer, nb_code_name(control->failure));
+        } else {
+            nb_fail_peer(&why, NB_EPEER, control->peer, "rank %d is gone: its control connection closed",
+                         control->peer);
+        }
         nb_ring_put(job->config.ring, NB_EV_PEER_LOST, 0, (uint64_t)control->peer, (uint64_t)(int64_t)NB_EPEER, 0, 0,
                     0);
         nb_job_fail(job, &why, true);
@@ -277,6 +294,9 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
         return;
     }
+    if (n < 0) {
+        failure_keep(control);
+    }
     if (n <= 0) {
         (void)pipe_read(control); // the last messages before it ended
         control_gone(control);
@@ -291,6 +311,7 @@ int nb_control_init(struct control *control, struct nb_job *job, int peer, int f
     control->watch.fd = fd;
     control->watch.ready = control_ready;
     control->received_ns = nb_now_ns();
+    nb_sock_tune(fd, job->config.timeout_ms); // until now it had the time limit of the join
     // Room for one read behind the start of a message, and for one write.
     if (!room_for(&control->in, &control->in_room, (size_t)2 * CONTROL_READ) ||
         !room_for(&control->out, &control->out_room, CONTROL_READ)) {

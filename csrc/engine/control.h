@@ -20,6 +20,7 @@ struct control {
     struct nb_job *job;
     int peer;
     bool left;                   // the peer has announced that it leaves
+    int failure;                 // -errno of the first send or receive that failed; 0: none
     struct nb_shm_pipe *pipe_in; // messages go through the pipes if all ranks share memory; NULL: through the socket
     struct nb_shm_pipe *pipe_out;
     int64_t received_ns;

@@ -133,7 +133,8 @@ struct nb_job_info {
 
 // Opens the lanes, exchanges their addresses and starts the communication thread. Errors name what was asked for and
 // what is available. All operations compute in the float mode of the calling thread: how it rounds, and whether it
-// flushes denormal numbers to zero. A thread that changes its own mode later does not change results.
+// flushes denormal numbers to zero. A thread that changes its own mode later does not change results. -EINTR if the
+// interrupt of config->boot ends a wait; it is not used after the call.
 int nb_job_open(struct nb_job **job, const struct nb_job_config *config, struct nb_error *err);
 // Announces to the other ranks that this rank leaves in good order, fails pending operations with NB_ECLOSED, and ends
 // the thread. Waits at most 2 s for live peers to confirm what was sent to them.

@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/float_mode.h"
+#include "base/interrupt.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
@@ -130,7 +131,9 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
         nb_lanes_progress(job->lanes, 0);
         nb_lanes_tick(job->lanes, nb_now_ns());
         nb_loop_wait(&job->loop, nb_lanes_arm(job->lanes) == -EAGAIN ? 0 : 10);
-        if (nb_now_ns() > until) {
+        if (nb_interrupted(job->boot.interrupt)) {
+            rc = nb_fail(err, -EINTR, "interrupted before the lanes to ranks %d and %d were open", next, prev);
+        } else if (nb_now_ns() > until) {
             int peer = nb_lanes_peer_ready(job->lanes, next) ? prev : next;
             rc = not_in_time(job, peer, err);
         }
@@ -313,6 +316,7 @@ int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct 
         rc = network_open(job, err);
     }
     job->config.cpus = NULL; // the caller's memory
+    job->boot.interrupt = NULL;
     if (rc == 0 && job->size > 1) {
         rc = thread_start(job, err);
     }

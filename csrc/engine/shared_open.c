@@ -256,6 +256,10 @@ static int try_sharing(struct nb_job *job, struct shm_offer *offers, struct host
         return rc;
     }
     host_share(job, &shm, offers, hosts, &met);
+    if (met.code == -EINTR) {
+        *err = met;
+        return met.code;
+    }
     reason->notify = true;
     rc = outcomes_exchange(job, &met, reason->text, TEXT_BYTES, err);
     if (rc == 0 && reason->text[0] == 0) {

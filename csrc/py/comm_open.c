@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "base/interrupt.h"
 #include "bootstrap/bootstrap.h"
 #include "transport/transport.h"
 
@@ -323,7 +324,26 @@ static int join(struct core_comm *self, struct open_plan *plan, struct nb_listen
     return rc;
 }
 
+// Handling of signals while the ranks join without the GIL.
+struct signals {
+    PyThreadState *thread;
+    bool raised; // a handler has raised: the exception is set
+};
+
+// An interrupt of the join: runs Python's signal handlers. True if one has raised.
+static bool signals_pending(void *ctx) {
+    struct signals *signals = ctx;
+    if (!signals->raised) {
+        PyEval_RestoreThread(signals->thread);
+        signals->raised = PyErr_CheckSignals() < 0;
+        signals->thread = PyEval_SaveThread();
+    }
+    return signals->raised;
+}
+
 static int connect_all(struct core_comm *self, struct open_plan *plan, const struct core_state *state) {
+    struct signals signals = {.raised = false};
+    struct nb_interrupt interrupt = {.pending = signals_pending, .ctx = &signals};
     struct nb_listener *listener = NULL;
     if (plan->listener != NULL) {
         listener = core_listener_acquire(plan->listener);
@@ -332,18 +352,17 @@ static int connect_all(struct core_comm *self, struct open_plan *plan, const str
         }
     }
     struct nb_error err = {0};
-    int rc;
-    PyThreadState *saved = PyEval_SaveThread();
-    rc = join(self, plan, listener, &err);
-    PyEval_RestoreThread(saved);
+    plan->boot.interrupt = &interrupt;
+    signals.thread = PyEval_SaveThread();
+    int rc = join(self, plan, listener, &err);
+    PyEval_RestoreThread(signals.thread);
     if (listener != NULL) {
         core_listener_release(plan->listener);
     }
-    if (rc < 0) {
+    if (rc < 0 && !signals.raised) {
         core_raise(state, rc, &err);
-        return -1;
     }
-    return 0;
+    return rc < 0 ? -1 : 0;
 }
 
 int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {

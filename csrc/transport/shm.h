@@ -109,7 +109,7 @@ void nb_shm_close(struct nb_shm *shm);
 void nb_shm_group(struct nb_shm *shm, const int *job_ranks, int size, int index);
 
 // Meets the others of the group, given the names of their sockets by rank, and maps their areas. Blocks until
-// deadline_ns at most. wake_fd: the eventfd that wakes this rank.
+// deadline_ns at most; -EINTR if boot's interrupt ends the wait. wake_fd: the eventfd that wakes this rank.
 int nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot, int wake_fd,
                       int64_t deadline_ns, struct nb_error *err);
 

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/fdpass.h"
 #include "base/fork.h"
+#include "base/interrupt.h"
 #include "base/sha256.h"
 #include "base/wire.h"
 #include "bootstrap/bootstrap.h"
@@ -157,7 +158,7 @@ static int answers_receive(struct rendezvous *m, struct nb_error *err) {
     return 0;
 }
 
-static void rendezvous_wait(const struct rendezvous *m, int64_t deadline_ns) {
+static int rendezvous_wait(const struct rendezvous *m, int64_t deadline_ns, struct nb_error *err) {
     struct pollfd polls[2 * NB_SHM_RANKS_MAX + NB_SHM_INCOMING + 1];
     const struct nb_shm *shm = m->shm;
     nfds_t n = 0;
@@ -170,8 +171,11 @@ static void rendezvous_wait(const struct rendezvous *m, int64_t deadline_ns) {
             polls[n++] = (struct pollfd){.fd = shm->peers[r].watch.fd, .events = POLLIN};
         }
     }
-    int64_t left_ms = (deadline_ns - nb_now_ns()) / 1000000;
-    (void)poll(polls, n, left_ms > 0 ? (int)left_ms + 1 : 0);
+    int ready = nb_interrupt_poll(polls, n, deadline_ns, m->boot->interrupt);
+    if (ready < 0) {
+        return nb_fail(err, ready, "cannot wait for ranks of this host: %s", nb_code_name(ready));
+    }
+    return 0;
 }
 
 static int connect_all(struct rendezvous *m, int64_t deadline_ns, struct nb_error *err) {
@@ -191,7 +195,10 @@ static int connect_all(struct rendezvous *m, int64_t deadline_ns, struct nb_erro
             r = job_rank(m, r);
             return nb_fail_peer(err, NB_ETIMEOUT, r, "rank %d did not pass its memory in time", r);
         }
-        rendezvous_wait(m, deadline_ns);
+        rc = rendezvous_wait(m, deadline_ns, err);
+        if (rc < 0) {
+            return rc;
+        }
     }
 }
 

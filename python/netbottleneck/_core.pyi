@@ -264,6 +264,9 @@ class Comm:
     timeout_s: deadline for a silent peer. start_timeout_s: deadline for joining and opening of lanes; default:
     timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
 
+    Joining releases the GIL and serves signals: an exception of a handler, such as KeyboardInterrupt, ends it. To the
+    other ranks this one has then left.
+
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
     naming the missing ranks."""

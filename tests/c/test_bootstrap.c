@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/interrupt.h"
 #include "base/sock.h"
 #include "boot.h"
 #include "bootstrap/bootstrap.h"
@@ -114,12 +115,13 @@ static int connect_client(const struct job *job) {
 }
 
 static void send_bytes(int fd, const void *what, size_t bytes) {
-    CHECK(nb_sock_write_all(fd, what, bytes, test_deadline_ns()) == 0, "write to rank 0: %m");
+    CHECK(nb_sock_write_all(fd, what, bytes, test_deadline_ns(), NULL) == 0, "write to rank 0: %m");
 }
 
 static void check_closed(int fd) {
     char byte;
-    CHECK(nb_sock_read_all(fd, &byte, 1, test_deadline_ns()) == -ECONNRESET, "rank 0 does not close the connection");
+    CHECK(nb_sock_read_all(fd, &byte, 1, test_deadline_ns(), NULL) == -ECONNRESET,
+          "rank 0 does not close the connection");
     close(fd);
 }
 
@@ -184,13 +186,13 @@ static void raw_hello(struct raw *raw, const struct job *job, int rank) {
 
 static void raw_challenge(struct raw *raw) {
     send_bytes(raw->fd, &raw->shake.hello, sizeof raw->shake.hello);
-    CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, test_deadline_ns()) == 0,
+    CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, test_deadline_ns(), NULL) == 0,
           "challenge");
 }
 
 static void raw_proof(struct raw *raw, const struct wire_join_proof *proof) {
     send_bytes(raw->fd, proof, sizeof *proof);
-    CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, test_deadline_ns()) == 0, "answer");
+    CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, test_deadline_ns(), NULL) == 0, "answer");
 }
 
 static void raw_join(struct raw *raw, const struct job *job, int rank) {
@@ -232,7 +234,7 @@ static void test_forged_handshakes(void) {
     raw_hello(&raw, &job, 1);
     raw.shake.hello.tag_bytes = NB_WIRE_JOIN_TAG_MAX + 1;
     send_bytes(raw.fd, &raw.shake.hello, sizeof raw.shake.hello);
-    CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, test_deadline_ns()) == 0,
+    CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, test_deadline_ns(), NULL) == 0,
           "challenge");
     check_closed(raw.fd);
 
@@ -259,11 +261,11 @@ static void *reflecting_rank_0(void *arg) {
     struct wire_join_answer answer = {0};
     CHECK(poll(&poller, 1, LIMIT_MS) == 1, "no connection arrived");
     int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, test_deadline_ns()) == 0, "hello");
+    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, test_deadline_ns(), NULL) == 0, "hello");
     CHECK(nb_shake_challenge(&shake, NULL) == 0, "challenge");
     memcpy(shake.challenge.nonce, shake.hello.nonce, sizeof shake.challenge.nonce);
     send_bytes(fd, &shake.challenge, sizeof shake.challenge);
-    CHECK(nb_sock_read_all(fd, answer.mac, sizeof answer.mac, test_deadline_ns()) == 0, "proof");
+    CHECK(nb_sock_read_all(fd, answer.mac, sizeof answer.mac, test_deadline_ns(), NULL) == 0, "proof");
     send_bytes(fd, &answer, sizeof answer);
     check_closed(fd);
     return NULL;
@@ -485,6 +487,96 @@ static void test_signals(void) {
     job_close(&job);
 }
 
+static _Atomic bool interrupts; // every wait with an interrupt ends
+
+static bool interrupt_pending(void *ctx) {
+    (void)ctx;
+    return atomic_load(&interrupts);
+}
+
+// A member of an interrupted rank 0 sees the connection close.
+static void test_interrupt_of_rank_0(void) {
+    struct nb_interrupt interrupt = {.pending = interrupt_pending};
+    struct job job;
+    struct raw raw;
+    job_open(&job, 3);
+    job.ranks[0].config.interrupt = &interrupt;
+    start(&job.ranks[0], join);
+    raw_join(&raw, &job, 1);
+    atomic_store(&interrupts, true);
+    finish(&job.ranks[0]);
+    atomic_store(&interrupts, false);
+    CHECK(job.ranks[0].rc == -EINTR, "%d %s", job.ranks[0].rc, job.ranks[0].err.text);
+    check_closed(raw.fd);
+    job_close(&job);
+}
+
+// Rank 0's side of a join until the member waits for the verdict. Then the member is interrupted.
+static void *answering_rank_0(void *arg) {
+    const struct job *job = arg;
+    struct pollfd poller = {.fd = job->listener.fd, .events = POLLIN};
+    struct nb_shake shake;
+    struct wire_join_proof proof;
+    struct wire_join_answer answer = {.left_ms = LIMIT_MS};
+    CHECK(poll(&poller, 1, LIMIT_MS) == 1, "no connection arrived");
+    int fd = accept4(job->listener.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, test_deadline_ns(), NULL) == 0, "hello");
+    CHECK(nb_shake_challenge(&shake, NULL) == 0, "challenge");
+    send_bytes(fd, &shake.challenge, sizeof shake.challenge);
+    CHECK(nb_sock_read_all(fd, &proof, sizeof proof, test_deadline_ns(), NULL) == 0, "proof");
+    nb_shake_answer(&shake, &job->ranks[0].config, &answer);
+    send_bytes(fd, &answer, sizeof answer);
+    atomic_store(&interrupts, true);
+    check_closed(fd);
+    return NULL;
+}
+
+static void test_interrupt_of_member(void) {
+    struct nb_interrupt interrupt = {.pending = interrupt_pending};
+    struct job job;
+    pthread_t thread;
+    job_open(&job, 2);
+    job.ranks[1].config.interrupt = &interrupt;
+    CHECK(pthread_create(&thread, NULL, answering_rank_0, &job) == 0, "thread");
+    start(&job.ranks[1], join);
+    finish(&job.ranks[1]);
+    CHECK(pthread_join(thread, NULL) == 0, "join");
+    CHECK(job.ranks[1].rc == -EINTR, "%d %s", job.ranks[1].rc, job.ranks[1].err.text);
+
+    nb_listener_close(&job.listener); // the member retries
+    start(&job.ranks[1], join);
+    finish(&job.ranks[1]);
+    atomic_store(&interrupts, false);
+    CHECK(job.ranks[1].rc == -EINTR, "without rank 0: %d %s", job.ranks[1].rc, job.ranks[1].err.text);
+    job_close(&job);
+}
+
+static void *barrier_and_leave(void *arg) {
+    struct rank *rank = arg;
+    (void)barrier(arg);
+    nb_boot_close(&rank->boot);
+    return NULL;
+}
+
+// A member that waits for an interrupted rank 0 gets the error of a rank that has left.
+static void test_interrupt_of_barrier(void) {
+    struct nb_interrupt interrupt = {.pending = interrupt_pending};
+    struct job job;
+    job_open(&job, 3);
+    job.ranks[0].config.interrupt = &interrupt;
+    run_all_but(&job, join, -1);
+    check_joined(&job);
+    atomic_store(&interrupts, true);
+    start(&job.ranks[0], barrier_and_leave);
+    start(&job.ranks[1], barrier);
+    finish(&job.ranks[0]);
+    finish(&job.ranks[1]);
+    atomic_store(&interrupts, false);
+    CHECK(job.ranks[0].rc == -EINTR, "%d %s", job.ranks[0].rc, job.ranks[0].err.text);
+    CHECK(job.ranks[1].rc == NB_EPEER && job.ranks[1].err.peer == 0, "%d %s", job.ranks[1].rc, job.ranks[1].err.text);
+    job_close(&job);
+}
+
 static void test_invalid_config(void) {
     struct job job;
     struct nb_listener listener;
@@ -556,6 +648,9 @@ int main(void) {
     test_wrong_size_and_rank();
     test_rank_leaves_during_join();
     test_signals();
+    test_interrupt_of_rank_0();
+    test_interrupt_of_member();
+    test_interrupt_of_barrier();
     test_clock_out_of_range();
     test_invalid_config();
     return 0;

@@ -2,6 +2,7 @@
 // memory. Also tests limits of pending operations and that an idle communication thread sleeps.
 #include <errno.h>
 #include <malloc.h>
+#include <netinet/tcp.h>
 #include <semaphore.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -212,6 +213,16 @@ static void implausible_stream_counts(struct test_rank *me) {
     close(fd);
 }
 
+// The join has another time limit than the job.
+static void control_connection_has_limit_of_job(struct test_rank *me) {
+    int limit_ms = 0;
+    socklen_t len = sizeof limit_ms;
+    int fd = me->job->controls[1 - me->rank].watch.fd;
+    CHECK(getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, &len) == 0, "TCP_USER_TIMEOUT: %m");
+    CHECK(limit_ms == me->timeout_ms, "the limit of rank %d is %d ms, not %d", me->rank, limit_ms, me->timeout_ms);
+    test_barrier(me, "after"); // no rank leaves before
+}
+
 // Lists of valid operations, together more than rank 0 keeps.
 struct flood {
     int lists;
@@ -244,8 +255,8 @@ static void flood_of_submissions(struct test_rank *me) {
                 list[i].kind = NB_OP_BARRIER;
                 snprintf(list[i].name, sizeof list[i].name, "flood.%d", at * flood->each + i);
             }
-            CHECK(nb_sock_write_all(fd, &header, sizeof header, test_deadline_ns()) == 0 &&
-                      nb_sock_write_all(fd, list, header.bytes, test_deadline_ns()) == 0,
+            CHECK(nb_sock_write_all(fd, &header, sizeof header, test_deadline_ns(), NULL) == 0 &&
+                      nb_sock_write_all(fd, list, header.bytes, test_deadline_ns(), NULL) == 0,
                   "list %d: %m", at);
         }
         free(list);
@@ -282,7 +293,7 @@ static void flood_of_pings(struct test_rank *me) {
     int64_t until = test_deadline_ns();
     while (atomic_load(&flood->ended) == 0) {
         CHECK(nb_now_ns() < until, "rank 0 does not fail the job");
-        (void)nb_sock_write_all(fd, pings, sizeof pings, until); // fails once rank 0 closes the connection
+        (void)nb_sock_write_all(fd, pings, sizeof pings, until, NULL); // fails once rank 0 closes the connection
     }
     test_thaw();
 }
@@ -576,6 +587,8 @@ int main(void) {
     test_floods();
     test_room_before_sleep();
     test_unwatched_connection_closes_once();
+    template.run = control_connection_has_limit_of_job;
+    test_job(&template);
     template.run = implausible_stream_counts;
     test_job(&template);
     template.run = kinds_differ;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/interrupt.h"
 #include "engine/context.h"
 #include "job.h"
 #include "stage.h"
@@ -233,6 +234,8 @@ static void three_faults_at_once(struct test_rank *me) {
 // A rank whose lanes do not open.
 struct opening_rank {
     int rank;
+    int size;
+    struct nb_interrupt *interrupt;
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_port_range ports;
@@ -246,7 +249,8 @@ static void *opening_main(void *arg) {
     struct opening_rank *me = arg;
     struct nb_boot boot = {0};
     struct nb_job *job = NULL;
-    struct nb_boot_config config = {.rank = me->rank, .size = OPENING, .timeout_ms = TEST_LIMIT_MS, .ifname = "lo"};
+    struct nb_boot_config config = {.rank = me->rank, .size = me->size, .timeout_ms = TEST_LIMIT_MS, .ifname = "lo"};
+    config.interrupt = me->interrupt;
     config.secret = test_secret;
     config.secret_bytes = sizeof test_secret;
     config.tag = "test";
@@ -270,7 +274,7 @@ static void lanes_do_not_open(void) {
     CHECK(nb_listener_open(&taken, &config, NULL, &err) == 0, "listen: %s", err.text);
     uint16_t port = nb_sock_port(&taken.addr);
     for (int r = 0; r < OPENING; r++) {
-        ranks[r] = (struct opening_rank){.rank = r, .listener = r == 0 ? &listener : NULL};
+        ranks[r] = (struct opening_rank){.rank = r, .size = OPENING, .listener = r == 0 ? &listener : NULL};
         nb_sock_format(&listener.addr, ranks[r].address);
         ranks[r].ports = r == FAILS_TO_OPEN ? (struct nb_port_range){port, port} : (struct nb_port_range){0, 0};
         CHECK(pthread_create(&threads[r], NULL, opening_main, &ranks[r]) == 0, "thread %d", r);
@@ -291,8 +295,55 @@ static void lanes_do_not_open(void) {
     }
 }
 
+// Rank 1 stops before it connects its lanes, until rank 0 has been interrupted.
+static _Atomic bool rank_1_stops;
+static _Atomic bool rank_1_stopped;
+static sem_t rank_0_left;
+
+int __real_nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *addresses, struct nb_error *err);
+int __wrap_nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *addresses, struct nb_error *err);
+
+int __wrap_nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *addresses, struct nb_error *err) {
+    if (peer == 0 && atomic_exchange(&rank_1_stops, false)) {
+        atomic_store(&rank_1_stopped, true);
+        while (sem_wait(&rank_0_left) != 0) {
+        }
+    }
+    return __real_nb_lanes_peer_open(lanes, peer, addresses, err);
+}
+
+static bool interrupt_pending(void *ctx) {
+    (void)ctx;
+    return atomic_load(&rank_1_stopped);
+}
+
+static void interrupted_while_lanes_open(void) {
+    struct nb_interrupt interrupt = {.pending = interrupt_pending};
+    struct opening_rank ranks[2];
+    pthread_t threads[2];
+    struct nb_listener listener = {.fd = -1};
+    struct nb_error err = {0};
+    struct nb_boot_config config = {.size = 2, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    CHECK(sem_init(&rank_0_left, 0, 0) == 0, "semaphore: %m");
+    atomic_store(&rank_1_stops, true);
+    for (int r = 0; r < 2; r++) {
+        ranks[r] = (struct opening_rank){.rank = r, .size = 2, .listener = r == 0 ? &listener : NULL};
+        ranks[r].interrupt = r == 0 ? &interrupt : NULL;
+        nb_sock_format(&listener.addr, ranks[r].address);
+        CHECK(pthread_create(&threads[r], NULL, opening_main, &ranks[r]) == 0, "thread %d", r);
+    }
+    pthread_join(threads[0], NULL);
+    CHECK(sem_post(&rank_0_left) == 0, "semaphore: %m");
+    pthread_join(threads[1], NULL);
+    nb_listener_close(&listener);
+    CHECK(ranks[0].rc == -EINTR, "%d %s", ranks[0].rc, ranks[0].err.text);
+    CHECK(ranks[1].rc < 0 && ranks[1].err.peer == 0, "%d %s", ranks[1].rc, ranks[1].err.text);
+}
+
 int main(void) {
     lanes_do_not_open();
+    interrupted_while_lanes_open();
     run_case(rank_1_left_before_submission, 0, 1, 20000);
     run_case(rank_0_left_before_submission, 0, 1, 20000);
     run_case(rank_leaves_after_submission, 0, 1, 20000);

@@ -149,8 +149,8 @@ static void fail_if_run(struct test_rank *me) {
 static const struct test_rank two_ranks = {
     .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "host a"};
 
-// While this is set, the rendezvous fails on rank 1.
-static _Atomic bool rendezvous_fails;
+// The rendezvous fails with this code on rank 1; 0: it does not.
+static _Atomic int rendezvous_failure;
 
 int __real_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
                              int wake_fd, int64_t deadline_ns, struct nb_error *err);
@@ -159,7 +159,8 @@ int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_N
 int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
                              int wake_fd, int64_t deadline_ns, struct nb_error *err) {
     int rc = __real_nb_shm_rendezvous(shm, names, boot, wake_fd, deadline_ns, err);
-    return rc == 0 && boot->rank == 1 && atomic_load(&rendezvous_fails) ? nb_fail(err, -EPERM, "test failure") : rc;
+    int code = boot->rank == 1 ? atomic_load(&rendezvous_failure) : 0;
+    return rc == 0 && code < 0 ? nb_fail(err, code, "test failure") : rc;
 }
 
 // If one rank cannot map the shared memory, all ranks use the network, and a notice on rank 0 gives the reason.
@@ -169,9 +170,22 @@ static void without_rendezvous(void) {
     template.shm = NB_SHM_AUTO;
     template.run = works_with_notice;
     template.arg = why;
-    atomic_store(&rendezvous_fails, true);
+    atomic_store(&rendezvous_failure, -EPERM);
     CHECK(test_job(&template) == 0, "a failed rendezvous");
-    atomic_store(&rendezvous_fails, false);
+    atomic_store(&rendezvous_failure, 0);
+}
+
+// An interrupted rank opens no job, over the network either.
+static void with_interrupted_rendezvous(void) {
+    struct test_rank template = two_ranks;
+    struct test_rank ranks[TEST_RANKS_MAX];
+    template.shm = NB_SHM_AUTO;
+    template.run = fail_if_run;
+    atomic_store(&rendezvous_failure, -EINTR);
+    test_run(&template, ranks);
+    atomic_store(&rendezvous_failure, 0);
+    CHECK(ranks[1].rc == -EINTR, "%d %s", ranks[1].rc, ranks[1].err.text);
+    CHECK(ranks[0].rc == NB_EPEER && ranks[0].err.peer == 1, "%d %s", ranks[0].rc, ranks[0].err.text);
 }
 
 // A writer that found too little room is woken by the first byte that is read, and not again.
@@ -321,6 +335,7 @@ int main(void) {
     CHECK(test_job(&template) == 0, "a rank that leaves");
     sharing_is_off();
     without_rendezvous();
+    with_interrupted_rendezvous();
     pipe_wakes_writer_once();
     return 0;
 }

@@ -1,6 +1,7 @@
 // Sockets: addresses are parsed and formatted consistently, ports come from their range, and a closed peer causes an
 // error, not a signal. Also congestion control and the selection of interfaces.
 #include <errno.h>
+#include <ifaddrs.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
@@ -9,10 +10,33 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/interrupt.h"
 #include "base/sock.h"
 #include "check.h"
 
 enum { LIMIT_MS = 60000 };
+
+// The host's interfaces; NULL: the real ones.
+static struct ifaddrs *simulated;
+
+int __real_getifaddrs(struct ifaddrs **all);
+int __wrap_getifaddrs(struct ifaddrs **all);
+void __real_freeifaddrs(struct ifaddrs *all);
+void __wrap_freeifaddrs(struct ifaddrs *all);
+
+int __wrap_getifaddrs(struct ifaddrs **all) {
+    if (simulated == NULL) {
+        return __real_getifaddrs(all);
+    }
+    *all = simulated;
+    return 0;
+}
+
+void __wrap_freeifaddrs(struct ifaddrs *all) {
+    if (all != simulated) {
+        __real_freeifaddrs(all);
+    }
+}
 
 static int64_t deadline_in_ms(int ms) {
     return nb_now_ns() + ms * (int64_t)1000000;
@@ -149,8 +173,13 @@ struct transfer {
 
 static void *write_transfer(void *arg) {
     struct transfer *transfer = arg;
-    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, deadline_in_ms(LIMIT_MS));
+    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, deadline_in_ms(LIMIT_MS), NULL);
     return NULL;
+}
+
+static bool always_pending(void *ctx) {
+    (void)ctx;
+    return true;
 }
 
 static void test_read_and_write_all(int fds[2]) {
@@ -164,16 +193,19 @@ static void test_read_and_write_all(int fds[2]) {
     }
     struct transfer transfer = {fds[0], out, BYTES, 1};
     CHECK(pthread_create(&thread, NULL, write_transfer, &transfer) == 0, "thread");
-    CHECK(nb_sock_read_all(fds[1], in, BYTES, deadline_in_ms(LIMIT_MS)) == 0, "read");
+    CHECK(nb_sock_read_all(fds[1], in, BYTES, deadline_in_ms(LIMIT_MS), NULL) == 0, "read");
     CHECK(pthread_join(thread, NULL) == 0 && transfer.rc == 0, "write: %d", transfer.rc);
     CHECK(memcmp(in, out, BYTES) == 0, "the data differ");
 
-    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1) == -ETIMEDOUT, "a read without data does not time out");
-    CHECK(nb_sock_write_all(fds[0], out, 3, deadline_in_ms(LIMIT_MS)) == 0, "write three bytes");
-    CHECK(nb_sock_read_all(fds[1], in, 4, deadline_in_ms(50)) == -ETIMEDOUT, "a short read does not time out");
+    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1, NULL) == -ETIMEDOUT,
+          "a read without data does not time out");
+    struct nb_interrupt interrupt = {.pending = always_pending};
+    CHECK(nb_sock_read_all(fds[1], in, 1, deadline_in_ms(LIMIT_MS), &interrupt) == -EINTR, "a read is not interrupted");
+    CHECK(nb_sock_write_all(fds[0], out, 3, deadline_in_ms(LIMIT_MS), NULL) == 0, "write three bytes");
+    CHECK(nb_sock_read_all(fds[1], in, 4, deadline_in_ms(50), NULL) == -ETIMEDOUT, "a short read does not time out");
     int rc = 0;
     while (rc == 0) {
-        rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1);
+        rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1, NULL);
     }
     CHECK(rc == -ETIMEDOUT, "a write without a reader does not time out: %d", rc);
     free(out);
@@ -182,18 +214,35 @@ static void test_read_and_write_all(int fds[2]) {
 
 static void test_end_of_peer(int fds[2]) {
     char byte = 'x';
-    CHECK(nb_sock_write_all(fds[1], &byte, 1, deadline_in_ms(LIMIT_MS)) == 0, "write one byte");
+    CHECK(nb_sock_write_all(fds[1], &byte, 1, deadline_in_ms(LIMIT_MS), NULL) == 0, "write one byte");
     (void)shutdown(fds[1], SHUT_RDWR);
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS)) == 0, "data before the end are lost");
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS)) == -ECONNRESET,
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS), NULL) == 0, "data before the end are lost");
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS), NULL) == -ECONNRESET,
           "the end is not reported as a reset");
     int rc = 0;
     while (rc == 0) {
-        rc = nb_sock_write_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS));
+        rc = nb_sock_write_all(fds[0], &byte, 1, deadline_in_ms(LIMIT_MS), NULL);
     }
     CHECK(rc == -ECONNRESET, "wrong error of a write to a closed peer: %d", rc);
     close(fds[0]);
     close(fds[1]);
+}
+
+static int tcp_option(int fd, int option) {
+    int value = 0;
+    socklen_t len = sizeof value;
+    return getsockopt(fd, IPPROTO_TCP, option, &value, &len) == 0 ? value : -errno;
+}
+
+static void test_time_limits(int fd) {
+    enum { OPTION_RTO_MAX_MS = 44 };
+    nb_sock_tune(fd, 16000);
+    CHECK(tcp_option(fd, TCP_USER_TIMEOUT) == 16000, "TCP_USER_TIMEOUT is %d", tcp_option(fd, TCP_USER_TIMEOUT));
+    int rto_ms = tcp_option(fd, OPTION_RTO_MAX_MS);
+    CHECK(rto_ms == 2000 || rto_ms == -ENOPROTOOPT, "TCP_RTO_MAX_MS is %d", rto_ms); // since Linux 6.15
+    nb_sock_tune(fd, 500);
+    rto_ms = tcp_option(fd, OPTION_RTO_MAX_MS);
+    CHECK(rto_ms == 1000 || rto_ms == -ENOPROTOOPT, "TCP_RTO_MAX_MS is %d", rto_ms);
 }
 
 static void get_congestion(int fd, char name[16]) {
@@ -241,6 +290,7 @@ static void test_connections(void) {
     CHECK(connect_pair("127.0.0.1:0", NULL, fds, &from), "no IPv4 loopback");
     check_reno(fds);
     test_read_and_write_all(fds);
+    test_time_limits(fds[0]);
     close(fds[0]);
     close(fds[1]);
     CHECK(connect_pair("127.0.0.1:0", "127.0.0.2:1", fds, &from), "cannot connect from 127.0.0.2");
@@ -323,6 +373,34 @@ static void test_interfaces(void) {
     CHECK(count_of_lo == 1, "a name is not listed exactly once: %s", err.text);
 }
 
+static void check_selected(const char *spec, int expected) {
+    struct nb_sockaddr addrs[4];
+    char names[4][IF_NAMESIZE];
+    int count = nb_sock_interfaces(spec, addrs, names, 4, NULL);
+    CHECK(count == expected, "'%s' selects %d", spec, count);
+}
+
+// An interface without carrier is selected only by its exact name.
+static void test_interface_without_carrier(void) {
+    char busy_name[] = "eth0";
+    char idle_name[] = "eth1";
+    struct nb_sockaddr any;
+    CHECK(nb_sock_parse("10.0.0.1:0", &any, NULL) == 0, "parse");
+    struct ifaddrs idle = {.ifa_name = idle_name, .ifa_flags = IFF_UP, .ifa_addr = &any.any};
+    struct ifaddrs busy = {
+        .ifa_next = &idle, .ifa_name = busy_name, .ifa_flags = IFF_UP | IFF_RUNNING, .ifa_addr = &any.any};
+    simulated = &busy;
+    check_selected("", 1);
+    check_selected("eth", 1);
+    check_selected("eth1", -ENODEV);
+    check_selected("=eth1", 1);
+    check_selected("=eth0,eth1", 2);
+    check_selected("^docker0", 1);
+    check_selected("^=docker0", 1);
+    check_selected("^=eth0", -ENODEV);
+    simulated = NULL;
+}
+
 int main(void) {
     test_parse_and_format();
     test_loopback_and_port();
@@ -331,5 +409,6 @@ int main(void) {
     test_congestion();
     test_connection_refused();
     test_interfaces();
+    test_interface_without_carrier();
     return 0;
 }

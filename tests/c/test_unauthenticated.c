@@ -84,7 +84,7 @@ static void client_connect(struct clients *all, const struct nb_sockaddr *to, co
     CHECK(fd >= 0, "connect: %m");
     struct pollfd poller = {.fd = fd, .events = POLLOUT};
     CHECK(poll(&poller, 1, LIMIT_MS) == 1 && nb_sock_connected(fd) == 0, "connect: %m");
-    CHECK(nb_sock_write_all(fd, first, bytes, test_deadline_ns()) == 0, "write: %m");
+    CHECK(nb_sock_write_all(fd, first, bytes, test_deadline_ns(), NULL) == 0, "write: %m");
     all->fds[all->count++] = fd;
 }
 

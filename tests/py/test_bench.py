@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -485,6 +487,33 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     assert "one tcp stream moves" in theirs[-1]
     # A flow has a quarter of the link, so there is a gain; its size depends on the machine.
     assert "leaves a factor of" in theirs[-1]
+
+
+# A process that was started in the background may ignore the signal, and so would its children.
+INTERRUPTIBLE = """
+import signal
+from netbottleneck.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+raise SystemExit(main())
+"""
+
+
+def test_a_side_that_waits_for_the_other_ends_at_ctrl_c() -> None:
+    command = [sys.executable, "-c", INTERRUPTIBLE, "bench", "--listen", "--port", "0", "--ifname", "=lo"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as side:
+        try:
+            assert side.stdout is not None
+            found = re.search(r"listening at ([\d.]+):(\d+);", side.stdout.readline())
+            assert found is not None
+            with socket.create_connection((found[1], int(found[2])), LIMIT_S) as stranger:
+                stranger.sendall(b"?")
+                assert stranger.recv(1) == b""  # only a side that waits drops a stranger
+            side.send_signal(signal.SIGINT)
+            _, errors = side.communicate(timeout=LIMIT_S)
+        finally:
+            side.kill()
+    assert (side.returncode, errors) == (130, "netbottleneck: interrupted\n")
 
 
 def test_a_wrong_secret_is_refused_and_the_right_one_accepted_afterwards(lab: Lab) -> None:

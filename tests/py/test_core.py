@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -655,6 +656,47 @@ def test_a_missing_rank_is_named() -> None:
         _core.Comm(0, 2, secret=SECRET, listener=listener, timeout_s=0.2)
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, errors.HorovodInternalError)
+
+
+class HandledError(Exception):
+    """Raised by a signal handler."""
+
+
+def test_the_exception_of_a_signal_handler_ends_a_join(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    listener = _core.Listener(ifname="lo")
+    recorder = _core.Recorder(str(path), 64, 0)
+    host, _, port = listener.address.rpartition(":")
+    handled = threading.Semaphore(0)
+    calls: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        calls.append(number)
+        handled.release()
+        if len(calls) == 2:
+            raise HandledError
+
+    def send_two_signals() -> None:
+        for _ in range(2):
+            with socket.create_connection((host, int(port)), LIMIT_S) as stranger:
+                stranger.sendall(b"?")
+                stranger.recv(1)  # the join in progress drops a stranger
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert handled.acquire(timeout=LIMIT_S)
+
+    sender = threading.Thread(target=send_two_signals)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        sender.start()
+        with pytest.raises(HandledError):
+            _core.Comm(0, 2, secret=SECRET, listener=listener, recorder=recorder, timeout_s=LIMIT_S)
+        sender.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert calls == [signal.SIGUSR1] * 2
+    listener.close()  # neither is in use any more
+    recorder.close()
+    assert ring_reader.read_ring(path).closed
 
 
 def test_tags_that_differ_are_a_mismatch() -> None:

@@ -54,13 +54,13 @@ static void *client_main(void *arg) {
         shake.hello.rank %= 4;
         shake.hello.size %= 4;
         shake.hello.tag_bytes %= 2 * NB_WIRE_JOIN_TAG_MAX;
-        (void)nb_sock_write_all(client->fd, &shake.hello, sizeof shake.hello, until);
-        if (nb_sock_read_all(client->fd, &shake.challenge, sizeof shake.challenge, until) == 0) {
+        (void)nb_sock_write_all(client->fd, &shake.hello, sizeof shake.hello, until, NULL);
+        if (nb_sock_read_all(client->fd, &shake.challenge, sizeof shake.challenge, until, NULL) == 0) {
             nb_shake_proof(&shake, &config, &proof);
-            (void)nb_sock_write_all(client->fd, &proof, sizeof proof, until);
+            (void)nb_sock_write_all(client->fd, &proof, sizeof proof, until, NULL);
         }
     }
-    (void)nb_sock_write_all(client->fd, client->in.data, client->in.bytes, until);
+    (void)nb_sock_write_all(client->fd, client->in.data, client->in.bytes, until, NULL);
     (void)shutdown(client->fd, SHUT_WR);
     return NULL;
 }
@@ -101,21 +101,21 @@ static void *fake_rank_0_main(void *arg) {
     while (fd < 0 && nb_now_ns() < until) {
         fd = accept4(fake->fd, NULL, NULL, SOCK_NONBLOCK);
     }
-    if (nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, until) == 0) {
+    if (nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, until, NULL) == 0) {
         (void)nb_shake_challenge(&shake, NULL);
         take(&fake->in, &flags, 1);
         if ((flags & 1) != 0) {
             take(&fake->in, &shake.challenge, sizeof shake.challenge);
         }
-        (void)nb_sock_write_all(fd, &shake.challenge, sizeof shake.challenge, until);
-        (void)nb_sock_read_all(fd, &proof, sizeof proof, until);
+        (void)nb_sock_write_all(fd, &shake.challenge, sizeof shake.challenge, until, NULL);
+        (void)nb_sock_read_all(fd, &proof, sizeof proof, until, NULL);
         nb_shake_answer(&shake, &config, &answer);
-        (void)nb_sock_write_all(fd, &answer, sizeof answer, until);
+        (void)nb_sock_write_all(fd, &answer, sizeof answer, until, NULL);
         take(&fake->in, &verdict, sizeof verdict);
         if ((flags & 2) == 0) {
             nb_shake_verdict(&shake, &config, &verdict);
         }
-        (void)nb_sock_write_all(fd, &verdict, sizeof verdict, until);
+        (void)nb_sock_write_all(fd, &verdict, sizeof verdict, until, NULL);
     }
     close(fd);
     return NULL;

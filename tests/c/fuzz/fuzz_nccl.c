@@ -28,11 +28,11 @@ static void end_init(struct end *end, struct nb_net *net, const struct nb_net_ha
 }
 
 static bool send_bytes(const struct end *end, const void *data, size_t bytes) {
-    return nb_sock_write_all(end->fd, data, bytes, end->until_ns) == 0;
+    return nb_sock_write_all(end->fd, data, bytes, end->until_ns, NULL) == 0;
 }
 
 static bool receive_bytes(const struct end *end, void *data, size_t bytes) {
-    return nb_sock_read_all(end->fd, data, bytes, end->until_ns) == 0;
+    return nb_sock_read_all(end->fd, data, bytes, end->until_ns, NULL) == 0;
 }
 
 static bool send_valid_hello(struct end *end, const struct nb_net_handle *handle, struct input *in) {

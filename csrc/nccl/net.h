@@ -294,7 +294,7 @@ struct nb_link {
     bool flush_due; // with the next pass
 };
 
-// Handshake and control messages: link.c. All with the lock.
+// Links: link.c, handshake.c and output.c. All with the lock.
 
 // Starts listening, unless that is done.
 int nb_links_listen(struct nb_net *net, struct nb_error *err);

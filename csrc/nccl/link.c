@@ -118,6 +118,9 @@ static void parse(struct nb_link *link) {
         bool shaking = link->state < NB_LINK_LANES;
         n = shaking ? nb_link_shake_step(link, link->in + at, link->in_bytes - at, &err)
                     : ctl_step(link, link->in + at, link->in_bytes - at);
+        if (link->state == NB_LINK_CONNECT) {
+            return; // the connection is gone, and its input with it
+        }
         if (n < 0) {
             message_invalid(link, n, &err);
         }

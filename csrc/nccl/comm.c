@@ -378,6 +378,7 @@ static void link_closed(struct nb_link *link, uint32_t id) {
     nb_fail(&comm->failure, NB_EPEER, "%s has closed its end of the connection", link->peer);
     if (!nb_list_empty(&comm->waiting)) {
         nb_net_log(link->net, NCCL_LOG_WARN, comm->failure.text);
+        comm->logged = true;
     }
     requests_fail(&comm->waiting); // active ones fail with the link, or end
 }
@@ -393,7 +394,8 @@ static bool cuts_off(const struct nb_link *link) {
 }
 
 static void link_ended(struct nb_link *link) {
-    if (link->failure.code != NB_ECLOSED && cuts_off(link)) {
+    bool logged = link->failure.code != NB_ECLOSED && cuts_off(link);
+    if (logged) {
         nb_net_log(link->net, NCCL_LOG_WARN, link->failure.text); // before any request shows it
     }
     NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
@@ -404,6 +406,7 @@ static void link_ended(struct nb_link *link) {
         nb_list_remove(it);
         comm->link = NULL;
         comm->ended = true;
+        comm->logged = comm->logged || logged;
         nb_fail(&comm->failure, link->failure.code == NB_ECLOSED ? (int)NB_EPEER : link->failure.code, "%s",
                 link->failure.text);
         requests_fail(&comm->waiting);
@@ -430,6 +433,15 @@ const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .closed = link_closed,
                                       .ended = link_ended,
                                       .moved = link_moved};
+
+// Returns the failure of a comm, with its text if that is not in the log yet.
+static int comm_failure(struct nb_net_comm *comm, struct nb_error *err) {
+    if (!comm->logged) {
+        *err = comm->failure;
+        comm->logged = true;
+    }
+    return comm->failure.code;
+}
 
 // Opening
 
@@ -546,8 +558,7 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
     }
     nb_links_progress(net);
     if (rc == 0 && comm->ended) {
-        *err = comm->failure;
-        rc = err->code;
+        rc = comm_failure(comm, err);
         comm_free(comm);
         handle.connecting = 0;
     } else if (rc == 0 && comm->link->state == NB_LINK_READY) {
@@ -573,8 +584,7 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
         if (*out == NULL && rc == 0 && comm->link == NULL) {
-            *err = comm->failure;
-            rc = err->code;
+            rc = comm_failure(comm, err);
             comm_free(comm);
         } else if (*out == NULL && rc == 0 && comm->link->state == NB_LINK_READY) {
             nb_list_remove(it);
@@ -669,8 +679,7 @@ static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, stru
         return nb_fail(err, -EINVAL, "a message of %zu bytes: at most %d are possible", bytes, NB_NET_BYTES_MAX);
     }
     if (comm->ended) {
-        *err = comm->failure;
-        return err->code;
+        return comm_failure(comm, err);
     }
     struct nb_net_request *request = oldest(&comm->idle);
     if (request != NULL) {

@@ -25,7 +25,8 @@
 
 enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 2, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
 
-_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address), "a join fits");
+_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
+               "a join fits");
 
 static size_t address_bytes(const struct nb_net *net) {
     return (size_t)net->settings.lanes * sizeof(struct wire_lane_address);

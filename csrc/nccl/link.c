@@ -167,7 +167,7 @@ static void link_ready(struct nb_watch *watch, uint32_t events) {
         int rc = nb_sock_connected(watch->fd);
         rc = rc == 0 ? nb_link_shake_hello(link) : rc;
         if (rc < 0) {
-            nb_link_connect_later(link);
+            nb_link_connect_later(link, rc);
         }
         return;
     }
@@ -349,14 +349,16 @@ static void handshake_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
     struct nb_error why = {0};
     if (now - link->opened_ns > limit_ns) {
-        nb_fail(&why, NB_ETIMEOUT, "no link to %s within %.1f s (NETBOTTLENECK_TIMEOUT_S)", link->peer,
-                (double)limit_ns / 1e9);
+        bool tried = link->state == NB_LINK_CONNECT && link->connect_code != 0;
+        nb_fail(&why, NB_ETIMEOUT, "no link to %s within %.1f s (NETBOTTLENECK_TIMEOUT_S)%s%s", link->peer,
+                (double)limit_ns / 1e9, tried ? ": " : "", tried ? nb_code_name(link->connect_code) : "");
         nb_link_fail(link, &why);
         return;
     }
     bool due = link->state == NB_LINK_CONNECT && link->watch.fd < 0 && now >= link->retry_ns;
-    if (due && link_connect(link, &why) < 0) {
-        nb_link_fail(link, &why);
+    int rc = due ? link_connect(link, NULL) : 0;
+    if (rc < 0) {
+        nb_link_connect_later(link, rc); // it may pass, as a lack of descriptors does
     }
 }
 

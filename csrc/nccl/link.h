@@ -78,8 +78,8 @@ void nb_link_flush(struct nb_link *link);
 void nb_link_lone_look(struct nb_link *link, int64_t now);
 // The control connection has ended (0) or failed: the link fails, or connects again.
 void nb_link_control_ended(struct nb_link *link, int code);
-// Outgoing: drops the control connection, to connect again.
-void nb_link_connect_later(struct nb_link *link);
+// Outgoing: drops the control connection, to connect again. code: why; 0: the peer has ended it.
+void nb_link_connect_later(struct nb_link *link, int code);
 // Closes a descriptor of the net's loop, unless it is -1.
 void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 
@@ -89,8 +89,8 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err);
 // Outgoing: begins the handshake on a new control connection.
 int nb_link_shake_hello(struct nb_link *link);
-// Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. The control
-// connection may be gone afterwards: then the state is NB_LINK_CONNECT.
+// Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. If the state
+// is NB_LINK_CONNECT then, the control connection is gone.
 int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err);
 
 #endif

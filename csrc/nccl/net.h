@@ -150,6 +150,7 @@ struct nb_net_comm {
     bool sends;
     bool opened;            // outgoing: the peer was asked for it
     bool ended;             // the peer has closed its end
+    bool logged;            // the log has the failure
     struct nb_list idle;    // requests; only the thread that calls isend, irecv and test uses it
     struct nb_list waiting; // not matched, oldest first
     struct nb_list active;  // flows on the lanes
@@ -276,6 +277,7 @@ struct nb_link {
     struct nb_error failure;
     int64_t opened_ns; // begin of the handshake
     int64_t retry_ns;
+    int connect_code; // why the last try to connect failed; 0: none has
     int64_t heard_ns;
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
@@ -342,7 +344,7 @@ struct nb_net *nb_net_current(void);
 // True in the process that opened the net, false in its forked children.
 bool nb_net_is_mine(const struct nb_net *net);
 
-// Comms: comm.c. Each returns 0 or a failure.
+// Comms: comm.c. Each returns 0 or a failure. err is set unless the log has it already, as that of a link that ended.
 
 extern const struct nb_link_up nb_comm_up;
 int nb_net_listen(struct nb_net *net, void *handle, struct nb_net_listener **listener, struct nb_error *err);

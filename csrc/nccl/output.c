@@ -41,7 +41,7 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch) {
     }
 }
 
-void nb_link_connect_later(struct nb_link *link) {
+void nb_link_connect_later(struct nb_link *link, int code) {
     nb_link_shut(link->net, &link->watch);
     nb_lanes_close(link->lanes);
     link->lanes = NULL;
@@ -51,12 +51,13 @@ void nb_link_connect_later(struct nb_link *link) {
     link->blocked = link->flush_due = false;
     link->state = NB_LINK_CONNECT;
     link->retry_ns = nb_now_ns() + RETRY_NS;
+    link->connect_code = code == 0 ? -ECONNRESET : code;
 }
 
 void nb_link_control_ended(struct nb_link *link, int code) {
     struct nb_error why = {0};
     if (link->outgoing && link->state < NB_LINK_LANES) {
-        nb_link_connect_later(link); // the peer may have dropped it because it was busy
+        nb_link_connect_later(link, code); // the peer may have dropped it because it was busy
         return;
     }
     if (link->leaving || link->left) {

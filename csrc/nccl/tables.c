@@ -46,9 +46,9 @@ static int result_of(int code) {
     }
 }
 
-// For calls that find a failure themselves; those of a link were logged when it ended.
+// Writes a failure to the log, unless the log has it already: then err is empty.
 static int logged(const struct nb_net *net, int code, const struct nb_error *err) {
-    if (code < 0) {
+    if (err->code != 0) {
         nb_net_log(net, NCCL_LOG_WARN, err->text);
     }
     return result_of(code);
@@ -93,7 +93,7 @@ static int connect_to(struct nb_net *net, uint64_t domain, int device, void *han
     }
     int rc = nb_net_connect(net, domain, handle, &connected, &err);
     *comm = connected;
-    return result_of(rc);
+    return logged(net, rc, &err);
 }
 
 static int accept_from(void *listener, void **comm) {
@@ -105,7 +105,7 @@ static int accept_from(void *listener, void **comm) {
     }
     int rc = nb_net_accept(from, &accepted, &err);
     *comm = accepted;
-    return result_of(rc);
+    return logged(from->net, rc, &err);
 }
 
 static int reg_mr(void *opaque, void *data, size_t size, int type, void **mhandle) {
@@ -144,7 +144,7 @@ static int isend_bytes(void *opaque, void *data, size_t size, void **request) {
     }
     int rc = nb_net_isend(comm, data, size, &begun, &err);
     *request = begun;
-    return result_of(rc);
+    return logged(comm->net, rc, &err);
 }
 
 static int irecv_bytes(void *opaque, int count, void *data, size_t size, void **request) {
@@ -159,7 +159,7 @@ static int irecv_bytes(void *opaque, int count, void *data, size_t size, void **
     }
     int rc = nb_net_irecv(comm, data, size, &begun, &err);
     *request = begun;
-    return result_of(rc);
+    return logged(comm->net, rc, &err);
 }
 
 static int isend(void *comm, void *data, size_t size, int tag, void *mhandle, void *profile, void **request) {

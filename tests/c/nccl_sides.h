@@ -1,5 +1,5 @@
-// Harness of the net plugin's tests. Each case has two processes, which call the plugin as NCCL's proxy does and exchange
-// handles over a socket. PROGRAM tcp|ofi runs all cases; PROGRAM tcp|ofi CASE VERSION runs one.
+// Harness of the net plugin's tests. Each case has two processes, which call the plugin as NCCL's proxy does, and
+// exchange handles over a socket. PROGRAM tcp|ofi runs all cases; PROGRAM tcp|ofi CASE VERSION runs one.
 #ifndef NB_TEST_NCCL_SIDES_H
 #define NB_TEST_NCCL_SIDES_H
 

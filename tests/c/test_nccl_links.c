@@ -1,6 +1,7 @@
-// Links of the NCCL net plugin: how they open, end and fail. Some cases reach into the plugin, to fix the order of events.
+// Links of the NCCL net plugin: how they open, end and fail. Some cases reach into it, to fix the order of events.
 #include <arpa/inet.h>
 #include <pthread.h>
+#include <sys/resource.h>
 
 #include "nccl_sides.h"
 
@@ -81,8 +82,113 @@ static void case_reset_after_answer(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// The link that this process opens.
+static struct nb_link *outgoing_link(struct nb_net *net) {
+    NB_LIST_EACH(it, &net->links) {
+        struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
+        if (link->outgoing) {
+            return link;
+        }
+    }
+    CHECK(false, "no link");
+    return NULL;
+}
+
+// A try to connect that fails at once, here for lack of descriptors, is followed by others.
+static void case_no_descriptors(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    struct rlimit limit;
+    struct pair pair;
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        struct nb_net *net = nb_net_current();
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        int fd = accept_hello(listener, hello);
+        CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0, "getrlimit: %s", strerror(errno));
+        const struct rlimit none = {.rlim_cur = 0, .rlim_max = limit.rlim_max};
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %s", strerror(errno));
+        close(fd);
+        for (int code = 0; code != -EMFILE;) {
+            expect_no_comm(side, pair.handle);
+            check_time(side, "a try without descriptors");
+            pthread_mutex_lock(&net->lock);
+            code = outgoing_link(net)->connect_code;
+            pthread_mutex_unlock(&net->lock);
+        }
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit: %s", strerror(errno));
+        close(accept_hello(listener, hello));
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// No link within NETBOTTLENECK_TIMEOUT_S: the log has the reason of the last try.
+static void case_refused(struct side *side) {
+    struct pair pair;
+    void *comm = NULL;
+    open_listener(side, &pair);
+    int refusing = bind_in_place(pair.handle);
+    for (int rc = 0; rc == 0;) {
+        rc = proxy_connect(&side->proxy, 0, pair.handle, &comm);
+        CHECK(comm == NULL, "connected");
+        check_time(side, "an error");
+    }
+    CHECK(strstr(proxy_warning, strerror(ECONNREFUSED)) != NULL, "the log has no reason: %s", proxy_warning);
+    close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+static void expect_warning(int rc, const char *text) {
+    CHECK(rc != 0, "accepted");
+    CHECK(strstr(proxy_warning, text) != NULL, "the log has no '%s': %s", text, proxy_warning);
+    proxy_warning[0] = '\0';
+}
+
+// What a call refuses is in the log.
+static void case_refusals(struct side *side) {
+    const size_t too_large = (size_t)NB_NET_BYTES_MAX + 1;
+    struct pair pair;
+    struct nb_net_handle handle;
+    unsigned char opaque[NCCL_HANDLE_BYTES] = {0};
+    void *comm = NULL;
+    void *request = NULL;
+    char byte = 0;
+    expect_warning(proxy_connect(&side->proxy, 0, opaque, &comm), "not of this plugin");
+    open_pair(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    handle.family = AF_UNSPEC;
+    handle.process[0] ^= 1; // of which there is no link
+    memcpy(opaque, &handle, sizeof handle);
+    expect_warning(proxy_connect(&side->proxy, 0, opaque, &comm), "holds no address");
+    expect_warning(proxy_isend(&side->proxy, pair.send, &byte, too_large, &request), "1073741825 bytes");
+    expect_warning(proxy_irecv(&side->proxy, pair.recv, &byte, too_large, &request), "1073741825 bytes");
+    barrier();
+    if (side->index == 0) {
+        close_pair(side, &pair);
+        barrier();
+        return;
+    }
+    struct nb_net *net = nb_net_current();
+    for (bool ended = false; !ended;) {
+        pthread_mutex_lock(&net->lock);
+        ended = ((const struct nb_net_comm *)pair.send)->ended;
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the end of the peer's comms");
+    }
+    expect_warning(proxy_isend(&side->proxy, pair.send, &byte, 1, &request), "has closed its end");
+    barrier();
+    close_pair(side, &pair);
+}
+
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
+    {.name = "no_descriptors", .run = case_no_descriptors},
+    {.name = "refused", .run = case_refused, .timeout_s = "1"},
+    {.name = "refusals", .run = case_refusals},
 };
 
 int main(int argc, char **argv) {

@@ -179,8 +179,18 @@ static struct nb_net_request *oldest(const struct nb_list *requests) {
 }
 
 static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request) {
-    nb_link_send(comm->link, comm->id, 0, request->data, request->bytes);
-    request_finish(request, NB_REQUEST_DONE);
+    struct nb_link *link = comm->link;
+    nb_link_send(link, comm->id, 0, request->data, request->bytes);
+    if (link->failing) {
+        return; // it fails with the link
+    }
+    if (link->out_bytes == 0) {
+        request_finish(request, NB_REQUEST_DONE);
+        return;
+    }
+    request->end = link->put_bytes;
+    nb_list_remove(&request->link);
+    nb_list_insert(&comm->writing, &request->link);
 }
 
 // Takes the oldest grant for a send.
@@ -236,6 +246,7 @@ static struct nb_net_comm *comm_new(struct nb_net *net, struct nb_link *link, bo
     nb_list_init(&comm->idle);
     nb_list_init(&comm->waiting);
     nb_list_init(&comm->active);
+    nb_list_init(&comm->writing);
     nb_list_init(&comm->memories);
     for (int i = 0; i < NB_NET_REQUESTS; i++) {
         comm->requests[i].comm = comm;
@@ -383,18 +394,28 @@ static void link_closed(struct nb_link *link, uint32_t id) {
     requests_fail(&comm->waiting); // active ones fail with the link, or end
 }
 
-// True if a comm is there that the peer has not closed.
-static bool cuts_off(const struct nb_link *link) {
+static void link_written(struct nb_link *link) {
     NB_LIST_EACH(it, &link->comms) {
-        if (!NB_CONTAINER(it, const struct nb_net_comm, at_link)->ended) {
-            return true;
+        const struct nb_net_comm *comm = NB_CONTAINER(it, const struct nb_net_comm, at_link);
+        struct nb_net_request *request = oldest(&comm->writing);
+        while (request != NULL && request->end <= link->put_bytes - link->out_bytes) {
+            request_finish(request, NB_REQUEST_DONE);
+            request = oldest(&comm->writing);
         }
     }
-    return false;
+}
+
+static bool link_all_closed(const struct nb_link *link) {
+    NB_LIST_EACH(it, &link->comms) {
+        if (!NB_CONTAINER(it, const struct nb_net_comm, at_link)->ended) {
+            return false;
+        }
+    }
+    return true;
 }
 
 static void link_ended(struct nb_link *link) {
-    bool logged = link->failure.code != NB_ECLOSED && cuts_off(link);
+    bool logged = link->failure.code != NB_ECLOSED && (link->flows > 0 || !link_all_closed(link));
     if (logged) {
         nb_net_log(link->net, NCCL_LOG_WARN, link->failure.text); // before any request shows it
     }
@@ -411,6 +432,7 @@ static void link_ended(struct nb_link *link) {
                 link->failure.text);
         requests_fail(&comm->waiting);
         requests_fail(&comm->active);
+        requests_fail(&comm->writing);
     }
 }
 
@@ -418,7 +440,8 @@ static int64_t link_moved(const struct nb_link *link, bool *pending) {
     int64_t moved = 0;
     NB_LIST_EACH(it, &link->comms) {
         const struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
-        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active);
+        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active) ||
+                   !nb_list_empty(&comm->writing);
         NB_LIST_EACH(at, &comm->active) {
             const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
             moved = request->flow.moved_ns > moved ? request->flow.moved_ns : moved;
@@ -431,6 +454,8 @@ const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .granted = link_granted,
                                       .sent = link_sent,
                                       .closed = link_closed,
+                                      .written = link_written,
+                                      .all_closed = link_all_closed,
                                       .ended = link_ended,
                                       .moved = link_moved};
 

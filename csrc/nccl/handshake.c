@@ -94,7 +94,7 @@ static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     }
     if (left == 0 && link->lost_ns == 0) {
         link->lost_ns = nb_now_ns();
-        if (!link->failing) { // kept for tick(), which waits for a better reason
+        if (!link->failing && link->over_ns == 0) { // kept for tick(), which waits for a better reason
             link->failure = (struct nb_error){.code = why->code, .peer = NB_NO_PEER};
             snprintf(link->failure.text, sizeof link->failure.text, "no lane to %s is left (%.300s)", link->peer,
                      why->text);

@@ -29,7 +29,7 @@ enum {
     LOST_NS = 250 * 1000 * 1000,   // a peer that dies also ends the control connection, which gives a better reason
     GAP_NS = 500 * 1000 * 1000,    // a longer time between ticks: this process was descheduled
     POLL_NS = 100 * 1000,          // between two progress passes of idle lanes
-    LEAVE_NS = 2000 * 1000 * 1000, // for the peer to read what was written before the end
+    LEAVE_NS = 2000 * 1000 * 1000, // for the peer to end the link, or to report what has landed
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
     BUSY_SLEEP_MS = 10,
     SLEEP_MS = 250
@@ -226,8 +226,9 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
                  struct nb_error *err) {
     NB_LIST_EACH(it, &net->links) {
         struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
-        if (link->outgoing && !link->leaving && !link->failing && link->state != NB_LINK_ENDED &&
-            link->domain == domain && memcmp(link->process, handle->process, sizeof link->process) == 0) {
+        bool usable = !link->leaving && link->over_ns == 0 && !link->failing && link->state != NB_LINK_ENDED;
+        if (link->outgoing && usable && link->domain == domain &&
+            memcmp(link->process, handle->process, sizeof link->process) == 0) {
             *out = link;
             return 0;
         }
@@ -370,6 +371,13 @@ static void ping_tick(struct nb_link *link, int64_t now) {
     }
 }
 
+// True if nothing more comes over the lanes: all are lost, or the peer has ended the link and nothing moves.
+static bool lanes_over(const struct nb_link *link, int64_t moved, int64_t now) {
+    int64_t still_ns = now - (moved > link->over_ns ? moved : link->over_ns);
+    bool ended = link->over_ns != 0 && (link->flows == 0 || still_ns > LEAVE_NS);
+    return ended || (link->lost_ns != 0 && now - link->lost_ns > LOST_NS);
+}
+
 // Judges a peer that is silent, lanes that are lost, and bytes that do not move.
 static void silence_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
@@ -380,7 +388,7 @@ static void silence_tick(struct nb_link *link, int64_t now) {
     heard = heard > resumed ? heard : resumed;
     moved = moved != 0 && moved < resumed ? resumed : moved;
     struct nb_error why = {0};
-    if (link->lost_ns != 0 && now - link->lost_ns > LOST_NS) {
+    if (lanes_over(link, moved, now)) {
         why = link->failure;
         nb_link_fail(link, &why);
     } else if (pending && now - heard > limit_ns) {
@@ -391,7 +399,7 @@ static void silence_tick(struct nb_link *link, int64_t now) {
         nb_fail(&why, NB_ETIMEOUT, "no byte of a transfer with %s has moved for %.1f s", link->peer,
                 (double)(now - moved) / 1e9);
         nb_link_fail(link, &why);
-    } else if (link->leaving && now - link->leave_ns > LEAVE_NS) {
+    } else if (link->leaving && now - link->leave_ns > (nb_link_unsent(link) ? limit_ns : (int64_t)LEAVE_NS)) {
         nb_fail(&why, NB_ECLOSED, "closed");
         nb_link_fail(link, &why);
     }
@@ -479,7 +487,7 @@ void nb_link_release(struct nb_link *link) {
         return;
     }
     struct nb_error why = {0};
-    if (link->outgoing && link->state == NB_LINK_READY) {
+    if (link->outgoing && link->state == NB_LINK_READY && link->over_ns == 0) {
         nb_link_put_ctl(link, (struct wire_ctl){.type = NB_CTL_LEAVE}, NULL, 0);
         link->leaving = true;
         link->leave_ns = nb_now_ns();
@@ -489,14 +497,17 @@ void nb_link_release(struct nb_link *link) {
     }
 }
 
-bool nb_links_leaving(const struct nb_net *net) {
+bool nb_links_leaving(const struct nb_net *net, bool *unsent) {
+    bool leaving = false;
+    *unsent = false;
     NB_LIST_EACH(it, &net->links) {
         const struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         if (link->leaving && link->state != NB_LINK_ENDED) {
-            return true;
+            leaving = true;
+            *unsent = *unsent || nb_link_unsent(link);
         }
     }
-    return false;
+    return leaving;
 }
 
 void nb_links_close(struct nb_net *net) {

@@ -73,10 +73,12 @@ void nb_link_put(struct nb_link *link, const void *head, size_t head_bytes, cons
 void nb_link_put_ctl(struct nb_link *link, struct wire_ctl ctl, const void *data, size_t bytes);
 // Sends what is in the output, until the connection takes no more.
 void nb_link_flush(struct nb_link *link);
+// True if the peer's kernel has not confirmed all that was put.
+bool nb_link_unsent(const struct nb_link *link);
 // Looks whether the peer has all of a lone send. A slow one keeps the next ones off the control connection, for longer
 // each time: a flow is capped, or the peer is far.
 void nb_link_lone_look(struct nb_link *link, int64_t now);
-// The control connection has ended (0) or failed: the link fails, or connects again.
+// The control connection has ended (0) or failed: the link fails, connects again, or awaits the flows on its lanes.
 void nb_link_control_ended(struct nb_link *link, int code);
 // Outgoing: drops the control connection, to connect again. code: why; 0: the peer has ended it.
 void nb_link_connect_later(struct nb_link *link, int code);
@@ -89,8 +91,8 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err);
 // Outgoing: begins the handshake on a new control connection.
 int nb_link_shake_hello(struct nb_link *link);
-// Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. If the state
-// is NB_LINK_CONNECT then, the control connection is gone.
+// Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. If the
+// control connection is gone then, the state is NB_LINK_CONNECT.
 int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err);
 
 #endif

@@ -67,10 +67,18 @@ void nb_link_control_ended(struct nb_link *link, int code) {
     } else {
         nb_fail(&why, NB_EPEER, "the connection to %s failed (%s)", link->peer, nb_code_name(code));
     }
+    if (link->outgoing && link->flows > 0 && link->net->up->all_closed(link)) {
+        // The reports that these flows have landed may still be on the lanes.
+        nb_loop_remove(&link->net->loop, &link->watch);
+        link->over_ns = nb_now_ns();
+        link->failure = why;
+        return;
+    }
     nb_link_fail(link, &why);
 }
 
 void nb_link_flush(struct nb_link *link) {
+    bool waited = link->blocked;
     link->flush_due = false;
     while (link->out_bytes > 0) {
         ssize_t n = send(link->watch.fd, link->out + link->out_begin, link->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -87,6 +95,9 @@ void nb_link_flush(struct nb_link *link) {
     link->out_begin = link->out_bytes == 0 ? 0 : link->out_begin;
     link->blocked = link->out_bytes > 0;
     nb_loop_change(&link->net->loop, &link->watch, EPOLLIN | (link->blocked ? EPOLLOUT : 0));
+    if (waited) {
+        link->net->up->written(link);
+    }
 }
 
 static bool out_reserve(struct nb_link *link, size_t bytes) {
@@ -124,7 +135,7 @@ static void out_append(struct nb_link *link, const struct iovec *part, size_t *s
 }
 
 void nb_link_put(struct nb_link *link, const void *head, size_t head_bytes, const void *data, size_t bytes) {
-    if (link->failing || link->state == NB_LINK_ENDED) {
+    if (link->failing || link->over_ns != 0 || link->state == NB_LINK_ENDED) {
         return;
     }
     struct iovec iov[3] = {
@@ -142,6 +153,7 @@ void nb_link_put(struct nb_link *link, const void *head, size_t head_bytes, cons
         out_append(link, &iov[1], &sent);
         out_append(link, &iov[2], &sent);
     }
+    link->put_bytes += head_bytes + bytes;
     if (!link->blocked) {
         nb_link_flush(link);
     }
@@ -166,13 +178,18 @@ void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spar
     } else if (!link->failing && link->state != NB_LINK_ENDED && out_reserve(link, sizeof ctl)) {
         memcpy(link->out + link->out_begin + link->out_bytes, &ctl, sizeof ctl);
         link->out_bytes += sizeof ctl;
+        link->put_bytes += sizeof ctl;
         link->flush_due = true;
     }
 }
 
+bool nb_link_unsent(const struct nb_link *link) {
+    int bytes = 0;
+    return link->out_bytes > 0 || (ioctl(link->watch.fd, SIOCOUTQ, &bytes) == 0 && bytes > 0);
+}
+
 void nb_link_lone_look(struct nb_link *link, int64_t now) {
-    int unsent = 0;
-    if (link->lone_ns == 0 || link->blocked || ioctl(link->watch.fd, SIOCOUTQ, &unsent) < 0 || unsent > 0) {
+    if (link->lone_ns == 0 || nb_link_unsent(link)) {
         return;
     }
     if (now - link->lone_ns > LONE_NS) {

@@ -184,11 +184,126 @@ static void case_refusals(struct side *side) {
     close_pair(side, &pair);
 }
 
+// Slows the control connection to a listener down, so that most of what is sent waits in the plugin for a second.
+static void slow_control(uint16_t port) {
+    const int room = 8 * 1024;
+    const unsigned long bytes_per_s = 128 * 1024;
+    int fd = find_connection(port, 0, false);
+    CHECK(fd >= 0, "control connection not found");
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0, "buffer: %s", strerror(errno));
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &bytes_per_s, sizeof bytes_per_s) == 0, "pacing: %s",
+          strerror(errno));
+}
+
+static void finish(struct side *side, void *request) {
+    for (int done = 0; !done;) {
+        CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0, "test: %s", proxy_warning);
+        check_time(side, "a transfer");
+    }
+}
+
+// Small sends over a slow control connection arrive, although their side closes and ends as soon as they are done.
+static void case_end_after_slow_sends(struct side *side) {
+    enum { MESSAGES = NB_NET_REQUESTS, BYTES = NB_NET_INLINE };
+    static unsigned char data[MESSAGES][BYTES];
+    struct pair pair;
+    struct nb_net_handle handle;
+    void *requests[MESSAGES] = {NULL};
+    open_pair(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    for (int i = 0; side->index == 1 && i < MESSAGES; i++) {
+        CHECK(proxy_irecv(&side->proxy, pair.recv, data[i], BYTES, &requests[i]) == 0, "irecv");
+    }
+    barrier();
+    if (side->index == 0) {
+        slow_control(handle.port);
+    }
+    for (int i = 0; side->index == 0 && i < MESSAGES; i++) {
+        fill(data[i], 0, i, BYTES);
+        CHECK(proxy_isend(&side->proxy, pair.send, data[i], BYTES, &requests[i]) == 0, "isend");
+    }
+    for (int i = 0; i < MESSAGES; i++) {
+        CHECK(requests[i] != NULL, "request %d is refused", i);
+        finish(side, requests[i]);
+        check_bytes(data[i], 0, i, BYTES);
+    }
+    close_pair(side, &pair);
+}
+
+// The accepted control connection of this process's listener.
+static int accepted_connection(uint16_t port) {
+    for (int fd = SOCKET + 1; fd < 256; fd++) {
+        struct sockaddr_in there = {0};
+        struct sockaddr_in here = {0};
+        socklen_t bytes = sizeof there;
+        bool connected = getpeername(fd, (struct sockaddr *)&there, &bytes) == 0;
+        bytes = sizeof here;
+        if (connected && getsockname(fd, (struct sockaddr *)&here, &bytes) == 0 && ntohs(here.sin_port) == port) {
+            return fd;
+        }
+    }
+    return -1;
+}
+
+static void await_flow(struct side *side, void *request) {
+    struct nb_net *net = nb_net_current();
+    for (long flows = 0; flows == 0;) {
+        int done = 0;
+        CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0 && !done, "the transfer is not in flight");
+        pthread_mutex_lock(&net->lock);
+        flows = outgoing_link(net)->flows;
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the begin of a transfer");
+    }
+}
+
+// A sender that sees the peer's orderly end before the report that its last transfer has landed waits for the report.
+static void case_end_before_report(struct side *side) {
+    const struct {
+        uint32_t type;
+        uint32_t comm;
+        uint64_t rest[2];
+    } closed = {.type = 2, .comm = 1}; // the peer closes its end of the link's only comm
+    struct pair pair;
+    struct nb_net_handle handle;
+    void *request = NULL;
+    uint16_t port = 0; // of this side's listener
+    open_pair(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    send_bytes(&handle.port, sizeof handle.port);
+    receive_bytes(&port, sizeof port);
+    unsigned char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    if (side->index == 1) {
+        CHECK(proxy_irecv(&side->proxy, pair.recv, data, BIG, &request) == 0, "irecv");
+        barrier();
+        int control = accepted_connection(port);
+        CHECK(control >= 0, "control connection not found");
+        CHECK(send(control, &closed, sizeof closed, MSG_NOSIGNAL) == (ssize_t)sizeof closed, "send");
+        barrier();
+    } else {
+        fill(data, 0, 0, BIG);
+        send_slowly();
+        CHECK(proxy_isend(&side->proxy, pair.send, data, BIG, &request) == 0 && request != NULL, "isend");
+        await_flow(side, request);
+        barrier();
+        barrier(); // the peer's message is here
+        CHECK(shutdown(find_connection(handle.port, 0, false), SHUT_RD) == 0, "shutdown: %s", strerror(errno));
+    }
+    finish(side, request);
+    check_bytes(data, 0, 0, BIG);
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
     {.name = "no_descriptors", .run = case_no_descriptors},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
     {.name = "refusals", .run = case_refusals},
+    {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
+    {.name = "end_before_report", .run = case_end_before_report},
 };
 
 int main(int argc, char **argv) {

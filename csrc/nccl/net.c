@@ -45,9 +45,9 @@ bool nb_net_is_mine(const struct nb_net *net) {
     return nb_fork_detector_is_opener(&net->fork);
 }
 
-struct nb_net *nb_net_current(void) {
+struct nb_net *nb_net_current(enum nb_net_kind kind) {
     pthread_mutex_lock(&process.lock);
-    struct nb_net *net = process.nets[NB_NET_PLAIN];
+    struct nb_net *net = process.nets[kind];
     pthread_mutex_unlock(&process.lock);
     return net;
 }

@@ -347,8 +347,8 @@ extern struct nb_net_counters nb_net_counts[NB_NET_KINDS];
 int nb_net_open(struct nb_net **net, enum nb_net_kind kind, const struct nb_link_up *up, nccl_logger log,
                 struct nb_error *err);
 void nb_net_close(struct nb_net *net);
-// This process's net of the kind NB_NET_PLAIN, NULL if there is none.
-struct nb_net *nb_net_current(void);
+// This process's net of a kind, NULL if there is none.
+struct nb_net *nb_net_current(enum nb_net_kind kind);
 // True in the process that opened the net, false in its forked children.
 bool nb_net_is_mine(const struct nb_net *net);
 

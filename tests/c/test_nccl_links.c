@@ -66,7 +66,7 @@ static void case_reset_after_answer(struct side *side) {
         int peer = connect_to_handle(&handle); // gives the answer to this hello
         CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
         read_bytes(peer, answer, sizeof answer);
-        struct nb_net *net = nb_net_current();
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
         pthread_mutex_lock(&net->lock); // the plugin sees the answer and the reset together
         CHECK(send(fd, answer, sizeof answer, MSG_NOSIGNAL) == (ssize_t)sizeof answer, "send: %s", strerror(errno));
         CHECK(setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once) == 0, "linger: %s", strerror(errno));
@@ -101,7 +101,7 @@ static void case_no_descriptors(struct side *side) {
     struct pair pair;
     open_listener(side, &pair);
     if (side->index == 0) {
-        struct nb_net *net = nb_net_current();
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
         int listener = bind_in_place(pair.handle);
         CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
         expect_no_comm(side, pair.handle);
@@ -172,7 +172,7 @@ static void case_refusals(struct side *side) {
         barrier();
         return;
     }
-    struct nb_net *net = nb_net_current();
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
     for (bool ended = false; !ended;) {
         pthread_mutex_lock(&net->lock);
         ended = ((const struct nb_net_comm *)pair.send)->ended;
@@ -246,7 +246,7 @@ static int accepted_connection(uint16_t port) {
 }
 
 static void await_flow(struct side *side, void *request) {
-    struct nb_net *net = nb_net_current();
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
     for (long flows = 0; flows == 0;) {
         int done = 0;
         CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0 && !done, "the transfer is not in flight");
@@ -297,6 +297,27 @@ static void case_end_before_report(struct side *side) {
     free(data);
 }
 
+// A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
+static void case_finalized_context(struct side *side) {
+    enum { BYTES = 100 * 1000 };
+    struct side other = *side;
+    struct pair pair;
+    void *requests[2] = {NULL, NULL};
+    static unsigned char sent[BYTES];
+    static unsigned char got[BYTES];
+    CHECK(proxy_init(&other.proxy, 78) == 0, "init");
+    CHECK(proxy_finalize(&other.proxy) == 0, "finalize");
+    open_pair(&other, &pair);
+    fill(sent, side->index, 0, BYTES);
+    CHECK(proxy_irecv(&other.proxy, pair.recv, got, BYTES, &requests[0]) == 0 && requests[0] != NULL, "irecv");
+    CHECK(proxy_isend(&other.proxy, pair.send, sent, BYTES, &requests[1]) == 0 && requests[1] != NULL, "isend");
+    finish(&other, requests[0]);
+    finish(&other, requests[1]);
+    check_bytes(got, !side->index, 0, BYTES);
+    barrier();
+    close_pair(&other, &pair);
+}
+
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
     {.name = "no_descriptors", .run = case_no_descriptors},
@@ -304,6 +325,7 @@ static const struct test_case cases[] = {
     {.name = "refusals", .run = case_refusals},
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
     {.name = "end_before_report", .run = case_end_before_report},
+    {.name = "finalized_context", .run = case_finalized_context},
 };
 
 int main(int argc, char **argv) {

@@ -21,7 +21,10 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { HANDLE_MAGIC = 0x4e424e48 };
+enum {
+    HANDLE_MAGIC = 0x4e424e48,
+    LINE_BYTES = 128 // of NCCL's protocol LL128
+};
 
 // A flow whose receiving comm was closed: its bytes are read and dropped.
 struct sink {
@@ -351,6 +354,20 @@ static bool link_granted(struct nb_link *link, uint32_t id, uint64_t bytes) {
     return true;
 }
 
+// Copies into memory that a GPU may poll meanwhile. With LL128, the last 8 bytes of a line say that the others are there:
+// they are stored after those, and at once.
+static void copy_lines(char *to, const char *from, size_t bytes) {
+    size_t at = 0;
+    for (; (uintptr_t)to % LINE_BYTES == 0 && bytes - at >= LINE_BYTES; at += LINE_BYTES) {
+        uint64_t flag;
+        uint64_t *end = (void *)(to + at + LINE_BYTES - sizeof flag);
+        memcpy(&flag, from + at + LINE_BYTES - sizeof flag, sizeof flag);
+        memcpy(to + at, from + at, LINE_BYTES - sizeof flag);
+        __atomic_store_n(end, flag, __ATOMIC_RELEASE);
+    }
+    memcpy(to + at, from + at, bytes - at);
+}
+
 static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data) {
     struct nb_net_comm *comm = comm_find(link, id);
     if (data == NULL && (op <= link->next_op || bytes == 0)) {
@@ -369,7 +386,7 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
         flow_start(link, request, op);
         return true;
     }
-    memcpy(request->data, data, bytes);
+    copy_lines(request->data, data, bytes);
     request_finish(request, NB_REQUEST_DONE);
     return true;
 }

@@ -212,7 +212,7 @@ struct nb_net {
     enum nb_net_kind kind;
     struct nb_fork_detector fork;
     struct nb_net_settings settings;
-    int users; // contexts of NCCL, comms, listeners
+    int users; // contexts that NCCL has not finalized, comms, listeners
     nccl_logger log;
     pthread_mutex_t lock;
     pthread_t helper;

@@ -21,7 +21,10 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { HANDLE_MAGIC = 0x4e424e48 };
+enum {
+    HANDLE_MAGIC = 0x4e424e48,
+    LINE_BYTES = 128 // of NCCL's protocol LL128
+};
 
 // A flow whose receiving comm was closed: its bytes are read and dropped.
 struct sink {
@@ -179,8 +182,18 @@ static struct nb_net_request *oldest(const struct nb_list *requests) {
 }
 
 static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request) {
-    nb_link_send(comm->link, comm->id, 0, request->data, request->bytes);
-    request_finish(request, NB_REQUEST_DONE);
+    struct nb_link *link = comm->link;
+    nb_link_send(link, comm->id, 0, request->data, request->bytes);
+    if (link->failing) {
+        return; // it fails with the link
+    }
+    if (link->out_bytes == 0) {
+        request_finish(request, NB_REQUEST_DONE);
+        return;
+    }
+    request->end = link->put_bytes;
+    nb_list_remove(&request->link);
+    nb_list_insert(&comm->writing, &request->link);
 }
 
 // Takes the oldest grant for a send.
@@ -236,6 +249,7 @@ static struct nb_net_comm *comm_new(struct nb_net *net, struct nb_link *link, bo
     nb_list_init(&comm->idle);
     nb_list_init(&comm->waiting);
     nb_list_init(&comm->active);
+    nb_list_init(&comm->writing);
     nb_list_init(&comm->memories);
     for (int i = 0; i < NB_NET_REQUESTS; i++) {
         comm->requests[i].comm = comm;
@@ -340,6 +354,20 @@ static bool link_granted(struct nb_link *link, uint32_t id, uint64_t bytes) {
     return true;
 }
 
+// Copies into memory that a GPU may poll meanwhile. With LL128, the last 8 bytes of a line say that the others are there:
+// they are stored after those, and at once.
+static void copy_lines(char *to, const char *from, size_t bytes) {
+    size_t at = 0;
+    for (; (uintptr_t)to % LINE_BYTES == 0 && bytes - at >= LINE_BYTES; at += LINE_BYTES) {
+        uint64_t flag;
+        uint64_t *end = (void *)(to + at + LINE_BYTES - sizeof flag);
+        memcpy(&flag, from + at + LINE_BYTES - sizeof flag, sizeof flag);
+        memcpy(to + at, from + at, LINE_BYTES - sizeof flag);
+        __atomic_store_n(end, flag, __ATOMIC_RELEASE);
+    }
+    memcpy(to + at, from + at, bytes - at);
+}
+
 static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data) {
     struct nb_net_comm *comm = comm_find(link, id);
     if (data == NULL && (op <= link->next_op || bytes == 0)) {
@@ -358,7 +386,7 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
         flow_start(link, request, op);
         return true;
     }
-    memcpy(request->data, data, bytes);
+    copy_lines(request->data, data, bytes);
     request_finish(request, NB_REQUEST_DONE);
     return true;
 }
@@ -378,22 +406,34 @@ static void link_closed(struct nb_link *link, uint32_t id) {
     nb_fail(&comm->failure, NB_EPEER, "%s has closed its end of the connection", link->peer);
     if (!nb_list_empty(&comm->waiting)) {
         nb_net_log(link->net, NCCL_LOG_WARN, comm->failure.text);
+        comm->logged = true;
     }
     requests_fail(&comm->waiting); // active ones fail with the link, or end
 }
 
-// True if a comm is there that the peer has not closed.
-static bool cuts_off(const struct nb_link *link) {
+static void link_written(struct nb_link *link) {
     NB_LIST_EACH(it, &link->comms) {
-        if (!NB_CONTAINER(it, const struct nb_net_comm, at_link)->ended) {
-            return true;
+        const struct nb_net_comm *comm = NB_CONTAINER(it, const struct nb_net_comm, at_link);
+        struct nb_net_request *request = oldest(&comm->writing);
+        while (request != NULL && request->end <= link->put_bytes - link->out_bytes) {
+            request_finish(request, NB_REQUEST_DONE);
+            request = oldest(&comm->writing);
         }
     }
-    return false;
+}
+
+static bool link_all_closed(const struct nb_link *link) {
+    NB_LIST_EACH(it, &link->comms) {
+        if (!NB_CONTAINER(it, const struct nb_net_comm, at_link)->ended) {
+            return false;
+        }
+    }
+    return true;
 }
 
 static void link_ended(struct nb_link *link) {
-    if (link->failure.code != NB_ECLOSED && cuts_off(link)) {
+    bool logged = link->failure.code != NB_ECLOSED && (link->flows > 0 || !link_all_closed(link));
+    if (logged) {
         nb_net_log(link->net, NCCL_LOG_WARN, link->failure.text); // before any request shows it
     }
     NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
@@ -404,10 +444,12 @@ static void link_ended(struct nb_link *link) {
         nb_list_remove(it);
         comm->link = NULL;
         comm->ended = true;
+        comm->logged = comm->logged || logged;
         nb_fail(&comm->failure, link->failure.code == NB_ECLOSED ? (int)NB_EPEER : link->failure.code, "%s",
                 link->failure.text);
         requests_fail(&comm->waiting);
         requests_fail(&comm->active);
+        requests_fail(&comm->writing);
     }
 }
 
@@ -415,7 +457,8 @@ static int64_t link_moved(const struct nb_link *link, bool *pending) {
     int64_t moved = 0;
     NB_LIST_EACH(it, &link->comms) {
         const struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
-        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active);
+        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active) ||
+                   !nb_list_empty(&comm->writing);
         NB_LIST_EACH(at, &comm->active) {
             const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
             moved = request->flow.moved_ns > moved ? request->flow.moved_ns : moved;
@@ -428,8 +471,19 @@ const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .granted = link_granted,
                                       .sent = link_sent,
                                       .closed = link_closed,
+                                      .written = link_written,
+                                      .all_closed = link_all_closed,
                                       .ended = link_ended,
                                       .moved = link_moved};
+
+// Returns the failure of a comm, with its text if that is not in the log yet.
+static int comm_failure(struct nb_net_comm *comm, struct nb_error *err) {
+    if (!comm->logged) {
+        *err = comm->failure;
+        comm->logged = true;
+    }
+    return comm->failure.code;
+}
 
 // Opening
 
@@ -546,8 +600,7 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
     }
     nb_links_progress(net);
     if (rc == 0 && comm->ended) {
-        *err = comm->failure;
-        rc = err->code;
+        rc = comm_failure(comm, err);
         comm_free(comm);
         handle.connecting = 0;
     } else if (rc == 0 && comm->link->state == NB_LINK_READY) {
@@ -573,8 +626,7 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
         if (*out == NULL && rc == 0 && comm->link == NULL) {
-            *err = comm->failure;
-            rc = err->code;
+            rc = comm_failure(comm, err);
             comm_free(comm);
         } else if (*out == NULL && rc == 0 && comm->link->state == NB_LINK_READY) {
             nb_list_remove(it);
@@ -669,8 +721,7 @@ static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, stru
         return nb_fail(err, -EINVAL, "a message of %zu bytes: at most %d are possible", bytes, NB_NET_BYTES_MAX);
     }
     if (comm->ended) {
-        *err = comm->failure;
-        return err->code;
+        return comm_failure(comm, err);
     }
     struct nb_net_request *request = oldest(&comm->idle);
     if (request != NULL) {

@@ -22,8 +22,9 @@
 #include "nccl/abi.h"
 
 enum {
-    NAP_NS = 4 * 1000 * 1000, // the helper looks this often whether calls still make progress
-    LINGER_NS = 200 * 1000 * 1000
+    NAP_NS = 4 * 1000 * 1000,      // the helper looks this often whether calls still make progress
+    LINGER_NS = 200 * 1000 * 1000, // for peers to read what their kernels have
+    UNSENT_NS = 2000 * 1000 * 1000 // for peers' kernels to get what was sent
 };
 
 // The child of a fork has none.
@@ -44,9 +45,9 @@ bool nb_net_is_mine(const struct nb_net *net) {
     return nb_fork_detector_is_opener(&net->fork);
 }
 
-struct nb_net *nb_net_current(void) {
+struct nb_net *nb_net_current(enum nb_net_kind kind) {
     pthread_mutex_lock(&process.lock);
-    struct nb_net *net = process.nets[NB_NET_PLAIN];
+    struct nb_net *net = process.nets[kind];
     pthread_mutex_unlock(&process.lock);
     return net;
 }
@@ -101,8 +102,9 @@ static void net_free(struct nb_net *net) {
         pthread_join(net->helper, NULL);
     }
     pthread_mutex_lock(&net->lock);
-    int64_t until = nb_now_ns() + LINGER_NS;
-    while (nb_links_leaving(net) && nb_now_ns() < until) {
+    bool unsent = false;
+    int64_t began = nb_now_ns();
+    while (nb_links_leaving(net, &unsent) && nb_now_ns() - began < (unsent ? (int64_t)UNSENT_NS : (int64_t)LINGER_NS)) {
         nb_links_progress(net);
         nb_loop_sleep(&net->loop, 1);
     }

@@ -24,7 +24,7 @@
 // goes over the control connection; so does one of up to NB_NET_LONE bytes while no flow is active and the control
 // connection drains quickly (nb_link_alone). A larger one gets the link's next operation number, is announced there
 // with its true size, and travels over the lanes as one flow. Both sides add flows in the order of these numbers, as
-// lanes.h demands. A send is done when the peer has it (inline: when it is written), a receive when all bytes have
+// lanes.h demands. A send is done when the peer has it (inline: when the kernel has it), a receive when all bytes have
 // landed.
 //
 // Progress. A lock protects everything but the fields that test() reads. test() looks at its request, and if that is
@@ -120,9 +120,10 @@ enum nb_request_state { NB_REQUEST_IDLE, NB_REQUEST_PENDING, NB_REQUEST_DONE, NB
 struct nb_net_request {
     _Atomic int state; // set last: all else is read by test() after it
     struct nb_net_comm *comm;
-    struct nb_list link; // in the comm's idle, waiting or active list
+    struct nb_list link; // in one of the comm's lists
     char *data;
     size_t bytes; // to send; to receive: the capacity, then the true size
+    uint64_t end; // inline send: nb_link.put_bytes behind it
     struct nb_flow flow;
     uint64_t map[NB_NET_MAP_WORDS];
     uint64_t *long_map; // of a flow with more blocks
@@ -150,9 +151,11 @@ struct nb_net_comm {
     bool sends;
     bool opened;            // outgoing: the peer was asked for it
     bool ended;             // the peer has closed its end
+    bool logged;            // the log has the failure
     struct nb_list idle;    // requests; only the thread that calls isend, irecv and test uses it
     struct nb_list waiting; // not matched, oldest first
     struct nb_list active;  // flows on the lanes
+    struct nb_list writing; // inline sends that the link has not written, oldest first
     struct nb_list memories;
     size_t grants[NB_NET_REQUESTS]; // capacities of the peer's receives
     unsigned grant_head;
@@ -194,6 +197,10 @@ struct nb_link_up {
     // data: the payload of an inline send; NULL: a flow of this number follows.
     bool (*sent)(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data);
     void (*closed)(struct nb_link *link, uint32_t id);
+    // A part of what waited in the output is written: all but the last out_bytes of put_bytes.
+    void (*written)(struct nb_link *link);
+    // True if the peer has closed its end of all comms.
+    bool (*all_closed)(const struct nb_link *link);
     // The link has ended: its lanes are closed, link->failure says why.
     void (*ended)(struct nb_link *link);
     // Last time that a flow moved; 0: there is none. *pending: a request or an open comm waits for the peer.
@@ -205,7 +212,7 @@ struct nb_net {
     enum nb_net_kind kind;
     struct nb_fork_detector fork;
     struct nb_net_settings settings;
-    int users; // contexts of NCCL, comms, listeners
+    int users; // contexts that NCCL has not finalized, comms, listeners
     nccl_logger log;
     pthread_mutex_t lock;
     pthread_t helper;
@@ -276,11 +283,13 @@ struct nb_link {
     struct nb_error failure;
     int64_t opened_ns; // begin of the handshake
     int64_t retry_ns;
+    int connect_code; // why the last try to connect failed; 0: none has
     int64_t heard_ns;
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
     int64_t leave_ns;
     int64_t lost_ns;  // since when no lane is left; 0: one is
+    int64_t over_ns;  // since when the peer has closed all comms and the control connection, and flows are left; or 0
     int64_t lone_ns;  // when a lone send began to drain; 0: none drains
     int64_t lanes_ns; // until then, lone sends take the lanes
     int64_t back_ns;  // how long they do after the next slow one
@@ -290,11 +299,12 @@ struct nb_link {
     size_t out_room;
     size_t out_begin;
     size_t out_bytes;
-    bool blocked;   // the connection takes no more of the output now
-    bool flush_due; // with the next pass
+    uint64_t put_bytes; // all that was put into the output since it was opened
+    bool blocked;       // the connection takes no more of the output now
+    bool flush_due;     // with the next pass
 };
 
-// Handshake and control messages: link.c. All with the lock.
+// Links: link.c, handshake.c and output.c. All with the lock.
 
 // Starts listening, unless that is done.
 int nb_links_listen(struct nb_net *net, struct nb_error *err);
@@ -323,8 +333,8 @@ void nb_links_close(struct nb_net *net);
 void nb_links_progress(struct nb_net *net);
 // Call before sleeping. Returns how long at most, in ms; -1: until a call wakes the loop.
 int nb_links_arm(const struct nb_net *net);
-// True while a link only waits for what it wrote to be read.
-bool nb_links_leaving(const struct nb_net *net);
+// True while a link only waits for what it wrote to be read. *unsent: a peer's kernel does not have all of it.
+bool nb_links_leaving(const struct nb_net *net, bool *unsent);
 
 // settings.c: reads the environment. A value that is not understood is a failure that names its variable. kind: names the
 // transport; NB_NET_PLAIN: the environment does.
@@ -337,12 +347,12 @@ extern struct nb_net_counters nb_net_counts[NB_NET_KINDS];
 int nb_net_open(struct nb_net **net, enum nb_net_kind kind, const struct nb_link_up *up, nccl_logger log,
                 struct nb_error *err);
 void nb_net_close(struct nb_net *net);
-// This process's net of the kind NB_NET_PLAIN, NULL if there is none.
-struct nb_net *nb_net_current(void);
+// This process's net of a kind, NULL if there is none.
+struct nb_net *nb_net_current(enum nb_net_kind kind);
 // True in the process that opened the net, false in its forked children.
 bool nb_net_is_mine(const struct nb_net *net);
 
-// Comms: comm.c. Each returns 0 or a failure.
+// Comms: comm.c. Each returns 0 or a failure. err is set unless the log has it already, as that of a link that ended.
 
 extern const struct nb_link_up nb_comm_up;
 int nb_net_listen(struct nb_net *net, void *handle, struct nb_net_listener **listener, struct nb_error *err);

@@ -16,14 +16,18 @@
 
 enum { COMMS_MAX = 65536, TRANSFERS_OF_ONE_RECV = 1 };
 
-// What version 11 on passes as ctx.
+// What version 11 on passes as ctx. NCCL 2.28.3 finalizes that of a communicator, and uses it for others that share its
+// resources. So none is freed, and listen and connect look the net up.
 struct context {
-    struct nb_net *net;
+    struct context *next;
+    struct nb_net *net; // NULL: finalized
+    enum nb_net_kind kind;
     uint64_t domain; // NCCL's number of the communicator
 };
 
 static char name[] = "NetBottleneck"; // not const in NCCL's struct; nothing writes to it
 static _Atomic uint64_t queries;
+static _Atomic(struct context *) contexts; // all of this process
 
 static int result_of(int code) {
     switch (code) {
@@ -46,9 +50,9 @@ static int result_of(int code) {
     }
 }
 
-// For calls that find a failure themselves; those of a link were logged when it ended.
+// Writes a failure to the log, unless the log has it already: then err is empty.
 static int logged(const struct nb_net *net, int code, const struct nb_error *err) {
-    if (code < 0) {
+    if (err->code != 0) {
         nb_net_log(net, NCCL_LOG_WARN, err->text);
     }
     return result_of(code);
@@ -93,7 +97,7 @@ static int connect_to(struct nb_net *net, uint64_t domain, int device, void *han
     }
     int rc = nb_net_connect(net, domain, handle, &connected, &err);
     *comm = connected;
-    return result_of(rc);
+    return logged(net, rc, &err);
 }
 
 static int accept_from(void *listener, void **comm) {
@@ -105,7 +109,7 @@ static int accept_from(void *listener, void **comm) {
     }
     int rc = nb_net_accept(from, &accepted, &err);
     *comm = accepted;
-    return result_of(rc);
+    return logged(from->net, rc, &err);
 }
 
 static int reg_mr(void *opaque, void *data, size_t size, int type, void **mhandle) {
@@ -144,7 +148,7 @@ static int isend_bytes(void *opaque, void *data, size_t size, void **request) {
     }
     int rc = nb_net_isend(comm, data, size, &begun, &err);
     *request = begun;
-    return result_of(rc);
+    return logged(comm->net, rc, &err);
 }
 
 static int irecv_bytes(void *opaque, int count, void *data, size_t size, void **request) {
@@ -159,7 +163,7 @@ static int irecv_bytes(void *opaque, int count, void *data, size_t size, void **
     }
     int rc = nb_net_irecv(comm, data, size, &begun, &err);
     *request = begun;
-    return result_of(rc);
+    return logged(comm->net, rc, &err);
 }
 
 static int isend(void *comm, void *data, size_t size, int tag, void *mhandle, void *profile, void **request) {
@@ -291,11 +295,11 @@ static int init_v10(nccl_logger log, nccl_profiler profile) {
 }
 
 static int listen_v6(int device, void *handle, void **listener) {
-    return listen_on(nb_net_current(), device, handle, listener);
+    return listen_on(nb_net_current(NB_NET_PLAIN), device, handle, listener);
 }
 
 static int connect_v6(int device, void *handle, void **comm) {
-    return connect_to(nb_net_current(), 0, device, handle, comm);
+    return connect_to(nb_net_current(NB_NET_PLAIN), 0, device, handle, comm);
 }
 
 static int accept_v6(void *listener, void **comm) {
@@ -337,11 +341,15 @@ static int init_v11(void **ctx, uint64_t comm_id, void *config, nccl_logger log,
     if (context == NULL) {
         return NCCL_SYSTEM_ERROR;
     }
+    context->kind = kind_of(config);
     context->domain = comm_id;
-    int rc = opened(&context->net, kind_of(config), log);
+    int rc = opened(&context->net, context->kind, log);
     if (rc != NCCL_SUCCESS) {
         free(context);
         return rc;
+    }
+    context->next = atomic_load(&contexts);
+    while (!atomic_compare_exchange_weak(&contexts, &context->next, context)) {
     }
     *ctx = context;
     return NCCL_SUCCESS;
@@ -349,20 +357,20 @@ static int init_v11(void **ctx, uint64_t comm_id, void *config, nccl_logger log,
 
 static int listen_v11(void *ctx, int device, void *handle, void **listener) {
     const struct context *context = ctx;
-    return listen_on(context->net, device, handle, listener);
+    return listen_on(nb_net_current(context->kind), device, handle, listener);
 }
 
 static int connect_v11(void *ctx, int device, void *handle, void **comm, void **device_comm) {
     const struct context *context = ctx;
     no_device(device_comm);
-    return connect_to(context->net, context->domain, device, handle, comm);
+    return connect_to(nb_net_current(context->kind), context->domain, device, handle, comm);
 }
 
 static int finalize_v11(void *ctx) {
     struct context *context = ctx; // NULL: init has failed
     if (context != NULL) {
         nb_net_close(context->net);
-        free(context);
+        context->net = NULL;
     }
     return NCCL_SUCCESS;
 }

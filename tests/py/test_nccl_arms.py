@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import RANKS_LIMIT_S, Ranks
@@ -130,13 +134,60 @@ def test_what_cannot_be_compared_is_left_alone(  # noqa: PLR0917
         assert words[1:] == [str(before), "None"]  # nothing was changed
 
 
+def sent_over_nccl(folder: Path) -> list[int | None]:
+    """Return the bytes that the ranks of a run sent over nccl+tcp."""
+    entries = [entry for rank in Run(folder).trace.ranks for entry in rank.transports]
+    return [entry.bytes_out for entry in entries if entry.name == "nccl+tcp"]
+
+
 def test_a_rank_that_no_longer_records_takes_the_same_turns(warm_ranks: Ranks, weights: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words, _ = trained(warm_ranks, environment(folder, "stock,nccl+tcp"), how="unrecorded")
     assert words[0] == weights
-    entries = [entry for rank in Run(folder).trace.ranks for entry in rank.transports]
-    sent = [entry.bytes_out for entry in entries if entry.name == "nccl+tcp"]
-    assert sent == [FIRST_BYTES + GRADIENT_BYTES * STEPS // 2] * 2
+    assert sent_over_nccl(folder) == [FIRST_BYTES + GRADIENT_BYTES * STEPS // 2] * 2
+
+
+def test_a_second_run_of_a_process_counts_its_own_bytes(warm_ranks: Ranks, weights: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words, log = trained(warm_ranks, environment(folder, "nccl+tcp"), how="twice")
+    assert words[0] == weights, log
+    for of_run in (folder, folder / "2"):
+        assert sent_over_nccl(of_run) == [FIRST_BYTES + GRADIENT_BYTES * STEPS // 2] * 2
+
+
+def test_an_arm_that_failed_on_one_rank_opens_at_the_next_attempt(
+    warm_ranks: Ranks, weights: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words, log = trained(warm_ranks, environment(folder, "nccl+tcp"), how="again")
+    assert words[0] == weights, log
+    assert left_alone(log) == "broken on purpose"
+    assert sent_over_nccl(folder / "2") == [FIRST_BYTES + GRADIENT_BYTES * STEPS] * 2
+
+
+@pytest.mark.parametrize("arrive", [True, False])
+def test_an_arm_ends_after_its_device_and_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arrive: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    done: list[str] = []
+
+    def wait(limit_s: float) -> bool:
+        done.append(f"ranks within {limit_s:g} s")
+        return arrive
+
+    def submit(name: str, *_: Any) -> Any:
+        done.append(name)
+        return SimpleNamespace(wait=wait)
+
+    control: Any = SimpleNamespace(submit=submit)
+    group = SimpleNamespace(shutdown=lambda: done.append("shutdown"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(str(device)))
+    settle = partial(nccl._settle, torch.device("cuda", 1), control, "end")
+    with caplog.at_level(logging.INFO, logger="netbottleneck"):
+        nccl.OverNccl("nccl+tcp", group, lambda: 1, {}, settle).close()
+    assert done == ["cuda:1", "end", f"ranks within {nccl.END_S:g} s", "shutdown"]
+    assert ("not all ranks arrived" in caplog.text) == (not arrive)
 
 
 # Whether NCCL's own network is sure to be sockets.

@@ -8,6 +8,8 @@ our network. csrc/nccl/net.h describes the plugin.
 
 import contextlib
 import ctypes
+import functools
+import itertools
 import logging
 import os
 import sys
@@ -15,11 +17,15 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings
+from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import native_refusal
 from netbottleneck.trace.transports import Arm
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
 
 __all__ = ["OverNccl", "arrange", "backend_of", "open_arm", "refusal", "stock_refusal"]
 
@@ -36,6 +42,7 @@ MARK = "_NETBOTTLENECK_NCCL_NET"  # tells the processes that this one starts tha
 TABLE_V6_BYTES = 17 * 8  # addresses of counters follow this table
 # Fields of ncclConfig_t that an arm copies from the script's own group: the two differ in their network only.
 SAME = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "collnet_enable", "cta_policy", "nvls_ctas")
+END_S = 5.0  # time that the end of an arm waits for the other ranks
 INFINIBAND = Path("/sys/class/infiniband")
 SITE = Path("/etc/nccl.conf")
 # The table of version 11: places of functions, and the type of the log.
@@ -46,6 +53,7 @@ Log = ctypes.CFUNCTYPE(
 
 logger = logging.getLogger("netbottleneck")
 _opened: list[str] = []  # the arms that this process has opened
+_attempts = itertools.count(1)  # of opening an arm: as many on all ranks
 
 
 class _Counters(ctypes.Structure):
@@ -264,13 +272,13 @@ class OverNccl:
     """One arm over NCCL. Its group reduces the buckets of a DDP model in place of the model's own."""
 
     def __init__(
-        self, name: str, group: Any, counters: _Counters, about: Mapping[str, Any], drain: Callable[[], None]
+        self, name: str, group: Any, sent: Callable[[], int], about: Mapping[str, Any], settle: Callable[[], None]
     ) -> None:
-        """drain: waits for the work of the stream that training uses."""
+        """sent: returns the bytes that the arm has sent. settle: waits until no rank has work of the arm under way."""
         self.name = name
         self._group = group
-        self._drain = drain
-        self._counters = counters
+        self._settle = settle
+        self._sent = sent
         self._about = about
 
     def target(self, gradients: Any) -> None:
@@ -283,23 +291,26 @@ class OverNccl:
 
     def info(self) -> dict[str, Any]:
         """Return the record's entry for this transport."""
-        return {**self._about, "bytes_out": self._counters.bytes}
+        return {**self._about, "bytes_out": self._sent()}
 
     def wire(self) -> int:
-        """Return the bytes that NCCL handed to our network in this process, of all its communicators."""
-        return int(self._counters.bytes)
+        """Return the bytes that NCCL has handed to our network in this process since the arm opened."""
+        return self._sent()
 
     def close(self) -> None:
-        """End the group once its work on the device is done."""
+        """End the group once all ranks have arrived and their devices are idle, or END_S after this one."""
         group, self._group = self._group, None
         if group is None:
             return
-        if self._counters.bytes == 0:
+        if self._sent() == 0:
             logger.info(
                 "%s: NCCL sent nothing from this rank over %s, but by peer access or shared memory", self.name, NAME
             )
+        try:
+            self._settle()
+        except (OSError, RuntimeError) as error:
+            logger.info("%s: its group ends before those of the other ranks: %s", self.name, error)
         with contextlib.suppress(RuntimeError):  # the script may have ended NCCL
-            self._drain()
             _call(group, "shutdown")
 
     def abort(self) -> None:
@@ -308,6 +319,22 @@ class OverNccl:
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 _call(group, "abort")
+
+
+def _settle(device: Any, control: "_core.Comm", name: str) -> None:
+    """Wait for all work of a device, then for at most END_S until the other ranks have done so.
+
+    Older versions of torch end a group by aborting it, which cuts off what another rank still waits for. name: the
+    same on all ranks, and of this end alone. Raises TimeoutError, and as Comm.submit and Work.wait.
+    """
+    import torch
+
+    core = job.core()
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # of an earlier failure on the device
+            torch.cuda.synchronize(device)
+    if not control.submit(name, core.BARRIER, [], core.UINT8).wait(END_S):
+        raise TimeoutError(f"not all ranks arrived within {END_S:g} s")
 
 
 def _call(group: Any, name: str) -> None:
@@ -344,6 +371,7 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> Callable[[
     import torch
     import torch.distributed as dist
 
+    attempt = next(_attempts)  # before anything that may fail on this rank alone
     assert _arranged is not None
     mine = backend_of(own, device)
     _, built = _nccl_of_torch()
@@ -353,20 +381,19 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> Callable[[
     kind = KINDS[name] if min(nccl, built) >= BOTH else PLAIN
     _try_out(_arranged.library, name, kind)
     counters = _arranged.counters(kind)
+    before_bytes = counters.bytes
     _opened.append(name)
     c10d: Any = dist.distributed_c10d
     options = c10d.ProcessGroupNCCL.Options()
     _configure(options, mine.options, kind)
     options.group_name, options.global_ranks_in_group = f"netbottleneck {name}", list(range(own.size()))
     options._timeout = getattr(mine.options, "_timeout", timedelta(seconds=settings.timeout_s))
-    store = c10d.PrefixStore(f"netbottleneck/{len(_opened)}/{name}", c10d._get_default_store())
+    key = f"netbottleneck/{attempt}/{name}"
+    store = c10d.PrefixStore(key, c10d._get_default_store())
     group = c10d.ProcessGroupNCCL(store, own.rank(), own.size(), options)
     tensor = torch.zeros(1, device=device)
     arranged = _arranged
-
-    def drain() -> None:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+    settle = functools.partial(_settle, device, job.current().comm, f"{key}/end")
 
     def connect() -> OverNccl:
         before = arranged.queries(), counters.contexts
@@ -378,7 +405,7 @@ def open_arm(name: str, settings: Settings, own: Any, device: Any) -> Callable[[
         if arranged.queries() == before[0] or (kind != PLAIN and counters.contexts == before[1]):
             raise ValueError(f"{name}: NCCL {number} took another network, not {NAME}: NCCL_DEBUG=INFO shows why")
         about = {"provider": f"NCCL {number} over {NAME}", "lanes": lanes_of(name), "beside": STOCK}
-        return OverNccl(name, group, counters, about, drain)
+        return OverNccl(name, group, lambda: int(counters.bytes) - before_bytes, about, settle)
 
     return connect
 

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "input.h"
-#include "nccl/link.c" // the messages of the handshake, and their MACs
+#include "nccl/handshake.c" // the messages of the handshake, and their MACs
 
 enum { MODES = 4, UNTIL_NS = 100 * 1000 * 1000, DRAINED = 256 };
 

@@ -2,9 +2,10 @@
 
 Arguments: NCCL's version, steps, and optionally `late` (netbottleneck is imported after torch.distributed was
 initialised), `gloo` (the model's group is one of gloo), `named` (the model's group names a network), `unset` (the
-script unsets NCCL_NET), `disagree` (NCCL takes another network on rank 1) or `unrecorded` (rank 1 stops recording in
-the middle). The stand-in chooses a network as NCCL does, and calls a plugin's table as NCCL's proxy does: see
-src/plugin/net.cc and src/net.cc of NCCL. Its own network is gloo. Two ranks.
+script unsets NCCL_NET), `disagree` (NCCL takes another network on rank 1), `unrecorded` (rank 1 stops recording in
+the middle), `again` (the arm fails on rank 1, and is opened again) or `twice` (a second run begins in the middle). The
+stand-in chooses a network as NCCL does, and calls a plugin's table as NCCL's proxy does: see src/plugin/net.cc and
+src/net.cc of NCCL. Its own network is gloo. Two ranks.
 """
 
 import ctypes
@@ -138,13 +139,21 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self.options = options
         self._store, self._rank = store, rank
-        gloo = torch._C._distributed_c10d.ProcessGroupGloo
-        self._gloo = gloo(dist.PrefixStore("gloo", store), rank, size, dist.default_pg_timeout)
+        self._made: Any = None
         self._network: Network | None = None
         self._chosen = False
 
     def getBackendName(self) -> str:
         return "standin"
+
+    @property
+    def _gloo(self) -> Any:
+        """Its own network, connected with the first collective."""
+        if self._made is None:
+            gloo = torch._C._distributed_c10d.ProcessGroupGloo
+            store = dist.PrefixStore("gloo", self._store)
+            self._made = gloo(store, self._rank, self.size(), dist.default_pg_timeout)
+        return self._made
 
     def _choose(self) -> None:
         if self._chosen:
@@ -192,6 +201,17 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         """End nothing: the process ends soon."""
 
 
+def fail_once(arms: Any) -> None:
+    """Let the next attempt of this rank to open an arm fail."""
+    try_out = arms._try_out
+
+    def fails(*_: Any) -> None:
+        arms._try_out = try_out
+        raise ValueError("broken on purpose")
+
+    arms._try_out = fails
+
+
 def main() -> None:
     """Train, and print the digest, then what the environment says of NCCL."""
     module: Any = dist
@@ -215,12 +235,18 @@ def main() -> None:
 
     arms: Any = sys.modules["netbottleneck.runtime.nccl"]
     arms._nccl_here = lambda built: built  # torch may have loaded an NCCL of its own
+    if HOW == "again" and dist.get_rank() == 1:
+        fail_once(arms)
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(37, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    if HOW == "again":
+        hooks.attach(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     for step in range(int(sys.argv[2])):
+        if HOW == "twice" and step == int(sys.argv[2]) // 2:
+            hooks.attach(ddp)
         if HOW == "unrecorded" and step == 10 and dist.get_rank() == 1:
             measured: Any = hooks.measured_by(ddp)
             measured.gradients._measuring_ends(RuntimeError("broken on purpose"))

@@ -1,0 +1,278 @@
+// Handshake of a link: hello, answer, join and welcome, and the lanes that it opens (see net.h).
+#include <errno.h>
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "base/sha256.h"
+#include "base/sock.h"
+#include "base/wire.h"
+#include "bootstrap/bootstrap.h"
+#include "nccl/abi.h"
+#include "nccl/link.h"
+#include "nccl/net.h"
+#include "transport/lanes.h"
+#include "transport/transport.h"
+
+enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 2, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
+
+_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
+               "a join fits");
+
+static size_t address_bytes(const struct nb_net *net) {
+    return (size_t)net->settings.lanes * sizeof(struct wire_lane_address);
+}
+
+static void mac_of(const struct nb_link *link, const char *label, const void *more, size_t bytes,
+                   unsigned char mac[NB_SHA256_BYTES]) {
+    struct nb_hmac hmac;
+    nb_hmac_init(&hmac, link->key, sizeof link->key);
+    nb_hmac_add(&hmac, label, strlen(label) + 1);
+    nb_hmac_add(&hmac, &link->shake->hello, sizeof link->shake->hello);
+    nb_hmac_add(&hmac, &link->shake->answer, offsetof(struct wire_answer, mac));
+    nb_hmac_add(&hmac, more, bytes);
+    nb_hmac_final(&hmac, mac);
+}
+
+static void key_derive(struct nb_link *link, const unsigned char token[NB_NET_ID_BYTES]) {
+    static const char label[] = "nccl link";
+    const struct nb_net_settings *settings = &link->net->settings;
+    struct nb_hmac hmac;
+    nb_hmac_init(&hmac, settings->secret, settings->secret_bytes);
+    nb_hmac_add(&hmac, label, sizeof label);
+    nb_hmac_add(&hmac, token, NB_NET_ID_BYTES);
+    nb_hmac_final(&hmac, link->key);
+}
+
+static int handle_address(const struct nb_net_handle *handle, struct nb_sockaddr *to) {
+    *to = (struct nb_sockaddr){0};
+    if (handle->family == AF_INET6) {
+        to->len = sizeof to->in6;
+        to->in6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_scope_id = handle->scope};
+        memcpy(&to->in6.sin6_addr, handle->address, sizeof to->in6.sin6_addr);
+    } else if (handle->family == AF_INET) {
+        to->len = sizeof to->in4;
+        to->in4.sin_family = AF_INET;
+        memcpy(&to->in4.sin_addr, handle->address, sizeof to->in4.sin_addr);
+    } else {
+        return -EINVAL;
+    }
+    nb_sock_set_port(to, handle->port);
+    return 0;
+}
+
+int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err) {
+    char at[NB_SOCK_TEXT];
+    int rc = handle_address(handle, &link->to);
+    if (rc < 0) {
+        return nb_fail(err, rc, "the handle holds no address");
+    }
+    link->listener = handle->listener;
+    memcpy(link->process, handle->process, sizeof link->process);
+    key_derive(link, handle->token);
+    nb_sock_format(&link->to, at);
+    snprintf(link->peer, sizeof link->peer, "%s (process %u)", at, handle->process_number);
+    return 0;
+}
+
+static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int left) {
+    struct nb_link *link = ctx;
+    char text[NB_ERROR_TEXT];
+    (void)peer;
+    if (left > 0 && !nb_list_empty(&link->comms)) {
+        snprintf(text, sizeof text, "lane %d to %s is lost, %d are left (%.300s)", lane, link->peer, left, why->text);
+        nb_net_log(link->net, NCCL_LOG_INFO, text);
+    }
+    if (left == 0 && link->lost_ns == 0) {
+        link->lost_ns = nb_now_ns();
+        if (!link->failing && link->over_ns == 0) { // kept for tick(), which waits for a better reason
+            link->failure = (struct nb_error){.code = why->code, .peer = NB_NO_PEER};
+            snprintf(link->failure.text, sizeof link->failure.text, "no lane to %s is left (%.300s)", link->peer,
+                     why->text);
+        }
+    }
+}
+
+static void lanes_failed(void *ctx, const struct nb_error *why) {
+    nb_link_fail(ctx, why);
+}
+
+static int lanes_open(struct nb_link *link, struct nb_error *err) {
+    const struct nb_net_settings *settings = &link->net->settings;
+    link->boot = (struct nb_boot){.rank = link->outgoing ? 0 : 1, .size = 2, .timeout_ms = settings->timeout_ms};
+    link->boot.self = settings->binds[0];
+    mac_of(link, "session", "", 0, link->boot.session);
+    const struct nb_lanes_config config = {
+        .ops = settings->transport,
+        .lane = {.rank = link->boot.rank,
+                 .size = 2,
+                 .loop = &link->net->loop,
+                 .boot = &link->boot,
+                 .ports = settings->ports,
+                 .timeout_ms = settings->timeout_ms,
+                 .provider = settings->provider[0] != 0 ? settings->provider : NULL,
+                 .library = settings->library[0] != 0 ? settings->library : NULL,
+                 .congestion = settings->congestion[0] != 0 ? settings->congestion : NULL},
+        .lanes = settings->lanes,
+        .binds = settings->binds,
+        .bind_count = settings->bind_count,
+        .segment_bytes = settings->segment_bytes,
+        .in_flight_max = IN_FLIGHT_MAX,
+        .lane_lost = lane_lost,
+        .failed = lanes_failed,
+        .ctx = link};
+    nb_lanes_close(link->lanes);
+    link->lanes = NULL;
+    return nb_lanes_open(&link->lanes, &config, err);
+}
+
+// Sends a MAC and the lanes' addresses, which it covers.
+static int addresses_send(struct nb_link *link, const char *label, struct nb_error *err) {
+    size_t bytes = address_bytes(link->net);
+    char *addresses = malloc(bytes);
+    unsigned char mac[NB_SHA256_BYTES];
+    if (addresses == NULL) {
+        return nb_fail(err, -ENOMEM, "cannot allocate addresses of %d lanes", link->net->settings.lanes);
+    }
+    nb_lanes_address(link->lanes, addresses);
+    mac_of(link, label, addresses, bytes, mac);
+    nb_link_put(link, mac, sizeof mac, addresses, bytes);
+    free(addresses);
+    return 0;
+}
+
+int nb_link_shake_hello(struct nb_link *link) {
+    struct wire_hello *hello = &link->shake->hello;
+    *hello = (struct wire_hello){.magic = MAGIC,
+                                 .version = WIRE_VERSION,
+                                 .lanes = (uint32_t)link->net->settings.lanes,
+                                 .process_number = (uint32_t)getpid(),
+                                 .listener = link->listener};
+    memcpy(hello->process, link->net->process, sizeof hello->process);
+    memcpy(hello->tag, link->net->settings.tag, sizeof hello->tag);
+    int rc = nb_random(hello->nonce, sizeof hello->nonce);
+    if (rc == 0) {
+        link->state = NB_LINK_ANSWER;
+        nb_link_put(link, hello, sizeof *hello, NULL, 0);
+    }
+    return rc;
+}
+
+static const struct nb_net_listener *listener_of(const struct nb_net *net, uint64_t id) {
+    NB_LIST_EACH(it, &net->listeners) {
+        const struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
+        if (listener->id == id) {
+            return listener;
+        }
+    }
+    return NULL;
+}
+
+// Each handler of the handshake returns 0, or a failure that ends the link.
+
+static int hello_received(struct nb_link *link, const void *data) {
+    struct wire_hello *hello = &link->shake->hello;
+    struct wire_answer *answer = &link->shake->answer;
+    const struct nb_net_settings *settings = &link->net->settings;
+    memcpy(hello, data, sizeof *hello);
+    const struct nb_net_listener *listener = listener_of(link->net, hello->listener);
+    if (hello->magic != MAGIC || hello->version != WIRE_VERSION || listener == NULL) {
+        return NB_EAUTH;
+    }
+    *answer = (struct wire_answer){0};
+    bool same = memcmp(hello->tag, settings->tag, sizeof hello->tag) == 0;
+    answer->code = same ? 0 : NB_EMISMATCH;
+    memcpy(answer->tag, settings->tag, sizeof answer->tag);
+    int rc = nb_random(answer->nonce, sizeof answer->nonce);
+    key_derive(link, listener->token);
+    mac_of(link, "answer", "", 0, answer->mac);
+    memcpy(link->process, hello->process, sizeof link->process);
+    size_t used = strlen(link->peer);
+    snprintf(link->peer + used, sizeof link->peer - used, " (process %u)", hello->process_number);
+    link->state = NB_LINK_JOIN;
+    nb_link_put(link, answer, sizeof *answer, NULL, 0);
+    return rc;
+}
+
+static int answer_received(struct nb_link *link, const void *data, struct nb_error *err) {
+    struct wire_answer *answer = &link->shake->answer;
+    unsigned char mac[NB_SHA256_BYTES];
+    memcpy(answer, data, sizeof *answer);
+    mac_of(link, "answer", "", 0, mac);
+    if (!nb_bytes_equal(mac, answer->mac, sizeof mac)) {
+        return nb_fail(err, NB_EAUTH, "%s does not know this job's secret: set NETBOTTLENECK_SECRET to the same text",
+                       link->peer);
+    }
+    if (answer->code != 0) {
+        return nb_fail(err, NB_EMISMATCH, "%s has other settings: '%.*s' there, '%s' here", link->peer,
+                       (int)sizeof answer->tag - 1, answer->tag, link->net->settings.tag);
+    }
+    int rc = lanes_open(link, err);
+    link->state = NB_LINK_WELCOME;
+    return rc < 0 ? rc : addresses_send(link, "join", err);
+}
+
+// Checks the MAC of a join or a welcome, and opens the lanes to the addresses behind it.
+static int addresses_received(struct nb_link *link, const char *label, const char *data, struct nb_error *err) {
+    unsigned char mac[NB_SHA256_BYTES];
+    mac_of(link, label, data + sizeof mac, address_bytes(link->net), mac);
+    if (!nb_bytes_equal(mac, (const unsigned char *)data, sizeof mac)) {
+        return nb_fail(err, NB_EAUTH, "%s does not know this job's secret", link->peer);
+    }
+    int rc = link->outgoing ? 0 : lanes_open(link, err);
+    return rc < 0 ? rc : nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), data + sizeof mac, err);
+}
+
+static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    int rc = addresses_received(link, "join", data, err);
+    if (rc < 0) {
+        return rc;
+    }
+    nb_admission_remove(&link->net->admission, &link->pending);
+    link->admitted = true;
+    link->state = NB_LINK_LANES;
+    return addresses_send(link, "welcome", err);
+}
+
+static int welcome_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    int rc = addresses_received(link, "welcome", data, err);
+    link->state = rc < 0 ? link->state : NB_LINK_LANES;
+    return rc;
+}
+
+int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err) {
+    bool addresses = link->state == NB_LINK_JOIN || link->state == NB_LINK_WELCOME;
+    size_t need = addresses                      ? NB_SHA256_BYTES + address_bytes(link->net)
+                  : link->state == NB_LINK_HELLO ? sizeof(struct wire_hello)
+                                                 : sizeof(struct wire_answer);
+    if (bytes < need) {
+        return 0;
+    }
+    int rc = NB_EWIRE;
+    switch (link->state) {
+    case NB_LINK_HELLO:
+        rc = hello_received(link, data);
+        break;
+    case NB_LINK_JOIN:
+        rc = join_received(link, data, err);
+        break;
+    case NB_LINK_ANSWER:
+        rc = answer_received(link, data, err);
+        break;
+    case NB_LINK_WELCOME:
+        rc = welcome_received(link, data, err);
+        break;
+    default:
+        break;
+    }
+    return rc < 0 ? rc : (int)need;
+}

@@ -1,0 +1,214 @@
+// Output of a link: the messages that this side writes to the control connection, and the connection's end (see net.h).
+#include <errno.h>
+#include <linux/sockios.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/loop.h"
+#include "nccl/link.h"
+#include "nccl/net.h"
+#include "transport/lanes.h"
+
+enum {
+    RETRY_NS = 50 * 1000 * 1000,
+    LONE_NS = 60 * 1000, // a lone send that drains in less is sooner on the control connection
+    BACK_MOST_NS = 1000 * 1000 * 1000
+};
+
+void nb_link_fail(struct nb_link *link, const struct nb_error *why) {
+    if (!link->failing) {
+        link->failing = true;
+        link->failure = *why;
+    }
+}
+
+void nb_link_shut(struct nb_net *net, struct nb_watch *watch) {
+    if (watch->fd >= 0) {
+        nb_loop_remove(&net->loop, watch);
+        close(watch->fd);
+        watch->fd = -1;
+    }
+}
+
+void nb_link_connect_later(struct nb_link *link, int code) {
+    nb_link_shut(link->net, &link->watch);
+    nb_lanes_close(link->lanes);
+    link->lanes = NULL;
+    link->in_bytes = 0;
+    link->out_bytes = 0;
+    link->out_begin = 0;
+    link->blocked = link->flush_due = false;
+    link->state = NB_LINK_CONNECT;
+    link->retry_ns = nb_now_ns() + RETRY_NS;
+    link->connect_code = code == 0 ? -ECONNRESET : code;
+}
+
+void nb_link_control_ended(struct nb_link *link, int code) {
+    struct nb_error why = {0};
+    if (link->outgoing && link->state < NB_LINK_LANES) {
+        nb_link_connect_later(link, code); // the peer may have dropped it because it was busy
+        return;
+    }
+    if (link->leaving || link->left) {
+        nb_fail(&why, NB_ECLOSED, "%s has closed its end", link->peer);
+    } else if (code == 0 || code == -ECONNRESET || code == -EPIPE) {
+        nb_fail(&why, NB_EPEER, "the connection to %s ended: its process is gone, or has closed it", link->peer);
+    } else {
+        nb_fail(&why, NB_EPEER, "the connection to %s failed (%s)", link->peer, nb_code_name(code));
+    }
+    if (link->outgoing && link->flows > 0 && link->net->up->all_closed(link)) {
+        // The reports that these flows have landed may still be on the lanes.
+        nb_loop_remove(&link->net->loop, &link->watch);
+        link->over_ns = nb_now_ns();
+        link->failure = why;
+        return;
+    }
+    nb_link_fail(link, &why);
+}
+
+void nb_link_flush(struct nb_link *link) {
+    bool waited = link->blocked;
+    link->flush_due = false;
+    while (link->out_bytes > 0) {
+        ssize_t n = send(link->watch.fd, link->out + link->out_begin, link->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) {
+            nb_link_control_ended(link, -errno);
+            return;
+        }
+        if (n < 0) {
+            break;
+        }
+        link->out_begin += (size_t)n;
+        link->out_bytes -= (size_t)n;
+    }
+    link->out_begin = link->out_bytes == 0 ? 0 : link->out_begin;
+    link->blocked = link->out_bytes > 0;
+    nb_loop_change(&link->net->loop, &link->watch, EPOLLIN | (link->blocked ? EPOLLOUT : 0));
+    if (waited) {
+        link->net->up->written(link);
+    }
+}
+
+static bool out_reserve(struct nb_link *link, size_t bytes) {
+    if (link->out_begin + link->out_bytes + bytes <= link->out_room) {
+        return true;
+    }
+    if (link->out_bytes > 0) {
+        memmove(link->out, link->out + link->out_begin, link->out_bytes);
+    }
+    link->out_begin = 0;
+    if (link->out_bytes + bytes <= link->out_room) {
+        return true;
+    }
+    size_t room = 2 * (link->out_bytes + bytes);
+    char *grown = realloc(link->out, room);
+    if (grown == NULL) {
+        struct nb_error why = {0};
+        nb_fail(&why, -ENOMEM, "cannot allocate %zu bytes for messages to %s", room, link->peer);
+        nb_link_fail(link, &why);
+        return false;
+    }
+    link->out = grown;
+    link->out_room = room;
+    return true;
+}
+
+// Copies what is left of a part after its first `*sent` bytes, and takes those off.
+static void out_append(struct nb_link *link, const struct iovec *part, size_t *sent) {
+    size_t skip = *sent < part->iov_len ? *sent : part->iov_len;
+    *sent -= skip;
+    if (skip < part->iov_len) {
+        memcpy(link->out + link->out_begin + link->out_bytes, (char *)part->iov_base + skip, part->iov_len - skip);
+        link->out_bytes += part->iov_len - skip;
+    }
+}
+
+void nb_link_put(struct nb_link *link, const void *head, size_t head_bytes, const void *data, size_t bytes) {
+    if (link->failing || link->over_ns != 0 || link->state == NB_LINK_ENDED) {
+        return;
+    }
+    struct iovec iov[3] = {
+        {.iov_base = link->out_bytes > 0 ? link->out + link->out_begin : NULL, .iov_len = link->out_bytes},
+        {.iov_base = (void *)head, .iov_len = head_bytes},
+        {.iov_base = (void *)data, .iov_len = bytes}};
+    struct msghdr msg = {.msg_iov = iov, .msg_iovlen = 3};
+    ssize_t n = link->blocked ? 0 : sendmsg(link->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+    size_t sent = n > 0 ? (size_t)n : 0; // nb_link_flush() finds a failure again
+    size_t waited = sent < link->out_bytes ? sent : link->out_bytes;
+    link->out_begin += waited;
+    link->out_bytes -= waited;
+    sent -= waited;
+    if (out_reserve(link, head_bytes + bytes - sent)) {
+        out_append(link, &iov[1], &sent);
+        out_append(link, &iov[2], &sent);
+    }
+    link->put_bytes += head_bytes + bytes;
+    if (!link->blocked) {
+        nb_link_flush(link);
+    }
+}
+
+void nb_link_put_ctl(struct nb_link *link, struct wire_ctl ctl, const void *data, size_t bytes) {
+    nb_link_put(link, &ctl, sizeof ctl, data, bytes);
+}
+
+void nb_link_open_comm(struct nb_link *link, uint32_t id, uint64_t listener) {
+    nb_link_put_ctl(link, (struct wire_ctl){.type = NB_CTL_OPEN, .comm = id, .op = listener}, NULL, 0);
+}
+
+void nb_link_close_comm(struct nb_link *link, uint32_t id) {
+    nb_link_put_ctl(link, (struct wire_ctl){.type = NB_CTL_CLOSE, .comm = id}, NULL, 0);
+}
+
+void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spare) {
+    const struct wire_ctl ctl = {.type = NB_CTL_GRANT, .comm = id, .bytes = capacity};
+    if (!spare) {
+        nb_link_put_ctl(link, ctl, NULL, 0);
+    } else if (!link->failing && link->state != NB_LINK_ENDED && out_reserve(link, sizeof ctl)) {
+        memcpy(link->out + link->out_begin + link->out_bytes, &ctl, sizeof ctl);
+        link->out_bytes += sizeof ctl;
+        link->put_bytes += sizeof ctl;
+        link->flush_due = true;
+    }
+}
+
+bool nb_link_unsent(const struct nb_link *link) {
+    int bytes = 0;
+    return link->out_bytes > 0 || (ioctl(link->watch.fd, SIOCOUTQ, &bytes) == 0 && bytes > 0);
+}
+
+void nb_link_lone_look(struct nb_link *link, int64_t now) {
+    if (link->lone_ns == 0 || nb_link_unsent(link)) {
+        return;
+    }
+    if (now - link->lone_ns > LONE_NS) {
+        link->back_ns = link->back_ns < BACK_MOST_NS / 2 ? 2 * link->back_ns : (int64_t)BACK_MOST_NS;
+        link->lanes_ns = now + link->back_ns;
+    } else {
+        link->back_ns = NB_LINK_BACK_LEAST_NS;
+    }
+    link->lone_ns = 0;
+}
+
+bool nb_link_alone(struct nb_link *link) {
+    int64_t now = nb_now_ns();
+    nb_link_lone_look(link, now);
+    return nb_link_lanes_idle(link) && !link->blocked && link->lone_ns == 0 && now >= link->lanes_ns;
+}
+
+void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes) {
+    const struct wire_ctl ctl = {.type = NB_CTL_SEND, .comm = id, .op = op, .bytes = bytes};
+    link->lone_ns = data != NULL && bytes > NB_NET_INLINE ? nb_now_ns() : link->lone_ns;
+    nb_link_put_ctl(link, ctl, data, data != NULL ? bytes : 0);
+}

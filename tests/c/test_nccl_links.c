@@ -1,0 +1,333 @@
+// Links of the NCCL net plugin: how they open, end and fail. Some cases reach into it, to fix the order of events.
+#include <arpa/inet.h>
+#include <pthread.h>
+#include <sys/resource.h>
+
+#include "nccl_sides.h"
+
+enum { HELLO_BYTES = 152, ANSWER_BYTES = 152 };
+
+static int connect_to_handle(const struct nb_net_handle *handle) {
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(handle->port)};
+    CHECK(handle->family == AF_INET, "not IPv4");
+    memcpy(&to.sin_addr, handle->address, sizeof to.sin_addr);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0, "connect: %s", strerror(errno));
+    return fd;
+}
+
+// Binds a socket, whose address the handle then has. Connections to it are refused until it listens.
+static int bind_in_place(unsigned char opaque[NCCL_HANDLE_BYTES]) {
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+    socklen_t bytes = sizeof here;
+    struct nb_net_handle handle;
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&here, sizeof here) == 0, "bind: %s", strerror(errno));
+    CHECK(getsockname(fd, (struct sockaddr *)&here, &bytes) == 0, "getsockname: %s", strerror(errno));
+    memcpy(&handle, opaque, sizeof handle);
+    memcpy(handle.address, &here.sin_addr, sizeof here.sin_addr);
+    handle.port = ntohs(here.sin_port);
+    memcpy(opaque, &handle, sizeof handle);
+    return fd;
+}
+
+static void read_bytes(int fd, void *data, size_t bytes) {
+    CHECK(recv(fd, data, bytes, MSG_WAITALL) == (ssize_t)bytes, "recv: %s", strerror(errno));
+}
+
+// Accepts a connection of this process's plugin, whose helper thread makes progress meanwhile, and reads its hello.
+static int accept_hello(int listener, unsigned char hello[HELLO_BYTES]) {
+    int fd = accept(listener, NULL, NULL);
+    CHECK(fd >= 0, "accept: %s", strerror(errno));
+    read_bytes(fd, hello, HELLO_BYTES);
+    return fd;
+}
+
+static void expect_no_comm(struct side *side, unsigned char handle[NCCL_HANDLE_BYTES]) {
+    void *comm = NULL;
+    CHECK(proxy_connect(&side->proxy, 0, handle, &comm) == 0, "connect: %s", proxy_warning);
+    CHECK(comm == NULL, "connected");
+}
+
+// The peer answers the hello and resets the connection before the join is sent: the link connects again.
+static void case_reset_after_answer(struct side *side) {
+    const struct linger at_once = {.l_onoff = 1, .l_linger = 0};
+    unsigned char hello[HELLO_BYTES];
+    unsigned char answer[ANSWER_BYTES];
+    struct pair pair;
+    struct nb_net_handle handle;
+    open_listener(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    if (side->index == 0) {
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        int fd = accept_hello(listener, hello);
+        int peer = connect_to_handle(&handle); // gives the answer to this hello
+        CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
+        read_bytes(peer, answer, sizeof answer);
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+        pthread_mutex_lock(&net->lock); // the plugin sees the answer and the reset together
+        CHECK(send(fd, answer, sizeof answer, MSG_NOSIGNAL) == (ssize_t)sizeof answer, "send: %s", strerror(errno));
+        CHECK(setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once) == 0, "linger: %s", strerror(errno));
+        close(fd);
+        pthread_mutex_unlock(&net->lock);
+        fd = accept_hello(listener, hello);
+        expect_no_comm(side, pair.handle);
+        close(fd);
+        close(peer);
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The link that this process opens.
+static struct nb_link *outgoing_link(struct nb_net *net) {
+    NB_LIST_EACH(it, &net->links) {
+        struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
+        if (link->outgoing) {
+            return link;
+        }
+    }
+    CHECK(false, "no link");
+    return NULL;
+}
+
+// A try to connect that fails at once, here for lack of descriptors, is followed by others.
+static void case_no_descriptors(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    struct rlimit limit;
+    struct pair pair;
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        int fd = accept_hello(listener, hello);
+        CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0, "getrlimit: %s", strerror(errno));
+        const struct rlimit none = {.rlim_cur = 0, .rlim_max = limit.rlim_max};
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %s", strerror(errno));
+        close(fd);
+        for (int code = 0; code != -EMFILE;) {
+            expect_no_comm(side, pair.handle);
+            check_time(side, "a try without descriptors");
+            pthread_mutex_lock(&net->lock);
+            code = outgoing_link(net)->connect_code;
+            pthread_mutex_unlock(&net->lock);
+        }
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit: %s", strerror(errno));
+        close(accept_hello(listener, hello));
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// No link within NETBOTTLENECK_TIMEOUT_S: the log has the reason of the last try.
+static void case_refused(struct side *side) {
+    struct pair pair;
+    void *comm = NULL;
+    open_listener(side, &pair);
+    int refusing = bind_in_place(pair.handle);
+    for (int rc = 0; rc == 0;) {
+        rc = proxy_connect(&side->proxy, 0, pair.handle, &comm);
+        CHECK(comm == NULL, "connected");
+        check_time(side, "an error");
+    }
+    CHECK(strstr(proxy_warning, strerror(ECONNREFUSED)) != NULL, "the log has no reason: %s", proxy_warning);
+    close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+static void expect_warning(int rc, const char *text) {
+    CHECK(rc != 0, "accepted");
+    CHECK(strstr(proxy_warning, text) != NULL, "the log has no '%s': %s", text, proxy_warning);
+    proxy_warning[0] = '\0';
+}
+
+// What a call refuses is in the log.
+static void case_refusals(struct side *side) {
+    const size_t too_large = (size_t)NB_NET_BYTES_MAX + 1;
+    struct pair pair;
+    struct nb_net_handle handle;
+    unsigned char opaque[NCCL_HANDLE_BYTES] = {0};
+    void *comm = NULL;
+    void *request = NULL;
+    char byte = 0;
+    expect_warning(proxy_connect(&side->proxy, 0, opaque, &comm), "not of this plugin");
+    open_pair(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    handle.family = AF_UNSPEC;
+    handle.process[0] ^= 1; // of which there is no link
+    memcpy(opaque, &handle, sizeof handle);
+    expect_warning(proxy_connect(&side->proxy, 0, opaque, &comm), "holds no address");
+    expect_warning(proxy_isend(&side->proxy, pair.send, &byte, too_large, &request), "1073741825 bytes");
+    expect_warning(proxy_irecv(&side->proxy, pair.recv, &byte, too_large, &request), "1073741825 bytes");
+    barrier();
+    if (side->index == 0) {
+        close_pair(side, &pair);
+        barrier();
+        return;
+    }
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+    for (bool ended = false; !ended;) {
+        pthread_mutex_lock(&net->lock);
+        ended = ((const struct nb_net_comm *)pair.send)->ended;
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the end of the peer's comms");
+    }
+    expect_warning(proxy_isend(&side->proxy, pair.send, &byte, 1, &request), "has closed its end");
+    barrier();
+    close_pair(side, &pair);
+}
+
+// Slows the control connection to a listener down, so that most of what is sent waits in the plugin for a second.
+static void slow_control(uint16_t port) {
+    const int room = 8 * 1024;
+    const unsigned long bytes_per_s = 128 * 1024;
+    int fd = find_connection(port, 0, false);
+    CHECK(fd >= 0, "control connection not found");
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0, "buffer: %s", strerror(errno));
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &bytes_per_s, sizeof bytes_per_s) == 0, "pacing: %s",
+          strerror(errno));
+}
+
+static void finish(struct side *side, void *request) {
+    for (int done = 0; !done;) {
+        CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0, "test: %s", proxy_warning);
+        check_time(side, "a transfer");
+    }
+}
+
+// Small sends over a slow control connection arrive, although their side closes and ends as soon as they are done.
+static void case_end_after_slow_sends(struct side *side) {
+    enum { MESSAGES = NB_NET_REQUESTS, BYTES = NB_NET_INLINE };
+    static unsigned char data[MESSAGES][BYTES];
+    struct pair pair;
+    struct nb_net_handle handle;
+    void *requests[MESSAGES] = {NULL};
+    open_pair(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    for (int i = 0; side->index == 1 && i < MESSAGES; i++) {
+        CHECK(proxy_irecv(&side->proxy, pair.recv, data[i], BYTES, &requests[i]) == 0, "irecv");
+    }
+    barrier();
+    if (side->index == 0) {
+        slow_control(handle.port);
+    }
+    for (int i = 0; side->index == 0 && i < MESSAGES; i++) {
+        fill(data[i], 0, i, BYTES);
+        CHECK(proxy_isend(&side->proxy, pair.send, data[i], BYTES, &requests[i]) == 0, "isend");
+    }
+    for (int i = 0; i < MESSAGES; i++) {
+        CHECK(requests[i] != NULL, "request %d is refused", i);
+        finish(side, requests[i]);
+        check_bytes(data[i], 0, i, BYTES);
+    }
+    close_pair(side, &pair);
+}
+
+// The accepted control connection of this process's listener.
+static int accepted_connection(uint16_t port) {
+    for (int fd = SOCKET + 1; fd < 256; fd++) {
+        struct sockaddr_in there = {0};
+        struct sockaddr_in here = {0};
+        socklen_t bytes = sizeof there;
+        bool connected = getpeername(fd, (struct sockaddr *)&there, &bytes) == 0;
+        bytes = sizeof here;
+        if (connected && getsockname(fd, (struct sockaddr *)&here, &bytes) == 0 && ntohs(here.sin_port) == port) {
+            return fd;
+        }
+    }
+    return -1;
+}
+
+static void await_flow(struct side *side, void *request) {
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+    for (long flows = 0; flows == 0;) {
+        int done = 0;
+        CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0 && !done, "the transfer is not in flight");
+        pthread_mutex_lock(&net->lock);
+        flows = outgoing_link(net)->flows;
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the begin of a transfer");
+    }
+}
+
+// A sender that sees the peer's orderly end before the report that its last transfer has landed waits for the report.
+static void case_end_before_report(struct side *side) {
+    const struct {
+        uint32_t type;
+        uint32_t comm;
+        uint64_t rest[2];
+    } closed = {.type = 2, .comm = 1}; // the peer closes its end of the link's only comm
+    struct pair pair;
+    struct nb_net_handle handle;
+    void *request = NULL;
+    uint16_t port = 0; // of this side's listener
+    open_pair(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    send_bytes(&handle.port, sizeof handle.port);
+    receive_bytes(&port, sizeof port);
+    unsigned char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    if (side->index == 1) {
+        CHECK(proxy_irecv(&side->proxy, pair.recv, data, BIG, &request) == 0, "irecv");
+        barrier();
+        int control = accepted_connection(port);
+        CHECK(control >= 0, "control connection not found");
+        CHECK(send(control, &closed, sizeof closed, MSG_NOSIGNAL) == (ssize_t)sizeof closed, "send");
+        barrier();
+    } else {
+        fill(data, 0, 0, BIG);
+        send_slowly();
+        CHECK(proxy_isend(&side->proxy, pair.send, data, BIG, &request) == 0 && request != NULL, "isend");
+        await_flow(side, request);
+        barrier();
+        barrier(); // the peer's message is here
+        CHECK(shutdown(find_connection(handle.port, 0, false), SHUT_RD) == 0, "shutdown: %s", strerror(errno));
+    }
+    finish(side, request);
+    check_bytes(data, 0, 0, BIG);
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
+// A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
+static void case_finalized_context(struct side *side) {
+    enum { BYTES = 100 * 1000 };
+    struct side other = *side;
+    struct pair pair;
+    void *requests[2] = {NULL, NULL};
+    static unsigned char sent[BYTES];
+    static unsigned char got[BYTES];
+    CHECK(proxy_init(&other.proxy, 78) == 0, "init");
+    CHECK(proxy_finalize(&other.proxy) == 0, "finalize");
+    open_pair(&other, &pair);
+    fill(sent, side->index, 0, BYTES);
+    CHECK(proxy_irecv(&other.proxy, pair.recv, got, BYTES, &requests[0]) == 0 && requests[0] != NULL, "irecv");
+    CHECK(proxy_isend(&other.proxy, pair.send, sent, BYTES, &requests[1]) == 0 && requests[1] != NULL, "isend");
+    finish(&other, requests[0]);
+    finish(&other, requests[1]);
+    check_bytes(got, !side->index, 0, BYTES);
+    barrier();
+    close_pair(&other, &pair);
+}
+
+static const struct test_case cases[] = {
+    {.name = "reset_after_answer", .run = case_reset_after_answer},
+    {.name = "no_descriptors", .run = case_no_descriptors},
+    {.name = "refused", .run = case_refused, .timeout_s = "1"},
+    {.name = "refusals", .run = case_refusals},
+    {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
+    {.name = "end_before_report", .run = case_end_before_report},
+    {.name = "finalized_context", .run = case_finalized_context},
+};
+
+int main(int argc, char **argv) {
+    return run_cases(argc, argv, cases, sizeof cases / sizeof cases[0]);
+}

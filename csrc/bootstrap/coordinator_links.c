@@ -286,8 +286,8 @@ static int serve_clock(const struct talk *talk, int rank) {
     pong.frame.kind = NB_WIRE_PONG;
     for (int i = 0; i < EXCHANGES; i++) {
         struct wire_exchange ping;
-        int rc = nb_sock_read_all(talk->boot->control[rank], &ping, sizeof ping, talk->deadline_ns,
-                                  talk->boot->interrupt);
+        int rc =
+            nb_sock_read_all(talk->boot->control[rank], &ping, sizeof ping, talk->deadline_ns, talk->boot->interrupt);
         if (rc != 0) {
             return fail_io(talk, rc, rank);
         }
@@ -310,7 +310,7 @@ static int ask_clock(const struct talk *talk, int64_t *offset_ns, int64_t *round
     int64_t least = INT64_MAX;
     answer.frame.kind = NB_WIRE_PONG;
     for (int i = 0; i < EXCHANGES; i++) {
-        struct wire_exchange pong;
+        struct wire_exchange pong = {0};
         int64_t sent_ns = nb_now_ns();
         int rc = write_framed(talk, 0, NULL, 0);
         rc = rc == -EINTR ? fail_io(talk, rc, 0) : read_frame(&answer, &pong); // as in exchange_member()

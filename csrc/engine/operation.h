@@ -131,8 +131,8 @@ struct nb_operations {
     size_t spare_bytes;
 };
 
-// Gives the work the next round of its key. An operation takes a round on each rank, also on one that has joined, so
-// that its rounds are equal on all ranks. The caller holds the job's lock.
+// Gives the work the next round of its key. An operation that the ranks agree on takes a round on each rank, also on one
+// that has joined, so that its rounds are equal on all ranks. The caller holds the job's lock.
 void nb_work_take_round(struct nb_work *work);
 void nb_rounds_close(struct nb_job *job);
 // Records that the values of a work are handed over, and before it the name of a new key: all other events carry only

@@ -10,6 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/admission.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"

@@ -77,13 +77,25 @@ void nb_link_control_ended(struct nb_link *link, int code) {
     nb_link_fail(link, &why);
 }
 
+// Judges a failed send. Where flows are active, the peer's last messages may still be unread: the read that follows the
+// end of a connection judges it.
+static void send_failed(struct nb_link *link, int code) {
+    bool gone = code == -ECONNRESET || code == -EPIPE || code == -ETIMEDOUT;
+    if (link->outgoing && link->flows > 0 && gone) {
+        link->blocked = true;
+        nb_loop_change(&link->net->loop, &link->watch, EPOLLIN);
+    } else {
+        nb_link_control_ended(link, code);
+    }
+}
+
 void nb_link_flush(struct nb_link *link) {
     bool waited = link->blocked;
     link->flush_due = false;
     while (link->out_bytes > 0) {
         ssize_t n = send(link->watch.fd, link->out + link->out_begin, link->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
-            nb_link_control_ended(link, -errno);
+            send_failed(link, -errno);
             return;
         }
         if (n < 0) {

@@ -337,8 +337,8 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "All its ranks use the same number, above 0. The group lives until close(). ValueError for invalid ranks,\n"
          "or a number in use."},
         {"map", comm_map, METH_O,
-         "map($self, arena)\n--\n\nRegister memory that many operations will use with the lanes, until the arena "
-         "is freed."},
+         "map($self, arena)\n--\n\nRegister an arena, which many operations will use, with the lanes until it is "
+         "freed."},
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
          "exchange($self, blob, *, limit_s=0.0, name=None)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"

@@ -356,13 +356,14 @@ static int connect_all(struct core_comm *self, struct open_plan *plan, const str
     signals.thread = PyEval_SaveThread();
     int rc = join(self, plan, listener, &err);
     PyEval_RestoreThread(signals.thread);
+    plan->boot.interrupt = NULL;
     if (listener != NULL) {
         core_listener_release(plan->listener);
     }
     if (rc < 0 && !signals.raised) {
         core_raise(state, rc, &err);
     }
-    return rc < 0 ? -1 : 0;
+    return rc < 0 || signals.raised ? -1 : 0;
 }
 
 int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {

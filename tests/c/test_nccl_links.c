@@ -324,7 +324,7 @@ static const struct test_case cases[] = {
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
     {.name = "refusals", .run = case_refusals},
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
-    {.name = "end_before_report", .run = case_end_before_report},
+    {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

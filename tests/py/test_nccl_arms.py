@@ -182,11 +182,19 @@ def test_an_arm_ends_after_its_device_and_the_other_ranks(
 
     control: Any = SimpleNamespace(submit=submit)
     group = SimpleNamespace(shutdown=lambda: done.append("shutdown"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(str(device)))
+    queries = iter([False, True])
+
+    def query() -> bool:
+        done.append("query")
+        return next(queries, True)
+
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=query))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
     settle = partial(nccl._settle, torch.device("cuda", 1), control, "end")
     with caplog.at_level(logging.INFO, logger="netbottleneck"):
         nccl.OverNccl("nccl+tcp", group, lambda: 1, {}, settle).close()
-    assert done == ["cuda:1", "end", f"ranks within {nccl.END_S:g} s", "shutdown"]
+    assert done == [*["query"] * 3, "end", f"ranks within {nccl.END_S:g} s", "shutdown"]
     assert ("not all ranks arrived" in caplog.text) == (not arrive)
 
 

@@ -115,6 +115,7 @@ class Findings:
     achievable: Achievable | None
     link_bps: float | None
     scaling: Mapping[Arm, Scaling]
+    link_disproved: bool = False  # the trace states a rate of the link, but more moved
     costs: Mapping[str, Costs] = field(default_factory=dict)
     travels: Mapping[Arm, tuple[Travel, ...]] = field(default_factory=dict)
     base: Arm | None = None
@@ -286,8 +287,8 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
 def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
     """The link's rate, and a note if a stated one is too low to be true.
 
-    It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved: the
-    bandwidth of base: more than a stated rate over whole steps disproves it.
+    It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved:
+    the bandwidth of base. More than a stated rate over whole steps disproves it.
     """
     if trace.network is not None:
         return trace.network.link_bps, ""
@@ -299,7 +300,7 @@ def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[f
         return rate, ""
     return None, (
         f"the link's stated rate of {gbit(rate)} is not used: {base} moved {gbit(moved.average_bps)} over whole steps. "
-        "NETBOTTLENECK_LINK_GBPS declares the true rate"
+        "Set NETBOTTLENECK_LINK_GBPS to the true rate"
     )
 
 
@@ -393,6 +394,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         achieved=_there(achieved),
         achievable=achievable_bandwidth(trace),
         link_bps=link_bps,
+        link_disproved=bool(doubt),
         scaling=_there(factors),
         costs=costs(trace),
         travels=travels(trace),

@@ -210,7 +210,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def _groups(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters."""
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         if hasattr(state, "_fsdp_param_groups"):  # one for each mesh
             yield from state._fsdp_param_groups
         elif (group := getattr(state, "_fsdp_param_group", None)) is not None:  # of an earlier torch

@@ -700,7 +700,8 @@ def tiles(findings: Findings) -> list[tuple[str, str, str]]:
     did = findings.achieved.get(base)
     if did is not None:
         link = findings.link_bps
-        of_link = f"{percent(min(did.active_bps / link, 1.0))} of the link" if link else "link unknown"
+        part = percent(did.active_bps / link) if link and did.active_bps < link else "all"
+        of_link = f"{part} of the link" if link else "link unknown"
         found.append(("in transfer", gbit(did.active_bps), of_link))
     pair = best_gain(findings)
     if pair is not None and math.isfinite(pair.gain.low):

@@ -606,22 +606,32 @@ def _names(trace: Trace, lanes: Iterable[tuple[int, int]]) -> Iterator[Event]:
         yield {"ph": "M", "pid": rank, "tid": lane, "name": "thread_sort_index", "args": {"sort_index": lane}}
 
 
-def _rank_events(
-    trace: Trace, rank: int, last: Mapping[Match, tuple[int, int]], events_max: int
-) -> tuple[list[Event], int]:
-    """One rank's events, and the number of its steps that were cut."""
-    modules, transfers = Lanes(MODULES, TRANSFERS - MODULES), Lanes(TRANSFERS)
+def _steps_events(
+    trace: Trace, rank: int, submits_ns: Sequence[int], events_max: int
+) -> tuple[list[Event], int, float]:
+    """The events of one rank's steps, the number of steps that were cut, and when the first of those began.
+
+    submits_ns: of the rank's operations, ascending. Those before a step take room, too.
+    """
+    modules = Lanes(MODULES, TRANSFERS - MODULES)
     events: list[Event] = []
-    cut_from_ns: float = math.inf
-    cut = 0
-    finished = [c for c in trace.collectives if c.rank == rank and c.finished]
-    submits_ns = sorted(c.submit_ns for c in finished)
+    cut, cut_from_ns = 0, math.inf
     for step in sorted((s for s in trace.steps if s.rank == rank), key=lambda s: s.begin_ns):
         if len(events) + OPERATION_EVENTS * bisect_left(submits_ns, step.begin_ns) >= events_max:
             cut += 1
             cut_from_ns = min(cut_from_ns, step.begin_ns)
         else:
             events += _step_events(trace, step, modules)
+    return events, cut, cut_from_ns
+
+
+def _rank_events(
+    trace: Trace, rank: int, last: Mapping[Match, tuple[int, int]], events_max: int
+) -> tuple[list[Event], int]:
+    """One rank's events, and the number of its steps that were cut."""
+    transfers = Lanes(TRANSFERS)
+    finished = [c for c in trace.collectives if c.rank == rank and c.finished]
+    events, cut, cut_from_ns = _steps_events(trace, rank, sorted(c.submit_ns for c in finished), events_max)
     own = [c for c in finished if c.submit_ns < cut_from_ns]
     own.sort(key=lambda c: c.start_ns or 0)
     for operation in own:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -42,6 +43,7 @@ MARK = "_NETBOTTLENECK_NCCL_NET"  # tells the processes that this one starts tha
 TABLE_V6_BYTES = 17 * 8  # addresses of counters follow this table
 # Fields of ncclConfig_t that an arm copies from the script's own group: the two differ in their network only.
 SAME = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "collnet_enable", "cta_policy", "nvls_ctas")
+END_POLL_S = 0.001
 END_S = 5.0  # time that the end of an arm waits for the other ranks
 INFINIBAND = Path("/sys/class/infiniband")
 SITE = Path("/etc/nccl.conf")
@@ -322,8 +324,9 @@ class OverNccl:
 
 
 def _settle(device: Any, control: "_core.Comm", name: str) -> None:
-    """Wait for all work of a device, then for at most END_S until the other ranks have done so.
+    """Wait until the streams of the training and of the device's default are idle, and so are those of other ranks.
 
+    At most END_S for each of the two.
     Older versions of torch end a group by aborting it, which cuts off what another rank still waits for. name: the
     same on all ranks, and of this end alone. Raises TimeoutError, and as Comm.submit and Work.wait.
     """
@@ -332,7 +335,10 @@ def _settle(device: Any, control: "_core.Comm", name: str) -> None:
     core = job.core()
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # of an earlier failure on the device
-            torch.cuda.synchronize(device)
+            ends = [torch.cuda.current_stream(device).record_event(), torch.cuda.default_stream(device).record_event()]
+            until = time.monotonic() + END_S
+            while not all(end.query() for end in ends) and time.monotonic() < until:
+                time.sleep(END_POLL_S)
     if not control.submit(name, core.BARRIER, [], core.UINT8).wait(END_S):
         raise TimeoutError(f"not all ranks arrived within {END_S:g} s")
 

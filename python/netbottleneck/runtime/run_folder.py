@@ -55,9 +55,13 @@ def run_id(folder: Path) -> str:
 def hidden_in(wanted: Path) -> Path:
     """Return the folder for files that a run writes before its own folder is known, on the same file system as that.
 
-    It is `wanted` if that exists, as it may be a mount point, or the only folder that can be written; else its parent.
+    It is `wanted` if that is a folder that can be written, as it may be a mount point; else its parent.
     """
-    return wanted if os.path.lexists(wanted) else wanted.parent
+    return wanted if _is_writable(wanted) else wanted.parent
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
@@ -82,7 +86,7 @@ def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
         (folder / RANKS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return own_folder(wanted, comm.rank, error)
-    return folder if os.access(folder / RANKS, os.W_OK | os.X_OK) else own_folder(wanted, comm.rank, "not writable")
+    return folder if _is_writable(folder / RANKS) else own_folder(wanted, comm.rank, "not writable")
 
 
 def own_folder(wanted: Path, rank: int, why: object) -> Path:
@@ -93,7 +97,9 @@ def own_folder(wanted: Path, rank: int, why: object) -> Path:
     names = itertools.chain([wanted], (wanted / str(number) for number in itertools.count(2)))
     folder = next(path for path in names if not _holds_records(path, rank))
     (folder / RANKS).mkdir(parents=True, exist_ok=True)
-    logger.info("rank %d writes to %s until its records are copied, not to rank 0's folder: %s", rank, folder, why)
+    logger.info(
+        "rank %d writes to %s, from which its records are copied, not to rank 0's folder: %s", rank, folder, why
+    )
     return folder
 
 
@@ -106,7 +112,8 @@ def _is_free(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
 def _holds_records(folder: Path, rank: int) -> bool:
     """Return True if a folder holds an earlier run, or records of this rank. Rank 0 describes a run only later."""
     # os.path: this host may not be allowed to look into rank 0's folder.
-    return os.path.exists(folder / "run.json") or any((folder / RANKS).glob(f"{rank}.*"))
+    ranks = folder / RANKS
+    return os.path.exists(folder / "run.json") or (os.path.isdir(ranks) and any(ranks.glob(f"{rank}.*")))
 
 
 def _take(folder: Path) -> bool:
@@ -133,11 +140,12 @@ def move_records(scratch: Path, folder: Path) -> None:
 
 
 def keep_alone(scratch: Path, wanted: Path, rank: int) -> Path:
-    """Rename `scratch` to a free folder of one rank in `wanted`, and return that."""
-    first = f"rank{rank}"
-    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    folder = next(path for path in map(wanted.joinpath, names) if not path.exists())
-    wanted.mkdir(parents=True, exist_ok=True)
+    """Rename `scratch` to a free folder of one rank, in `wanted` or, if that is not writable, beside it. Return it."""
+    with contextlib.suppress(OSError):
+        wanted.mkdir(parents=True, exist_ok=True)
+    first = wanted / f"rank{rank}" if _is_writable(wanted) else wanted.with_name(f"{wanted.name}-rank{rank}")
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    folder = next(path for path in itertools.chain([first], others) if not os.path.lexists(path))
     scratch.rename(folder)
     return folder
 

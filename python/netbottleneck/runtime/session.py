@@ -116,6 +116,7 @@ class Session:
     started_wall_ns: int = field(default_factory=time.time_ns)
     joining: "Joining | None" = None  # for a run that began without the other ranks
     begun_ns: int = 0  # of the current step
+    mixed_step: int = -1  # the step whose gradients began over one path, and ended over another
     stamps_gradients: bool = False  # in every step, on a GPU too
     ranges: Any = None  # torch.cuda.nvtx, if steps are NVTX ranges
     drain: Callable[[], None] | None = None  # waits for the device's work of the training's stream; see runs_ahead
@@ -183,7 +184,7 @@ class Session:
     def end(self, *, recorded: bool = True) -> None:
         """Stamp the end of a step, unless recorded is False, and advance to the next."""
         try:
-            if self.running and self.counted and recorded:
+            if self.running and self.counted and recorded and self.step != self.mixed_step:
                 self.recorder.put(EVENTS["STEP_END"], d=monitor.processor_ns())
         finally:
             if self.running and self.ranges is not None:
@@ -212,7 +213,9 @@ class Session:
             return False
         mine = self.blocks.values(self.step)
         try:
-            found = self.control.exchange(mine, limit_s=AGREE_S, name="netbottleneck.turns")
+            # With must_agree it has a place among all exchanges, so that another rank's failure ends it at once.
+            name = None if self.must_agree else "netbottleneck.turns"
+            found = self.control.exchange(mine, limit_s=AGREE_S, name=name)
             same = {values[:8] for values in found} == {mine[:8]}
             why = "ranks are at different steps"
         except (OSError, HorovodInternalError) as error:
@@ -229,15 +232,17 @@ class Session:
         return True
 
     def keep_own_path(self, own: communicators.Communicator) -> None:
-        """Send gradients by the user's own path from the next step on; if none is recorded yet, from the current one.
+        """Send gradients by the user's own path from now on.
 
-        Raises OSError if rank 0 cannot write the list of arms.
+        A recorded step over another arm that is under way gets no end. Raises OSError if rank 0 cannot write the list
+        of arms.
         """
         self.arms = {**self.arms, STOCK: own, BARE: own}
         turns, length = (STOCK, BARE), self.settings.block_steps
         if self.step < max(1, self.settings.start_step):
             self.blocks = Blocks(turns, length)
         else:  # records name an arm by its place in the list
+            self.mixed_step = -1 if self.arm in turns else self.step
             arms = tuple(dict.fromkeys((*self.blocks.arms, *turns)))
             self.blocks = Blocks(arms, length, turns, self.step + 1, self.blocks.at(self.step)[0] + 1)
         if self.place.rank == 0:

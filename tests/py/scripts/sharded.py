@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 STEPS, HOW = int(sys.argv[1]), sys.argv[2]
@@ -38,8 +38,8 @@ def on_two_meshes() -> dict[str, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import Shard
 
-    both = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
-    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(both["all"], shard_mesh_dim=0))
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("weights",))
+    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0))
     return {"shard_placement_fn": lambda parameter: other if parameter.ndim > 1 else None}
 
 

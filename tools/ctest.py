@@ -37,6 +37,7 @@ APART = {
     },
     "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_nccl": ("tcp", "ofi"),
+    "test_nccl_early": ("tcp", "ofi"),
     "test_nccl_links": ("tcp", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
     "test_twolevel_faults": ("kill", "stop", "reset", "ofi"),

@@ -26,6 +26,13 @@ enum {
     LINE_BYTES = 128 // of NCCL's protocol LL128
 };
 
+// A message over the control connection that arrived before its receive was posted.
+struct kept {
+    struct nb_list link;
+    size_t bytes;
+    char data[];
+};
+
 // A flow whose receiving comm was closed: its bytes are read and dropped.
 struct sink {
     struct nb_flow flow;
@@ -129,6 +136,12 @@ static struct nb_flow flow_of(const struct nb_link *link, const struct nb_flow_o
                             .map = map};
 }
 
+static void no_memory(struct nb_link *link, size_t bytes) {
+    struct nb_error why = {0};
+    nb_fail(&why, -ENOMEM, "cannot allocate a transfer of %zu bytes", bytes);
+    nb_link_fail(link, &why);
+}
+
 // Sets up the request's flow and adds it to the lanes. False: out of memory, the link fails.
 static bool flow_start(struct nb_link *link, struct nb_net_request *request, uint64_t op) {
     size_t words = nb_bits_words(blocks_of(request->bytes));
@@ -137,9 +150,7 @@ static bool flow_start(struct nb_link *link, struct nb_net_request *request, uin
         request->long_map = calloc(words, sizeof *request->long_map);
         request->long_words = request->long_map != NULL ? words : 0;
         if (request->long_map == NULL) {
-            struct nb_error why = {0};
-            nb_fail(&why, -ENOMEM, "cannot allocate a transfer of %zu bytes", request->bytes);
-            nb_link_fail(link, &why);
+            no_memory(link, request->bytes);
             return false;
         }
     }
@@ -183,6 +194,7 @@ static struct nb_net_request *oldest(const struct nb_list *requests) {
 
 static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request) {
     struct nb_link *link = comm->link;
+    comm->run++;
     nb_link_send(link, comm->id, 0, request->data, request->bytes);
     if (link->failing) {
         return; // it fails with the link
@@ -196,6 +208,10 @@ static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request
     nb_list_insert(&comm->writing, &request->link);
 }
 
+static bool over_control(struct nb_link *link, size_t bytes) {
+    return bytes <= NB_NET_INLINE || (bytes <= NB_NET_LONE && nb_link_alone(link));
+}
+
 // Takes the oldest grant for a send.
 static void send_granted(struct nb_net_comm *comm, struct nb_net_request *request) {
     struct nb_link *link = comm->link;
@@ -207,21 +223,52 @@ static void send_granted(struct nb_net_comm *comm, struct nb_net_request *reques
         nb_fail(&why, -EMSGSIZE, "a send of %zu bytes to %s exceeds its receive of %zu", request->bytes, link->peer,
                 capacity);
         nb_link_fail(link, &why);
-    } else if (request->bytes <= NB_NET_INLINE || (request->bytes <= NB_NET_LONE && nb_link_alone(link))) {
+    } else if (over_control(link, request->bytes)) {
         send_inline(comm, request);
     } else {
         uint64_t op = ++link->next_op;
+        comm->run = 0;
         nb_link_send(link, comm->id, op, NULL, request->bytes);
         flow_start(link, request, op);
     }
 }
 
-// Sends what has been granted.
+// Sends what may leave.
 static void match(struct nb_net_comm *comm) {
     struct nb_net_request *request = oldest(&comm->waiting);
-    while (request != NULL && comm->grant_count > 0 && !comm->link->failing) {
-        send_granted(comm, request);
+    while (request != NULL && !comm->link->failing) {
+        if (comm->grant_count > 0) {
+            send_granted(comm, request);
+        } else if (comm->early < NB_NET_EARLY && over_control(comm->link, request->bytes)) {
+            comm->early++;
+            send_inline(comm, request);
+        } else {
+            break;
+        }
         request = oldest(&comm->waiting);
+    }
+    if (request != NULL && comm->early < NB_NET_EARLY && comm->run >= NB_NET_RUN && !comm->link->failing) {
+        comm->run = 0;
+        nb_link_want(comm->link, comm->id);
+    }
+}
+
+static void grants_release(struct nb_net_comm *comm) {
+    for (unsigned i = 0; i < comm->held_back_count; i++) {
+        nb_link_grant(comm->link, comm->id, comm->held_back[i], true);
+    }
+    comm->held_back_count = 0;
+}
+
+// spare: as for nb_link_grant.
+static void grant(struct nb_net_comm *comm, size_t bytes, bool spare) {
+    if (comm->run < NB_NET_RUN) {
+        nb_link_grant(comm->link, comm->id, bytes, spare);
+        return;
+    }
+    comm->held_back[comm->held_back_count++] = bytes;
+    if (comm->held_back_count == NB_NET_HELD_BACK) {
+        grants_release(comm);
     }
 }
 
@@ -248,6 +295,7 @@ static struct nb_net_comm *comm_new(struct nb_net *net, struct nb_link *link, bo
     nb_list_init(&comm->at_listener);
     nb_list_init(&comm->idle);
     nb_list_init(&comm->waiting);
+    nb_list_init(&comm->kept);
     nb_list_init(&comm->active);
     nb_list_init(&comm->writing);
     nb_list_init(&comm->memories);
@@ -310,6 +358,9 @@ static void comm_free(struct nb_net_comm *comm) {
     if (link != NULL) {
         nb_link_release(link);
     }
+    NB_LIST_EACH_SAFE(it, nx, &comm->kept) {
+        free(NB_CONTAINER(it, struct kept, link));
+    }
     for (int i = 0; i < NB_NET_REQUESTS; i++) {
         free(comm->requests[i].long_map);
     }
@@ -346,6 +397,11 @@ static bool link_granted(struct nb_link *link, uint32_t id, uint64_t bytes) {
     if (comm == NULL) {
         return true; // closed here
     }
+    if (comm->early > 0) {
+        comm->early--; // its send has left
+        match(comm);
+        return true;
+    }
     if (comm->grant_count == NB_NET_REQUESTS) {
         return false;
     }
@@ -368,6 +424,55 @@ static void copy_lines(char *to, const char *from, size_t bytes) {
     memcpy(to + at, from + at, bytes - at);
 }
 
+static void link_wanted(struct nb_link *link, uint32_t id) {
+    struct nb_net_comm *comm = comm_find(link, id);
+    if (comm != NULL) {
+        comm->run = 0;
+        grants_release(comm);
+    }
+}
+
+// Keeps a message until its receive is posted. False: the peer has sent more than it may.
+static bool keep(struct nb_net_comm *comm, const void *data, size_t bytes) {
+    if (comm->kept_count == NB_NET_EARLY) {
+        return false;
+    }
+    struct kept *kept = malloc(sizeof *kept + bytes);
+    if (kept == NULL) {
+        no_memory(comm->link, bytes);
+        return true;
+    }
+    kept->bytes = bytes;
+    memcpy(kept->data, data, bytes);
+    nb_list_insert(&comm->kept, &kept->link);
+    comm->kept_count++;
+    return true;
+}
+
+static void too_long(struct nb_net_comm *comm, const struct nb_net_request *request, size_t bytes) {
+    struct nb_error why = {0};
+    nb_fail(&why, -EMSGSIZE, "a send of %zu bytes from %s exceeds its receive of %zu", bytes, comm->link->peer,
+            request->bytes);
+    nb_link_fail(comm->link, &why);
+}
+
+// Gives a receive the oldest message that was kept.
+static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) {
+    struct kept *kept = NB_CONTAINER(comm->kept.next, struct kept, link);
+    nb_list_remove(&kept->link);
+    comm->kept_count--;
+    if (kept->bytes <= request->bytes) {
+        copy_lines(request->data, kept->data, kept->bytes);
+        request->bytes = kept->bytes;
+        request_finish(request, NB_REQUEST_DONE);
+    } else if (comm->link != NULL) {
+        too_long(comm, request, kept->bytes);
+    } else {
+        request_finish(request, NB_REQUEST_FAILED);
+    }
+    free(kept);
+}
+
 static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data) {
     struct nb_net_comm *comm = comm_find(link, id);
     if (data == NULL && (op <= link->next_op || bytes == 0)) {
@@ -378,8 +483,16 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
         return data != NULL || sink_start(link, op, bytes);
     }
     struct nb_net_request *request = oldest(&comm->waiting);
-    if (request == NULL || bytes > request->bytes) {
-        return false;
+    comm->run = data != NULL ? comm->run + 1 : 0;
+    if (data == NULL) {
+        grants_release(comm);
+    }
+    if (request == NULL) {
+        return data != NULL && keep(comm, data, bytes);
+    }
+    if (bytes > request->bytes) {
+        too_long(comm, request, bytes);
+        return true;
     }
     request->bytes = bytes;
     if (data == NULL) {
@@ -389,6 +502,27 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
     copy_lines(request->data, data, bytes);
     request_finish(request, NB_REQUEST_DONE);
     return true;
+}
+
+static char *link_arriving(struct nb_link *link, uint32_t id, size_t bytes) {
+    struct nb_net_comm *comm = comm_find(link, id);
+    struct nb_net_request *request = comm != NULL && !comm->ended ? oldest(&comm->waiting) : NULL;
+    if (request == NULL || bytes > request->bytes) {
+        return NULL;
+    }
+    request->bytes = bytes;
+    request->flow.moved_ns = nb_now_ns();
+    nb_list_remove(&request->link);
+    nb_list_insert(&comm->active, &request->link);
+    comm->arriving = request;
+    return request->data;
+}
+
+static void link_arrived(struct nb_link *link, uint32_t id) {
+    struct nb_net_comm *comm = comm_find(link, id);
+    comm->run++;
+    request_finish(comm->arriving, NB_REQUEST_DONE);
+    comm->arriving = NULL;
 }
 
 static void requests_fail(struct nb_list *requests) {
@@ -469,7 +603,10 @@ static int64_t link_moved(const struct nb_link *link, bool *pending) {
 
 const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .granted = link_granted,
+                                      .wanted = link_wanted,
                                       .sent = link_sent,
+                                      .arriving = link_arriving,
+                                      .arrived = link_arrived,
                                       .closed = link_closed,
                                       .written = link_written,
                                       .all_closed = link_all_closed,
@@ -720,7 +857,7 @@ static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, stru
     if (bytes > NB_NET_BYTES_MAX) {
         return nb_fail(err, -EINVAL, "a message of %zu bytes: at most %d are possible", bytes, NB_NET_BYTES_MAX);
     }
-    if (comm->ended) {
+    if (comm->ended && nb_list_empty(&comm->kept)) { // a peer may close its end once its sends are done
         return comm_failure(comm, err);
     }
     struct nb_net_request *request = oldest(&comm->idle);
@@ -750,10 +887,14 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err) {
     pthread_mutex_lock(&comm->net->lock);
-    bool spare = !nb_list_empty(&comm->waiting);
+    bool kept = !nb_list_empty(&comm->kept);
+    bool spare = kept || !nb_list_empty(&comm->waiting);
     int rc = request_take(comm, data, bytes, request, err);
-    if (*request != NULL) {
-        nb_link_grant(comm->link, comm->id, bytes, spare);
+    if (*request != NULL && comm->link != NULL) {
+        grant(comm, bytes, spare);
+    }
+    if (*request != NULL && kept) {
+        kept_take(comm, *request);
     }
     pthread_mutex_unlock(&comm->net->lock);
     return rc;

@@ -24,7 +24,7 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 2, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
+enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 3, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
 
 _Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
                "a join fits");

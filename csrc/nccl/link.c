@@ -28,9 +28,10 @@ enum {
     PING_MAX_NS = 1000 * 1000 * 1000,
     LOST_NS = 250 * 1000 * 1000,   // a peer that dies also ends the control connection, which gives a better reason
     GAP_NS = 500 * 1000 * 1000,    // a longer time between ticks: this process was descheduled
-    POLL_NS = 100 * 1000,          // between two progress passes of idle lanes
+    POLL_NS = 1000 * 1000,         // between two progress passes of idle lanes
     LEAVE_NS = 2000 * 1000 * 1000, // for the peer to end the link, or to report what has landed
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
+    READ_BYTES = 8192,             // at once at the begin of a message: the rest of a long one goes to its memory
     BUSY_SLEEP_MS = 10,
     SLEEP_MS = 250
 };
@@ -78,6 +79,9 @@ static bool ctl_handle(struct nb_link *link, const struct wire_ctl *ctl, const v
         return up->opened(link, ctl->comm, ctl->op);
     case NB_CTL_SEND:
         return up->sent(link, ctl->comm, ctl->op, ctl->bytes, ctl->op == 0 ? payload : NULL);
+    case NB_CTL_WANT:
+        up->wanted(link, ctl->comm);
+        return true;
     case NB_CTL_LEAVE:
         link->left = true;
         nb_link_release(link);
@@ -85,6 +89,19 @@ static bool ctl_handle(struct nb_link *link, const struct wire_ctl *ctl, const v
     default:
         return false;
     }
+}
+
+// Gives an inline send of which the first bytes are here its memory. Returns the bytes taken, 0 if it has none.
+static int direct_begin(struct nb_link *link, const struct wire_ctl *ctl, const char *data, size_t bytes) {
+    link->direct = link->net->up->arriving(link, ctl->comm, ctl->bytes);
+    if (link->direct == NULL) {
+        return 0;
+    }
+    memcpy(link->direct, data, bytes);
+    link->direct += bytes;
+    link->direct_left = ctl->bytes - bytes;
+    link->direct_comm = ctl->comm;
+    return (int)(sizeof *ctl + bytes);
 }
 
 // Handles one message: its bytes, 0 if it is not complete, or NB_EWIRE.
@@ -99,7 +116,9 @@ static int ctl_step(struct nb_link *link, const char *data, size_t bytes) {
         return NB_EWIRE;
     }
     if (bytes < sizeof ctl + payload) {
-        return 0;
+        return payload <= NB_NET_INLINE || link->outgoing
+                   ? 0
+                   : direct_begin(link, &ctl, data + sizeof ctl, bytes - sizeof ctl);
     }
     return ctl_handle(link, &ctl, data + sizeof ctl) ? (int)(sizeof ctl + payload) : NB_EWIRE;
 }
@@ -132,10 +151,29 @@ static void parse(struct nb_link *link) {
     }
 }
 
+// Takes what was received: into the memory of an inline send, or into the input.
+static void take(struct nb_link *link, size_t bytes) {
+    link->heard_ns = nb_now_ns();
+    if (link->direct_left == 0) {
+        link->in_bytes += bytes;
+        parse(link);
+        return;
+    }
+    link->direct += bytes;
+    link->direct_left -= bytes;
+    link->moved_ns = link->heard_ns;
+    if (link->direct_left == 0) {
+        link->net->up->arrived(link, link->direct_comm);
+    }
+}
+
 static void link_read(struct nb_link *link) {
     for (int i = 0; i < READS_MAX && !link->failing && link->watch.fd >= 0; i++) {
+        bool direct = link->direct_left > 0;
         size_t room = NB_LINK_IN_ROOM - link->in_bytes;
-        ssize_t n = recv(link->watch.fd, link->in + link->in_bytes, room, MSG_DONTWAIT);
+        room = direct ? link->direct_left : link->in_bytes == 0 ? READ_BYTES : room;
+        char *to = direct ? link->direct : link->in + link->in_bytes;
+        ssize_t n = recv(link->watch.fd, to, room, MSG_DONTWAIT);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
@@ -143,9 +181,7 @@ static void link_read(struct nb_link *link) {
             nb_link_control_ended(link, n < 0 ? -errno : 0);
             return;
         }
-        link->in_bytes += (size_t)n;
-        link->heard_ns = nb_now_ns();
-        parse(link);
+        take(link, (size_t)n);
         if ((size_t)n < room) {
             return; // the loop reports later data and the end
         }
@@ -399,7 +435,7 @@ static void silence_tick(struct nb_link *link, int64_t now) {
         nb_fail(&why, NB_ETIMEOUT, "no byte of a transfer with %s has moved for %.1f s", link->peer,
                 (double)(now - moved) / 1e9);
         nb_link_fail(link, &why);
-    } else if (link->leaving && now - link->leave_ns > (nb_link_unsent(link) ? limit_ns : (int64_t)LEAVE_NS)) {
+    } else if (link->leaving && now - link->leave_ns > (nb_link_unsent(link) > 0 ? limit_ns : (int64_t)LEAVE_NS)) {
         nb_fail(&why, NB_ECLOSED, "closed");
         nb_link_fail(link, &why);
     }
@@ -446,7 +482,7 @@ void nb_links_progress(struct nb_net *net) {
         if (link->lanes == NULL || link->failing) {
             continue;
         }
-        nb_link_lone_look(link, now);
+        (void)nb_link_lone_look(link, now);
         if (link->flush_due && !link->blocked) {
             nb_link_flush(link);
         }
@@ -466,7 +502,7 @@ void nb_links_progress(struct nb_net *net) {
 }
 
 int nb_links_arm(const struct nb_net *net) {
-    int sleep_ms = net->listener.fd >= 0 ? (int)SLEEP_MS : -1;
+    int sleep_ms = SLEEP_MS; // always: a call may take the event that should wake the sleeper
     NB_LIST_EACH(it, &net->links) {
         const struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         bool pending = link->state < NB_LINK_READY;
@@ -475,7 +511,7 @@ int nb_links_arm(const struct nb_net *net) {
         }
         (void)net->up->moved(link, &pending);
         int most_ms = pending || link->failing || link->leaving ? BUSY_SLEEP_MS : SLEEP_MS;
-        sleep_ms = sleep_ms < 0 || most_ms < sleep_ms ? most_ms : sleep_ms;
+        sleep_ms = most_ms < sleep_ms ? most_ms : sleep_ms;
     }
     return sleep_ms;
 }
@@ -504,7 +540,7 @@ bool nb_links_leaving(const struct nb_net *net, bool *unsent) {
         const struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         if (link->leaving && link->state != NB_LINK_ENDED) {
             leaving = true;
-            *unsent = *unsent || nb_link_unsent(link);
+            *unsent = *unsent || nb_link_unsent(link) > 0;
         }
     }
     return leaving;

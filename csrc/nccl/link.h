@@ -40,7 +40,15 @@ struct wire_answer {
 
 // Join and welcome: a MAC, then the lanes' addresses, which it covers.
 
-enum nb_link_message { NB_CTL_OPEN = 1, NB_CTL_CLOSE, NB_CTL_GRANT, NB_CTL_SEND, NB_CTL_PING, NB_CTL_LEAVE };
+enum nb_link_message {
+    NB_CTL_OPEN = 1,
+    NB_CTL_CLOSE,
+    NB_CTL_GRANT,
+    NB_CTL_SEND,
+    NB_CTL_PING,
+    NB_CTL_LEAVE,
+    NB_CTL_WANT
+};
 
 struct wire_ctl {
     uint32_t type; // enum nb_link_message
@@ -73,11 +81,11 @@ void nb_link_put(struct nb_link *link, const void *head, size_t head_bytes, cons
 void nb_link_put_ctl(struct nb_link *link, struct wire_ctl ctl, const void *data, size_t bytes);
 // Sends what is in the output, until the connection takes no more.
 void nb_link_flush(struct nb_link *link);
-// True if the peer's kernel has not confirmed all that was put.
-bool nb_link_unsent(const struct nb_link *link);
-// Looks whether the peer has all of a lone send. A slow one keeps the next ones off the control connection, for longer
-// each time: a flow is capped, or the peer is far.
-void nb_link_lone_look(struct nb_link *link, int64_t now);
+// Bytes of what was put that the peer's kernel has not confirmed.
+size_t nb_link_unsent(const struct nb_link *link);
+// Looks how quickly lone sends drain; returns their bytes that have not. Slow ones keep the next ones off the control
+// connection, for longer each time: a flow is capped, or the peer is far.
+size_t nb_link_lone_look(struct nb_link *link, int64_t now);
 // The control connection has ended (0) or failed: the link fails, connects again, or awaits the flows on its lanes.
 void nb_link_control_ended(struct nb_link *link, int code);
 // Outgoing: drops the control connection, to connect again. code: why; 0: the peer has ended it.

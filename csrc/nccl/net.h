@@ -19,13 +19,17 @@
 // carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
 // does not prove the key in time is dropped (base/admission.h).
 //
-// Transfers. irecv sends a grant with the capacity; a spare one leaves with the next pass. isend takes the oldest grant
-// of its comm, or waits for one; so nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes
-// goes over the control connection; so does one of up to NB_NET_LONE bytes while no flow is active and the control
-// connection drains quickly (nb_link_alone). A larger one gets the link's next operation number, is announced there
-// with its true size, and travels over the lanes as one flow. Both sides add flows in the order of these numbers, as
-// lanes.h demands. A send is done when the peer has it (inline: when the kernel has it), a receive when all bytes have
-// landed.
+// Transfers. irecv sends a grant with the capacity, isend takes the oldest grant of its comm. A send of up to
+// NB_NET_INLINE bytes goes over the control connection, inline; so does one of up to NB_NET_LONE bytes while no flow is
+// active and the control connection drains quickly (nb_link_alone). A larger one gets the link's next operation number,
+// is announced there with its true size, and travels over the lanes as one flow. Both sides add flows in the order of
+// these numbers, as lanes.h demands. A send is done when the peer has it (inline: when the kernel has it), a receive
+// when all bytes have landed.
+//
+// Early sends. A flow waits for its grant, so nothing but inline sends leaves before its receive is posted: at most
+// NB_NET_EARLY of a comm, which the receiver keeps until then. The next grants are theirs. So inline sends need no grant
+// each; after some in a row, the receiver holds back its grants, to send several at once. A sender that has a flow to
+// send asks for them (want). Both count the same messages, so the sender knows when there may be any.
 //
 // Progress. A lock protects everything but the fields that test() reads. test() looks at its request, and if that is
 // pending and the lock is free, it reads the control connection, and if that does not end it, runs one pass: events,
@@ -63,8 +67,11 @@
 
 enum {
     NB_NET_REQUESTS = 64,       // of one comm; NCCL keeps up to 32
-    NB_NET_INLINE = 4096,       // largest send over the control connection
-    NB_NET_LONE = 64 * 1024,    // largest lone send over the control connection
+    NB_NET_INLINE = 4096,       // largest send that always takes the control connection
+    NB_NET_LONE = 64 * 1024,    // largest send that may take it
+    NB_NET_EARLY = 16,          // inline sends of one comm that have left before their grants, at most
+    NB_NET_RUN = 32,            // after as many inline sends in a row, the receiver holds back its grants
+    NB_NET_HELD_BACK = 8,       // they leave together
     NB_NET_BLOCK = 16 * 1024,   // of a flow
     NB_NET_MAP_WORDS = 4,       // of a flow's map inside the request: 4 MiB
     NB_NET_BYTES_MAX = 1 << 30, // largest message
@@ -157,9 +164,16 @@ struct nb_net_comm {
     struct nb_list active;  // flows on the lanes
     struct nb_list writing; // inline sends that the link has not written, oldest first
     struct nb_list memories;
-    size_t grants[NB_NET_REQUESTS]; // capacities of the peer's receives
+    struct nb_net_request *arriving; // an inline send lands in its memory; in `active`
+    size_t grants[NB_NET_REQUESTS];  // capacities of the peer's receives
     unsigned grant_head;
     unsigned grant_count;
+    unsigned early;      // inline sends that have left before their grants
+    unsigned run;        // inline sends since the last flow
+    struct nb_list kept; // inline sends that arrived before their receives were posted, oldest first
+    unsigned kept_count;
+    size_t held_back[NB_NET_HELD_BACK]; // capacities of receives whose grants are held back
+    unsigned held_back_count;
     struct nb_error failure; // set before a request shows it
     struct nb_net_request requests[NB_NET_REQUESTS];
 };
@@ -194,8 +208,13 @@ struct nb_link_up {
     // A control message for a comm. False: the message is not allowed.
     bool (*opened)(struct nb_link *link, uint32_t id, uint64_t listener);
     bool (*granted)(struct nb_link *link, uint32_t id, uint64_t bytes);
+    void (*wanted)(struct nb_link *link, uint32_t id);
     // data: the payload of an inline send; NULL: a flow of this number follows.
     bool (*sent)(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data);
+    // The begin of an inline send has arrived. Returns where the send goes; arrived() follows when all of it is there.
+    // NULL: no receive is posted, sent() gets it.
+    char *(*arriving)(struct nb_link *link, uint32_t id, size_t bytes);
+    void (*arrived)(struct nb_link *link, uint32_t id);
     void (*closed)(struct nb_link *link, uint32_t id);
     // A part of what waited in the output is written: all but the last out_bytes of put_bytes.
     void (*written)(struct nb_link *link);
@@ -288,13 +307,19 @@ struct nb_link {
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
     int64_t leave_ns;
-    int64_t lost_ns;  // since when no lane is left; 0: one is
-    int64_t over_ns;  // since when the peer has closed all comms and the control connection, and flows are left; or 0
-    int64_t lone_ns;  // when a lone send began to drain; 0: none drains
-    int64_t lanes_ns; // until then, lone sends take the lanes
-    int64_t back_ns;  // how long they do after the next slow one
+    int64_t lost_ns;   // since when no lane is left; 0: one is
+    int64_t over_ns;   // since when the peer has closed all comms and the control connection, and flows are left; or 0
+    int64_t lone_ns;   // when lone sends began to drain; 0: none drains
+    uint64_t lone_put; // put_bytes then
+    int lone_count;    // lone sends since
+    bool lone_quick;   // the last ones drained quickly
+    int64_t lanes_ns;  // until then, lone sends take the lanes
+    int64_t back_ns;   // how long they do after the next slow one
     char *in;
     size_t in_bytes;
+    char *direct; // where the rest of an inline send goes
+    size_t direct_left;
+    uint32_t direct_comm;
     char *out;
     size_t out_room;
     size_t out_begin;
@@ -314,14 +339,16 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
                  struct nb_error *err);
 void nb_link_open_comm(struct nb_link *link, uint32_t id, uint64_t listener);
 void nb_link_close_comm(struct nb_link *link, uint32_t id);
-// spare: the peer has another grant of the comm, so this one leaves with the next pass, off the way of what follows.
+// Asks the peer for the grants of a comm that it holds back.
+void nb_link_want(struct nb_link *link, uint32_t id);
+// spare: nothing waits for the grant, so it leaves with the next pass, off the way of what follows.
 void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spare);
 // Announces a send. data NULL: a flow of this number follows.
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes);
 // Reads the control connection if nothing is on the lanes: sooner than a pass.
 void nb_link_poll(struct nb_link *link);
-// True if lanes and control connection are idle and the last lone send drained quickly: a send of up to NB_NET_LONE
-// bytes is sooner there than on the lanes.
+// True if the lanes are idle and the control connection drains quickly: a send of up to NB_NET_LONE bytes is sooner there
+// than on the lanes.
 bool nb_link_alone(struct nb_link *link);
 // Call when a comm of the link is gone.
 void nb_link_release(struct nb_link *link);
@@ -331,7 +358,7 @@ void nb_link_fail(struct nb_link *link, const struct nb_error *why);
 void nb_links_close(struct nb_net *net);
 // Runs one progress pass.
 void nb_links_progress(struct nb_net *net);
-// Call before sleeping. Returns how long at most, in ms; -1: until a call wakes the loop.
+// Call before sleeping. Returns how long at most, in ms.
 int nb_links_arm(const struct nb_net *net);
 // True while a link only waits for what it wrote to be read. *unsent: a peer's kernel does not have all of it.
 bool nb_links_leaving(const struct nb_net *net, bool *unsent);

@@ -22,7 +22,9 @@
 
 enum {
     RETRY_NS = 50 * 1000 * 1000,
-    LONE_NS = 60 * 1000, // a lone send that drains in less is sooner on the control connection
+    LONE_NS = 60 * 1000,     // a lone send that drains in less is sooner on the control connection
+    FLOW_NS = 25 * 1000,     // so are several that take less each: about what a flow costs both processes
+    LONE_QUEUE = 128 * 1024, // in the kernel, with more no further lone send leaves
     BACK_MOST_NS = 1000 * 1000 * 1000
 };
 
@@ -183,6 +185,10 @@ void nb_link_close_comm(struct nb_link *link, uint32_t id) {
     nb_link_put_ctl(link, (struct wire_ctl){.type = NB_CTL_CLOSE, .comm = id}, NULL, 0);
 }
 
+void nb_link_want(struct nb_link *link, uint32_t id) {
+    nb_link_put_ctl(link, (struct wire_ctl){.type = NB_CTL_WANT, .comm = id}, NULL, 0);
+}
+
 void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spare) {
     const struct wire_ctl ctl = {.type = NB_CTL_GRANT, .comm = id, .bytes = capacity};
     if (!spare) {
@@ -195,32 +201,47 @@ void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spar
     }
 }
 
-bool nb_link_unsent(const struct nb_link *link) {
+size_t nb_link_unsent(const struct nb_link *link) {
     int bytes = 0;
-    return link->out_bytes > 0 || (ioctl(link->watch.fd, SIOCOUTQ, &bytes) == 0 && bytes > 0);
+    return link->out_bytes + (ioctl(link->watch.fd, SIOCOUTQ, &bytes) == 0 && bytes > 0 ? (size_t)bytes : 0);
 }
 
-void nb_link_lone_look(struct nb_link *link, int64_t now) {
-    if (link->lone_ns == 0 || nb_link_unsent(link)) {
-        return;
+size_t nb_link_lone_look(struct nb_link *link, int64_t now) {
+    if (link->lone_ns == 0) {
+        return 0;
     }
-    if (now - link->lone_ns > LONE_NS) {
+    size_t left = nb_link_unsent(link);
+    double part = 1 - (double)left / (double)(link->put_bytes - link->lone_put);
+    double flows_ns = part * link->lone_count * FLOW_NS;
+    bool quick = (double)(now - link->lone_ns) <= (flows_ns > LONE_NS ? flows_ns : LONE_NS);
+    if (left > 0 && !quick) {
         link->back_ns = link->back_ns < BACK_MOST_NS / 2 ? 2 * link->back_ns : (int64_t)BACK_MOST_NS;
         link->lanes_ns = now + link->back_ns;
-    } else {
-        link->back_ns = NB_LINK_BACK_LEAST_NS;
+        link->lone_quick = false;
+        link->lone_ns = 0;
+    } else if (left == 0) {
+        link->back_ns = quick ? NB_LINK_BACK_LEAST_NS : link->back_ns; // else unknown: nobody has looked in time
+        link->lone_quick = quick;
+        link->lone_ns = 0;
     }
-    link->lone_ns = 0;
+    return left;
 }
 
 bool nb_link_alone(struct nb_link *link) {
     int64_t now = nb_now_ns();
-    nb_link_lone_look(link, now);
-    return nb_link_lanes_idle(link) && !link->blocked && link->lone_ns == 0 && now >= link->lanes_ns;
+    size_t left = nb_link_lone_look(link, now);
+    return nb_link_lanes_idle(link) && !link->blocked && now >= link->lanes_ns &&
+           (link->lone_ns == 0 || (link->lone_quick && left < LONE_QUEUE));
 }
 
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes) {
     const struct wire_ctl ctl = {.type = NB_CTL_SEND, .comm = id, .op = op, .bytes = bytes};
-    link->lone_ns = data != NULL && bytes > NB_NET_INLINE ? nb_now_ns() : link->lone_ns;
+    bool lone = data != NULL && bytes > NB_NET_INLINE;
+    if (lone && link->lone_ns == 0) {
+        link->lone_ns = nb_now_ns();
+        link->lone_put = link->put_bytes;
+        link->lone_count = 0;
+    }
+    link->lone_count += lone;
     nb_link_put_ctl(link, ctl, data, data != NULL ? bytes : 0);
 }

@@ -350,16 +350,22 @@ int main(int argc, char **argv) {
             {"--channels", NULL, &plan.channels}, {"--rounds", NULL, &plan.rounds}, {"--side", NULL, &plan.side},
             {"--warm", NULL, &plan.warm},         {"--ping", NULL, &plan.ping},     {"--socket", NULL, &plan.socket},
             {"--ahead", NULL, &plan.ahead}};
+        bool known = strcmp(argv[i], "--version") == 0 || strcmp(argv[i], "--bytes") == 0;
         for (size_t o = 0; o < sizeof options / sizeof options[0]; o++) {
-            if (strcmp(argv[i], options[o].name) == 0 && options[o].text != NULL) {
+            bool this = strcmp(argv[i], options[o].name) == 0;
+            known = known || this;
+            if (this && options[o].text != NULL) {
                 *options[o].text = argv[i + 1];
-            } else if (strcmp(argv[i], options[o].name) == 0) {
+            } else if (this) {
                 *options[o].number = atol(argv[i + 1]);
             }
         }
+        require(known && strncmp(argv[i + 1], "--", 2) != 0,
+                argv[i]); // else the processes could start each other for ever
         plan.version = strcmp(argv[i], "--version") == 0 ? atoi(argv[i + 1]) : plan.version;
         plan.bytes = strcmp(argv[i], "--bytes") == 0 ? (size_t)atol(argv[i + 1]) : plan.bytes;
     }
+    require(argc % 2 == 1, argv[argc - 1]);
     require(plan.plugin != NULL || plan.stock != NULL, "name --plugin or --stock");
     require(plan.depth > 0 && plan.depth <= PROXY_REQUESTS && plan.channels > 0 && plan.channels <= CHANNELS_MAX,
             "--depth is at most 32, --channels at most 16");

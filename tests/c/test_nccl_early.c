@@ -1,0 +1,301 @@
+// Inline sends of the NCCL net plugin: those that leave before their receives are posted, grants that are held back
+// meanwhile, and payload that lands in a receive's memory piece by piece.
+#include "nccl_sides.h"
+
+enum { SLOT = NB_NET_LONE, PATIENCE = 2000 };
+
+static void set_up(struct side *side, struct pair *pair, struct proxy_queue *queue) {
+    open_pair(side, pair);
+    *queue = (struct proxy_queue){.comm = side->index == 0 ? pair->send : pair->recv, .sends = side->index == 0};
+}
+
+static void post(struct side *side, struct proxy_queue *queue, void *data, size_t bytes) {
+    int result = 0;
+    CHECK(proxy_post(&side->proxy, queue, data, bytes, &result), "post: %d", result);
+}
+
+static void expect_done(struct side *side, struct proxy_queue *queue, size_t bytes) {
+    int got = -1;
+    int result = 0;
+    while (!proxy_poll(&side->proxy, queue, &got, &result)) {
+        CHECK(result == 0, "test: %d", result);
+        check_time(side, "a transfer");
+    }
+    CHECK(queue->sends || got == (int)bytes, "%d bytes, not %zu", got, bytes);
+}
+
+static void expect_pending(struct side *side, struct proxy_queue *queue) {
+    int bytes = 0;
+    int result = 0;
+    for (int i = 0; i < PATIENCE; i++) {
+        CHECK(!proxy_poll(&side->proxy, queue, &bytes, &result) && result == 0, "the transfer does not wait");
+    }
+}
+
+// An inline send, as it lies on the wire.
+struct message {
+    uint32_t type;
+    uint32_t comm;
+    uint64_t op;
+    uint64_t bytes;
+};
+
+static void write_raw(const struct pair *pair, const void *data, size_t bytes) {
+    struct nb_net_handle handle;
+    memcpy(&handle, pair->handle, sizeof handle);
+    CHECK(write(find_connection(handle.port, 0, false), data, bytes) == (ssize_t)bytes, "write: %s", strerror(errno));
+}
+
+// Sends until the connection has an error.
+static void await_end(struct side *side, const struct pair *pair) {
+    struct proxy_queue out = {.comm = pair->send, .sends = true};
+    char byte = 0;
+    int result = 0;
+    while (proxy_post(&side->proxy, &out, &byte, 1, &result) && !has_failed(side, &out)) {
+    }
+}
+
+static size_t small_size(int message) {
+    static const size_t sizes[] = {8, 0, 4096, 1, 100};
+    return sizes[message % 5];
+}
+
+// Small sends are done before their receives are posted: as many as may be, no more. The receives get them in order.
+static void case_limit(struct side *side) {
+    struct pair pair;
+    struct proxy_queue queue;
+    unsigned char *data = calloc(NB_NET_EARLY + 1, SLOT);
+    CHECK(data != NULL, "memory");
+    set_up(side, &pair, &queue);
+    for (int i = 0; side->index == 0 && i <= NB_NET_EARLY; i++) {
+        fill(data + (size_t)i * SLOT, 0, i, small_size(i));
+        post(side, &queue, data + (size_t)i * SLOT, small_size(i));
+    }
+    for (int i = 0; side->index == 0 && i < NB_NET_EARLY; i++) {
+        expect_done(side, &queue, small_size(i));
+    }
+    if (side->index == 0) {
+        expect_pending(side, &queue);
+    }
+    barrier();
+    for (int i = 0; side->index == 1 && i <= NB_NET_EARLY; i++) {
+        post(side, &queue, data + (size_t)i * SLOT, SLOT);
+        expect_done(side, &queue, small_size(i));
+        check_bytes(data + (size_t)i * SLOT, 0, i, small_size(i));
+    }
+    if (side->index == 0) {
+        expect_done(side, &queue, small_size(NB_NET_EARLY));
+    }
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
+// A lone send of NB_NET_LONE bytes leaves before its receive; one that takes the lanes does not.
+static void case_lone(struct side *side) {
+    struct pair pair;
+    struct proxy_queue queue;
+    unsigned char *data = calloc(2, BIG);
+    CHECK(data != NULL, "memory");
+    set_up(side, &pair, &queue);
+    if (side->index == 0) {
+        fill(data, 0, 0, NB_NET_LONE);
+        fill(data + BIG, 0, 1, NB_NET_LONE + 1);
+        post(side, &queue, data, NB_NET_LONE);
+        expect_done(side, &queue, NB_NET_LONE);
+        post(side, &queue, data + BIG, NB_NET_LONE + 1);
+        expect_pending(side, &queue);
+        barrier();
+        expect_done(side, &queue, NB_NET_LONE + 1);
+    } else {
+        barrier();
+        post(side, &queue, data, BIG);
+        expect_done(side, &queue, NB_NET_LONE);
+        check_bytes(data, 0, 0, NB_NET_LONE);
+        post(side, &queue, data + BIG, BIG);
+        expect_done(side, &queue, NB_NET_LONE + 1);
+        check_bytes(data + BIG, 0, 1, NB_NET_LONE + 1);
+    }
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
+// Runs of small messages, in which grants are held back, and large ones that need a grant. ahead: receives are posted
+// before their messages.
+static void runs(struct side *side, int ahead) {
+    enum { MESSAGES = 300, LARGE = 300000 };
+    struct pair pair;
+    struct proxy_queue queue;
+    unsigned char *data = calloc(PROXY_REQUESTS, LARGE);
+    CHECK(data != NULL, "memory");
+    set_up(side, &pair, &queue);
+    int done = 0;
+    for (int posted = 0; done < MESSAGES; posted++) {
+        if (posted < MESSAGES) {
+            size_t size = posted % 70 == 69 ? (size_t)LARGE : small_size(posted);
+            unsigned char *slot = data + (size_t)(posted % PROXY_REQUESTS) * LARGE;
+            if (side->index == 0) {
+                fill(slot, 0, posted, size);
+            }
+            post(side, &queue, slot, side->index == 0 ? size : (size_t)LARGE);
+        }
+        if (posted >= ahead) {
+            size_t size = done % 70 == 69 ? (size_t)LARGE : small_size(done);
+            expect_done(side, &queue, size);
+            if (side->index == 1) {
+                check_bytes(data + (size_t)(done % PROXY_REQUESTS) * LARGE, 0, done, size);
+            }
+            done++;
+        }
+    }
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
+static void case_runs(struct side *side) {
+    runs(side, 0);
+    runs(side, side->index == 0 ? 0 : 7);
+    runs(side, side->index == 0 ? 7 : 0);
+    runs(side, 31);
+}
+
+// The sender closes its end after sends that nobody has received yet: the receiver still gets them, then an error.
+static void case_close(struct side *side) {
+    enum { COUNT = 3 };
+    struct pair pair;
+    struct proxy_queue queue;
+    unsigned char data[64] = {0};
+    int result = 0;
+    set_up(side, &pair, &queue);
+    if (side->index == 0) {
+        for (int i = 0; i < COUNT; i++) {
+            fill(data, 0, i, sizeof data);
+            post(side, &queue, data, sizeof data);
+            expect_done(side, &queue, sizeof data);
+        }
+        close_pair(side, &pair);
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize"); // the connection ends, too
+        barrier();
+        barrier();
+        CHECK(proxy_init(&side->proxy, 79) == 0, "init");
+        return;
+    }
+    barrier();
+    await_end(side, &pair); // until this side knows it
+    for (int i = 0; i < COUNT; i++) {
+        post(side, &queue, data, sizeof data);
+        expect_done(side, &queue, sizeof data);
+        check_bytes(data, 0, i, sizeof data);
+    }
+    CHECK(!proxy_post(&side->proxy, &queue, data, sizeof data, &result) && result != 0, "a receive after the end");
+    close_pair(side, &pair);
+    barrier();
+}
+
+// An early send that its receive has no room for fails on both sides, and writes nothing.
+static void case_too_long(struct side *side) {
+    struct pair pair;
+    struct proxy_queue queue;
+    unsigned char data[64] = {0};
+    set_up(side, &pair, &queue);
+    if (side->index == 0) {
+        memset(data, 1, sizeof data);
+        post(side, &queue, data, sizeof data);
+        expect_done(side, &queue, sizeof data);
+        barrier();
+        await_end(side, &pair);
+    } else {
+        barrier();
+        post(side, &queue, data, 32);
+        while (!has_failed(side, &queue)) {
+        }
+        CHECK(strstr(proxy_warning, "a send of 64 bytes") != NULL, "the log does not name the sizes: %s",
+              proxy_warning);
+        CHECK(data[0] == 0 && data[63] == 0, "bytes were written");
+    }
+    barrier();
+    close_pair(side, &pair);
+}
+
+// A peer sends more than may be kept: an error.
+static void case_flood(struct side *side) {
+    static const struct message message = {.type = 4, .comm = 1};
+    struct pair pair;
+    int result = 0;
+    char byte = 0;
+    open_pair(side, &pair);
+    for (int i = 0; side->index == 0 && i <= NB_NET_EARLY; i++) {
+        write_raw(&pair, &message, sizeof message);
+    }
+    struct proxy_queue out = {.comm = pair.send, .sends = true};
+    while (side->index == 1 && strstr(proxy_warning, "does not allow") == NULL) {
+        (void)(out.count == 0 && proxy_post(&side->proxy, &out, &byte, 1, &result));
+        (void)has_failed(side, &out); // makes progress
+    }
+    if (side->index == 0) {
+        await_end(side, &pair);
+    }
+    barrier();
+    close_pair(side, &pair);
+}
+
+// Memory is deregistered while a lone send lands in it: nothing is written to it afterwards.
+static void case_deregister(struct side *side) {
+    enum { FIRST = 20000 };
+    static const struct message message = {.type = 4, .comm = 1, .bytes = NB_NET_LONE};
+    static unsigned char data[NB_NET_LONE];
+    struct pair pair;
+    open_pair(side, &pair);
+    if (side->index == 0) {
+        memset(data, 1, sizeof data);
+        barrier();
+        write_raw(&pair, &message, sizeof message);
+        write_raw(&pair, data, FIRST);
+        barrier();
+        struct nb_net_handle handle;
+        memcpy(&handle, pair.handle, sizeof handle);
+        (void)send(find_connection(handle.port, 0, false), data + FIRST, sizeof data - FIRST, MSG_NOSIGNAL);
+        await_end(side, &pair);
+        barrier();
+    } else {
+        struct proxy_queue queue = {.comm = pair.recv};
+        void *mhandle = NULL;
+        int bytes = 0;
+        int result = 0;
+        CHECK(proxy_register(&side->proxy, queue.comm, data, sizeof data, &mhandle) == 0, "regMr");
+        post(side, &queue, data, sizeof data);
+        barrier();
+        volatile unsigned char *last = data + FIRST - 1;
+        while (*last == 0) {
+            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "test: %d", result);
+            check_time(side, "the first bytes");
+        }
+        CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr");
+        memset(data, 7, sizeof data);
+        barrier();
+        while (!has_failed(side, &queue)) {
+        }
+        barrier();
+        for (size_t i = 0; i < sizeof data; i++) {
+            CHECK(data[i] == 7, "byte %zu was written after the deregistration", i);
+        }
+    }
+    close_pair(side, &pair);
+    barrier();
+}
+
+static const struct test_case cases[] = {
+    {.name = "limit", .run = case_limit, .all_versions = true},
+    {.name = "lone", .run = case_lone},
+    {.name = "runs", .run = case_runs},
+    {.name = "close", .run = case_close},
+    {.name = "too_long", .run = case_too_long},
+    {.name = "flood", .run = case_flood, .tcp_only = true},
+    {.name = "deregister", .run = case_deregister, .tcp_only = true},
+};
+
+int main(int argc, char **argv) {
+    return run_cases(argc, argv, cases, sizeof cases / sizeof cases[0]);
+}

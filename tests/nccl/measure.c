@@ -134,10 +134,11 @@ static void channel_open(const struct proxy *proxy, struct channel *channel, con
         require(channel->send != NULL || proxy_connect(proxy, 0, handle, &channel->send) == 0, "connect");
         require(channel->recv != NULL || proxy_accept(proxy, channel->listener, &channel->recv) == 0, "accept");
     }
-    channel->data = calloc((size_t)plan->depth, plan->bytes + (size_t)plan->ping);
+    size_t room = (size_t)plan->depth * (plan->bytes + (size_t)plan->ping);
+    channel->data = calloc(1, room);
     require(channel->data != NULL, "memory");
-    void *comm = plan->side == 0 ? channel->send : channel->recv;
-    require(proxy_register(proxy, comm, channel->data, plan->bytes, &mhandle) == 0, "regMr");
+    require(proxy_register(proxy, channel->send, channel->data, room, &mhandle) == 0, "regMr");
+    require(proxy_register(proxy, channel->recv, channel->data, room, &mhandle) == 0, "regMr");
 }
 
 // The content of process 0's memory, other at each place of a message. Process 1 counts the bytes that are not so.

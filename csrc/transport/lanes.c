@@ -102,7 +102,19 @@ static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
     flow->in_flight -= frame->blocks;
 }
 
+static bool peer_has_blocks(const struct peer *peer) {
+    NB_LIST_EACH(it, &peer->out) {
+        if (NB_CONTAINER(it, const struct nb_flow, link)->available > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct assignment *at, int *sooner) {
+    if (!peer_has_blocks(peer)) {
+        return false;
+    }
     size_t segment = nb_rate_segment(lanes, peer, lane, sooner);
     NB_LIST_EACH(it, &peer->out) {
         struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);

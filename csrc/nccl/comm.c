@@ -192,9 +192,13 @@ static struct nb_net_request *oldest(const struct nb_list *requests) {
     return nb_list_empty(requests) ? NULL : NB_CONTAINER(requests->next, struct nb_net_request, link);
 }
 
+static void count_inline(struct nb_net_comm *comm) {
+    comm->run += comm->run < NB_NET_RUN;
+}
+
 static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request) {
     struct nb_link *link = comm->link;
-    comm->run++;
+    count_inline(comm);
     nb_link_send(link, comm->id, 0, request->data, request->bytes);
     if (link->failing) {
         return; // it fails with the link
@@ -255,7 +259,7 @@ static void match(struct nb_net_comm *comm) {
 
 static void grants_release(struct nb_net_comm *comm) {
     for (unsigned i = 0; i < comm->held_back_count; i++) {
-        nb_link_grant(comm->link, comm->id, comm->held_back[i], true);
+        nb_link_grant(comm->link, comm->id, comm->held_back[i], i + 1 < comm->held_back_count);
     }
     comm->held_back_count = 0;
 }
@@ -468,6 +472,9 @@ static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) 
     } else if (comm->link != NULL) {
         too_long(comm, request, kept->bytes);
     } else {
+        nb_fail(&comm->failure, -EMSGSIZE, "a send of %zu bytes exceeds its receive of %zu", kept->bytes,
+                request->bytes);
+        nb_net_log(comm->net, NCCL_LOG_WARN, comm->failure.text);
         request_finish(request, NB_REQUEST_FAILED);
     }
     free(kept);
@@ -483,9 +490,11 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
         return data != NULL || sink_start(link, op, bytes);
     }
     struct nb_net_request *request = oldest(&comm->waiting);
-    comm->run = data != NULL ? comm->run + 1 : 0;
     if (data == NULL) {
+        comm->run = 0;
         grants_release(comm);
+    } else {
+        count_inline(comm);
     }
     if (request == NULL) {
         return data != NULL && keep(comm, data, bytes);
@@ -520,8 +529,17 @@ static char *link_arriving(struct nb_link *link, uint32_t id, size_t bytes) {
 
 static void link_arrived(struct nb_link *link, uint32_t id) {
     struct nb_net_comm *comm = comm_find(link, id);
-    comm->run++;
-    request_finish(comm->arriving, NB_REQUEST_DONE);
+    if (comm != NULL && comm->arriving != NULL) {
+        count_inline(comm);
+        request_finish(comm->arriving, NB_REQUEST_DONE);
+        comm->arriving = NULL;
+    }
+}
+
+// Fails the receive that an inline send is landing in. The rest is dropped.
+static void arriving_abort(struct nb_net_comm *comm) {
+    nb_link_drop(comm->link);
+    request_finish(comm->arriving, NB_REQUEST_FAILED);
     comm->arriving = NULL;
 }
 
@@ -762,10 +780,11 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     nb_links_progress(net);
     NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
-        if (*out == NULL && rc == 0 && comm->link == NULL) {
+        bool ended = comm->link == NULL;
+        if (*out == NULL && rc == 0 && ended && nb_list_empty(&comm->kept)) {
             rc = comm_failure(comm, err);
             comm_free(comm);
-        } else if (*out == NULL && rc == 0 && comm->link->state == NB_LINK_READY) {
+        } else if (*out == NULL && rc == 0 && (ended || comm->link->state == NB_LINK_READY)) {
             nb_list_remove(it);
             comm->opened = true;
             net->users++;
@@ -833,13 +852,18 @@ void nb_net_deregister(struct nb_net_memory *memory) {
     }
     pthread_mutex_lock(&net->lock);
     struct nb_net_comm *comm = memory->comm;
-    if (comm != NULL && comm->link != NULL && in_flight(memory)) {
-        cut_off(comm, "memory was deregistered");
-    }
-    if (comm != NULL && uses(&comm->waiting, memory)) {
+    bool arriving = comm != NULL && comm->link != NULL && comm->arriving != NULL &&
+                    overlaps(memory, comm->arriving->data, comm->arriving->bytes);
+    if (arriving || (comm != NULL && uses(&comm->waiting, memory))) {
         comm->ended = true;
         nb_fail(&comm->failure, NB_ECLOSED, "the memory of a waiting transfer was deregistered");
         requests_fail(&comm->waiting);
+    }
+    if (arriving) {
+        arriving_abort(comm);
+    }
+    if (comm != NULL && comm->link != NULL && in_flight(memory)) {
+        cut_off(comm, "memory was deregistered");
     }
     if (comm != NULL) {
         memory_unmap(memory);
@@ -888,7 +912,8 @@ int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
                  struct nb_error *err) {
     pthread_mutex_lock(&comm->net->lock);
     bool kept = !nb_list_empty(&comm->kept);
-    bool spare = kept || !nb_list_empty(&comm->waiting);
+    // The sender may wait for the grants of what was kept.
+    bool spare = kept ? comm->kept_count != NB_NET_EARLY / 2 : !nb_list_empty(&comm->waiting);
     int rc = request_take(comm, data, bytes, request, err);
     if (*request != NULL && comm->link != NULL) {
         grant(comm, bytes, spare);
@@ -934,6 +959,9 @@ void nb_net_comm_close(struct nb_net_comm *comm) {
     pthread_mutex_lock(&net->lock);
     if (comm->link != NULL) {
         nb_link_close_comm(comm->link, comm->id);
+    }
+    if (comm->link != NULL && comm->arriving != NULL) {
+        arriving_abort(comm);
     }
     if (comm->link != NULL && !nb_list_empty(&comm->active)) {
         cut_off(comm, "a connection was closed");

@@ -28,7 +28,7 @@ enum {
     PING_MAX_NS = 1000 * 1000 * 1000,
     LOST_NS = 250 * 1000 * 1000,   // a peer that dies also ends the control connection, which gives a better reason
     GAP_NS = 500 * 1000 * 1000,    // a longer time between ticks: this process was descheduled
-    POLL_NS = 1000 * 1000,         // between two progress passes of idle lanes
+    POLL_NS = 100 * 1000,          // between two progress passes of idle lanes
     LEAVE_NS = 2000 * 1000 * 1000, // for the peer to end the link, or to report what has landed
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
     READ_BYTES = 8192,             // at once at the begin of a message: the rest of a long one goes to its memory
@@ -165,6 +165,10 @@ static void take(struct nb_link *link, size_t bytes) {
     if (link->direct_left == 0) {
         link->net->up->arrived(link, link->direct_comm);
     }
+}
+
+void nb_link_drop(struct nb_link *link) {
+    link->direct = link->in; // has room for it, and is empty until all of it has come
 }
 
 static void link_read(struct nb_link *link) {

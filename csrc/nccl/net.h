@@ -39,8 +39,8 @@
 //
 // Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
 // NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a
-// send has no deadline. A failed link closes its lanes before any request shows the failure, so no late byte lands in
-// memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
+// send has no deadline. A failed link closes its connections before any request shows the failure, so no late byte lands
+// in memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
 // flight fails the link: its bytes cannot be called back. Neither waits for the peer.
 //
 // fork. A child owns nothing: every call on inherited objects fails, or does nothing where it closes.
@@ -161,7 +161,7 @@ struct nb_net_comm {
     bool logged;            // the log has the failure
     struct nb_list idle;    // requests; only the thread that calls isend, irecv and test uses it
     struct nb_list waiting; // not matched, oldest first
-    struct nb_list active;  // flows on the lanes
+    struct nb_list active;  // flows on the lanes, and `arriving`
     struct nb_list writing; // inline sends that the link has not written, oldest first
     struct nb_list memories;
     struct nb_net_request *arriving; // an inline send lands in its memory; in `active`
@@ -169,7 +169,7 @@ struct nb_net_comm {
     unsigned grant_head;
     unsigned grant_count;
     unsigned early;      // inline sends that have left before their grants
-    unsigned run;        // inline sends since the last flow
+    unsigned run;        // inline sends since the last flow or want, up to NB_NET_RUN
     struct nb_list kept; // inline sends that arrived before their receives were posted, oldest first
     unsigned kept_count;
     size_t held_back[NB_NET_HELD_BACK]; // capacities of receives whose grants are held back
@@ -212,7 +212,7 @@ struct nb_link_up {
     // data: the payload of an inline send; NULL: a flow of this number follows.
     bool (*sent)(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data);
     // The begin of an inline send has arrived. Returns where the send goes; arrived() follows when all of it is there.
-    // NULL: no receive is posted, sent() gets it.
+    // NULL: no receive takes it, sent() gets it.
     char *(*arriving)(struct nb_link *link, uint32_t id, size_t bytes);
     void (*arrived)(struct nb_link *link, uint32_t id);
     void (*closed)(struct nb_link *link, uint32_t id);
@@ -345,6 +345,8 @@ void nb_link_want(struct nb_link *link, uint32_t id);
 void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity, bool spare);
 // Announces a send. data NULL: a flow of this number follows.
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes);
+// Drops the rest of the inline send that is arriving, instead of writing it to its memory.
+void nb_link_drop(struct nb_link *link);
 // Reads the control connection if nothing is on the lanes: sooner than a pass.
 void nb_link_poll(struct nb_link *link);
 // True if the lanes are idle and the control connection drains quickly: a send of up to NB_NET_LONE bytes is sooner there

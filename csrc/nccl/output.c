@@ -24,7 +24,8 @@ enum {
     RETRY_NS = 50 * 1000 * 1000,
     LONE_NS = 60 * 1000,     // a lone send that drains in less is sooner on the control connection
     FLOW_NS = 25 * 1000,     // so are several that take less each: about what a flow costs both processes
-    LONE_QUEUE = 128 * 1024, // in the kernel, with more no further lone send leaves
+    LONE_QUEUE = 128 * 1024, // of them in the kernel: with more, no further one leaves
+    LONE_COUNT = 64,         // of them that one measurement lasts
     BACK_MOST_NS = 1000 * 1000 * 1000
 };
 
@@ -79,11 +80,11 @@ void nb_link_control_ended(struct nb_link *link, int code) {
     nb_link_fail(link, &why);
 }
 
-// Judges a failed send. Where flows are active, the peer's last messages may still be unread: the read that follows the
-// end of a connection judges it.
+// Judges a failed send. The peer's last messages may still be unread: the read that follows the end of a connection
+// judges it.
 static void send_failed(struct nb_link *link, int code) {
     bool gone = code == -ECONNRESET || code == -EPIPE || code == -ETIMEDOUT;
-    if (link->outgoing && link->flows > 0 && gone) {
+    if ((!link->outgoing || link->flows > 0) && gone) {
         link->blocked = true;
         nb_loop_change(&link->net->loop, &link->watch, EPOLLIN);
     } else {
@@ -206,12 +207,20 @@ size_t nb_link_unsent(const struct nb_link *link) {
     return link->out_bytes + (ioctl(link->watch.fd, SIOCOUTQ, &bytes) == 0 && bytes > 0 ? (size_t)bytes : 0);
 }
 
+// Restarts the measurement with what is left, so that it tells the rate of now.
+static void lone_restart(struct nb_link *link, size_t left, double part, int64_t now) {
+    link->lone_ns = now;
+    link->lone_put = link->put_bytes - left;
+    link->lone_count = 1 + (int)((1 - part) * link->lone_count);
+}
+
 size_t nb_link_lone_look(struct nb_link *link, int64_t now) {
-    if (link->lone_ns == 0) {
+    size_t put = link->put_bytes - link->lone_put;
+    if (link->lone_ns == 0 || put == 0) {
         return 0;
     }
     size_t left = nb_link_unsent(link);
-    double part = 1 - (double)left / (double)(link->put_bytes - link->lone_put);
+    double part = left < put ? 1 - (double)left / (double)put : 0; // of lone_count sends
     double flows_ns = part * link->lone_count * FLOW_NS;
     bool quick = (double)(now - link->lone_ns) <= (flows_ns > LONE_NS ? flows_ns : LONE_NS);
     if (left > 0 && !quick) {
@@ -223,6 +232,8 @@ size_t nb_link_lone_look(struct nb_link *link, int64_t now) {
         link->back_ns = quick ? NB_LINK_BACK_LEAST_NS : link->back_ns; // else unknown: nobody has looked in time
         link->lone_quick = quick;
         link->lone_ns = 0;
+    } else if (link->lone_count >= LONE_COUNT) {
+        lone_restart(link, left, part, now);
     }
     return left;
 }
@@ -230,8 +241,10 @@ size_t nb_link_lone_look(struct nb_link *link, int64_t now) {
 bool nb_link_alone(struct nb_link *link) {
     int64_t now = nb_now_ns();
     size_t left = nb_link_lone_look(link, now);
-    return nb_link_lanes_idle(link) && !link->blocked && now >= link->lanes_ns &&
-           (link->lone_ns == 0 || (link->lone_quick && left < LONE_QUEUE));
+    if (!nb_link_lanes_idle(link) || link->blocked || now < link->lanes_ns) {
+        return false;
+    }
+    return link->lone_ns == 0 ? nb_link_unsent(link) < NB_NET_INLINE : link->lone_quick && left < LONE_QUEUE;
 }
 
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes) {

@@ -1,5 +1,7 @@
 // Inline sends of the NCCL net plugin: those that leave before their receives are posted, grants that are held back
 // meanwhile, and payload that lands in a receive's memory piece by piece.
+#include <pthread.h>
+
 #include "nccl_sides.h"
 
 enum { SLOT = NB_NET_LONE, PATIENCE = 2000 };
@@ -51,7 +53,23 @@ static void await_end(struct side *side, const struct pair *pair) {
     struct proxy_queue out = {.comm = pair->send, .sends = true};
     char byte = 0;
     int result = 0;
-    while (proxy_post(&side->proxy, &out, &byte, 1, &result) && !has_failed(side, &out)) {
+    while (result == 0 && !has_failed(side, &out)) {
+        if (out.count < PROXY_REQUESTS) {
+            (void)proxy_post(&side->proxy, &out, &byte, 1, &result);
+        }
+    }
+}
+
+// Waits until the receiving comm has no link any more.
+static void await_link_end(struct side *side, const struct pair *pair) {
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+    const struct nb_net_comm *comm = pair->recv;
+    for (bool ended = false; !ended;) {
+        pthread_mutex_lock(&net->lock);
+        nb_links_progress(net);
+        ended = comm->link == NULL;
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the end of a link");
     }
 }
 
@@ -183,7 +201,7 @@ static void case_close(struct side *side) {
         return;
     }
     barrier();
-    await_end(side, &pair); // until this side knows it
+    await_link_end(side, &pair);
     for (int i = 0; i < COUNT; i++) {
         post(side, &queue, data, sizeof data);
         expect_done(side, &queue, sizeof data);
@@ -191,6 +209,44 @@ static void case_close(struct side *side) {
     }
     CHECK(!proxy_post(&side->proxy, &queue, data, sizeof data, &result) && result != 0, "a receive after the end");
     close_pair(side, &pair);
+    barrier();
+}
+
+// The same before the receiver has accepted the connection.
+static void case_close_before_accept(struct side *side) {
+    struct pair pair = {0};
+    unsigned char data[64] = {0};
+    int result = 0;
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        while (pair.send == NULL) {
+            CHECK(proxy_connect(&side->proxy, 0, pair.handle, &pair.send) == 0, "connect");
+            check_time(side, "connecting");
+        }
+        struct proxy_queue queue = {.comm = pair.send, .sends = true};
+        fill(data, 0, 0, sizeof data);
+        post(side, &queue, data, sizeof data);
+        expect_done(side, &queue, sizeof data);
+        CHECK(proxy_close_send(&side->proxy, pair.send) == 0, "closeSend");
+        CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+        barrier();
+        barrier();
+        CHECK(proxy_init(&side->proxy, 79) == 0, "init");
+        return;
+    }
+    barrier();
+    while (pair.recv == NULL) {
+        CHECK(proxy_accept(&side->proxy, pair.listener, &pair.recv) == 0, "accept");
+        check_time(side, "accepting");
+    }
+    struct proxy_queue queue = {.comm = pair.recv};
+    post(side, &queue, data, sizeof data);
+    expect_done(side, &queue, sizeof data);
+    check_bytes(data, 0, 0, sizeof data);
+    CHECK(!proxy_post(&side->proxy, &queue, data, sizeof data, &result) && result != 0, "a receive after the end");
+    CHECK(proxy_close_recv(&side->proxy, pair.recv) == 0, "closeRecv");
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
     barrier();
 }
 
@@ -241,49 +297,73 @@ static void case_flood(struct side *side) {
     close_pair(side, &pair);
 }
 
-// Memory is deregistered while a lone send lands in it: nothing is written to it afterwards.
-static void case_deregister(struct side *side) {
+// The first bytes of a lone send of comm 1 have landed when its memory is deregistered, or its comm is closed. Nothing
+// is written to it afterwards, and the link lives on: another comm of it still works.
+static void landing(struct side *side, bool closes) {
     enum { FIRST = 20000 };
     static const struct message message = {.type = 4, .comm = 1, .bytes = NB_NET_LONE};
     static unsigned char data[NB_NET_LONE];
-    struct pair pair;
-    open_pair(side, &pair);
+    unsigned char other[100];
+    struct pair pairs[2];
+    struct proxy_queue queue;
+    open_pair(side, &pairs[0]);
+    pairs[1] = pairs[0];
+    open_comms(side, &pairs[1]);
+    queue = (struct proxy_queue){.comm = side->index == 0 ? pairs[1].send : pairs[1].recv, .sends = side->index == 0};
+    memset(data, side->index == 0, sizeof data);
+    fill(other, 0, 9, sizeof other);
     if (side->index == 0) {
-        memset(data, 1, sizeof data);
         barrier();
-        write_raw(&pair, &message, sizeof message);
-        write_raw(&pair, data, FIRST);
+        write_raw(&pairs[0], &message, sizeof message);
+        write_raw(&pairs[0], data, FIRST);
         barrier();
-        struct nb_net_handle handle;
-        memcpy(&handle, pair.handle, sizeof handle);
-        (void)send(find_connection(handle.port, 0, false), data + FIRST, sizeof data - FIRST, MSG_NOSIGNAL);
-        await_end(side, &pair);
-        barrier();
+        write_raw(&pairs[0], data + FIRST, sizeof data - FIRST);
+        post(side, &queue, other, sizeof other);
+        expect_done(side, &queue, sizeof other);
     } else {
-        struct proxy_queue queue = {.comm = pair.recv};
+        struct proxy_queue in = {.comm = pairs[0].recv};
         void *mhandle = NULL;
         int bytes = 0;
         int result = 0;
-        CHECK(proxy_register(&side->proxy, queue.comm, data, sizeof data, &mhandle) == 0, "regMr");
-        post(side, &queue, data, sizeof data);
+        CHECK(proxy_register(&side->proxy, in.comm, data, sizeof data, &mhandle) == 0, "regMr");
+        post(side, &in, data, sizeof data);
         barrier();
         volatile unsigned char *last = data + FIRST - 1;
         while (*last == 0) {
-            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "test: %d", result);
+            CHECK(!proxy_poll(&side->proxy, &in, &bytes, &result) && result == 0, "test: %d", result);
             check_time(side, "the first bytes");
         }
-        CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr");
-        memset(data, 7, sizeof data);
-        barrier();
-        while (!has_failed(side, &queue)) {
+        if (closes) {
+            CHECK(proxy_close_recv(&side->proxy, in.comm) == 0, "closeRecv");
         }
+        CHECK(proxy_deregister(&side->proxy, in.comm, mhandle) == 0, "deregMr");
+        memset(data, 7, sizeof data);
+        CHECK(closes || has_failed(side, &in), "the receive has no error");
         barrier();
+        post(side, &queue, other, sizeof other);
+        expect_done(side, &queue, sizeof other);
+        check_bytes(other, 0, 9, sizeof other);
         for (size_t i = 0; i < sizeof data; i++) {
             CHECK(data[i] == 7, "byte %zu was written after the deregistration", i);
         }
     }
-    close_pair(side, &pair);
     barrier();
+    CHECK(proxy_close_send(&side->proxy, pairs[1].send) == 0, "closeSend");
+    CHECK(proxy_close_recv(&side->proxy, pairs[1].recv) == 0, "closeRecv");
+    CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+    if (!closes || side->index == 0) {
+        CHECK(proxy_close_recv(&side->proxy, pairs[0].recv) == 0, "closeRecv");
+    }
+    CHECK(proxy_close_listen(&side->proxy, pairs[0].listener) == 0, "closeListen");
+    barrier();
+}
+
+static void case_landing(struct side *side) {
+    landing(side, false);
+}
+
+static void case_landing_closed(struct side *side) {
+    landing(side, true);
 }
 
 static const struct test_case cases[] = {
@@ -291,9 +371,11 @@ static const struct test_case cases[] = {
     {.name = "lone", .run = case_lone},
     {.name = "runs", .run = case_runs},
     {.name = "close", .run = case_close},
+    {.name = "close_before_accept", .run = case_close_before_accept},
     {.name = "too_long", .run = case_too_long},
     {.name = "flood", .run = case_flood, .tcp_only = true},
-    {.name = "deregister", .run = case_deregister, .tcp_only = true},
+    {.name = "landing", .run = case_landing, .tcp_only = true},
+    {.name = "landing_closed", .run = case_landing_closed, .tcp_only = true},
 };
 
 int main(int argc, char **argv) {

@@ -472,9 +472,11 @@ static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) 
     } else if (comm->link != NULL) {
         too_long(comm, request, kept->bytes);
     } else {
+        comm->failure = (struct nb_error){0};
         nb_fail(&comm->failure, -EMSGSIZE, "a send of %zu bytes exceeds its receive of %zu", kept->bytes,
                 request->bytes);
         nb_net_log(comm->net, NCCL_LOG_WARN, comm->failure.text);
+        comm->logged = true;
         request_finish(request, NB_REQUEST_FAILED);
     }
     free(kept);
@@ -513,18 +515,19 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
     return true;
 }
 
-static char *link_arriving(struct nb_link *link, uint32_t id, size_t bytes) {
+static char *link_arriving(struct nb_link *link, uint32_t id, size_t total, const void *data, size_t bytes) {
     struct nb_net_comm *comm = comm_find(link, id);
     struct nb_net_request *request = comm != NULL && !comm->ended ? oldest(&comm->waiting) : NULL;
-    if (request == NULL || bytes > request->bytes) {
+    if (request == NULL || total > request->bytes) {
         return NULL;
     }
-    request->bytes = bytes;
+    request->bytes = total;
+    copy_lines(request->data, data, bytes);
     request->flow.moved_ns = nb_now_ns();
     nb_list_remove(&request->link);
     nb_list_insert(&comm->active, &request->link);
     comm->arriving = request;
-    return request->data;
+    return request->data + bytes;
 }
 
 static void link_arrived(struct nb_link *link, uint32_t id) {
@@ -595,6 +598,7 @@ static void link_ended(struct nb_link *link) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
         nb_list_remove(it);
         comm->link = NULL;
+        comm->arriving = NULL;
         comm->ended = true;
         comm->logged = comm->logged || logged;
         nb_fail(&comm->failure, link->failure.code == NB_ECLOSED ? (int)NB_EPEER : link->failure.code, "%s",
@@ -822,15 +826,26 @@ static bool uses(const struct nb_list *requests, const struct nb_net_memory *mem
     return false;
 }
 
+// True if a flow of the comm uses the memory.
+static bool on_lanes(const struct nb_net_comm *comm, const struct nb_net_memory *memory) {
+    NB_LIST_EACH(it, &comm->active) {
+        const struct nb_net_request *request = NB_CONTAINER(it, const struct nb_net_request, link);
+        if (request != comm->arriving && overlaps(memory, request->data, request->bytes)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // True if bytes are on their way to or from the memory: on the comm, or, as it is mapped, on any of the link.
 static bool in_flight(const struct nb_net_memory *memory) {
     const struct nb_link *link = memory->comm->link;
-    if (uses(&memory->comm->active, memory)) {
+    if (on_lanes(memory->comm, memory)) {
         return true;
     }
     bool mapped = memory->mapped && link != NULL && memory_other(memory, true) == NULL;
     for (const struct nb_list *it = mapped ? link->comms.next : NULL; mapped && it != &link->comms; it = it->next) {
-        if (uses(&NB_CONTAINER(it, const struct nb_net_comm, at_link)->active, memory)) {
+        if (on_lanes(NB_CONTAINER(it, const struct nb_net_comm, at_link), memory)) {
             return true;
         }
     }
@@ -912,11 +927,11 @@ int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
                  struct nb_error *err) {
     pthread_mutex_lock(&comm->net->lock);
     bool kept = !nb_list_empty(&comm->kept);
-    // The sender may wait for the grants of what was kept.
-    bool spare = kept ? comm->kept_count != NB_NET_EARLY / 2 : !nb_list_empty(&comm->waiting);
+    bool spare = !nb_list_empty(&comm->waiting);
     int rc = request_take(comm, data, bytes, request, err);
-    if (*request != NULL && comm->link != NULL) {
-        grant(comm, bytes, spare);
+    if (*request != NULL && comm->link != NULL && !comm->ended) {
+        comm->owed = kept ? (comm->owed + 1) % (NB_NET_EARLY / 2) : 0;
+        grant(comm, bytes, spare || comm->owed > 0);
     }
     if (*request != NULL && kept) {
         kept_take(comm, *request);

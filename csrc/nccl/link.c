@@ -93,12 +93,10 @@ static bool ctl_handle(struct nb_link *link, const struct wire_ctl *ctl, const v
 
 // Gives an inline send of which the first bytes are here its memory. Returns the bytes taken, 0 if it has none.
 static int direct_begin(struct nb_link *link, const struct wire_ctl *ctl, const char *data, size_t bytes) {
-    link->direct = link->net->up->arriving(link, ctl->comm, ctl->bytes);
+    link->direct = link->net->up->arriving(link, ctl->comm, ctl->bytes, data, bytes);
     if (link->direct == NULL) {
         return 0;
     }
-    memcpy(link->direct, data, bytes);
-    link->direct += bytes;
     link->direct_left = ctl->bytes - bytes;
     link->direct_comm = ctl->comm;
     return (int)(sizeof *ctl + bytes);
@@ -182,7 +180,7 @@ static void link_read(struct nb_link *link) {
             return;
         }
         if (n <= 0) {
-            nb_link_control_ended(link, n < 0 ? -errno : 0);
+            nb_link_control_ended(link, n < 0 ? -errno : link->send_code);
             return;
         }
         take(link, (size_t)n);
@@ -535,6 +533,16 @@ void nb_link_release(struct nb_link *link) {
         nb_fail(&why, NB_ECLOSED, "closed");
         nb_link_fail(link, &why);
     }
+}
+
+bool nb_links_unsent(const struct nb_net *net) {
+    NB_LIST_EACH(it, &net->links) {
+        const struct nb_link *link = NB_CONTAINER(it, const struct nb_link, at_net);
+        if (link->outgoing && link->state == NB_LINK_READY && !link->failing && nb_link_unsent(link) > 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 bool nb_links_leaving(const struct nb_net *net, bool *unsent) {

@@ -22,6 +22,7 @@
 #include "nccl/abi.h"
 
 enum {
+    EXIT_NAP_NS = 100 * 1000,      // between looks whether peers' kernels have all
     NAP_NS = 4 * 1000 * 1000,      // the helper looks this often whether calls still make progress
     LINGER_NS = 200 * 1000 * 1000, // for peers to read what their kernels have
     UNSENT_NS = 2000 * 1000 * 1000 // for peers' kernels to get what was sent
@@ -118,6 +119,26 @@ static void net_free(struct nb_net *net) {
     pthread_mutex_destroy(&net->lock);
     nb_fork_detector_close(&net->fork);
     free(net);
+}
+
+// A process may exit right after its last send. Its kernel then resets connections that have unread input, such as
+// grants, and drops what the peer does not have.
+__attribute__((destructor)) static void at_exit(void) {
+    static const struct timespec nap = {.tv_nsec = EXIT_NAP_NS};
+    int64_t until = nb_now_ns() + UNSENT_NS;
+    for (int kind = 0; kind < NB_NET_KINDS; kind++) {
+        struct nb_net *net = process.nets[kind];
+        for (bool unsent = net != NULL && nb_net_is_mine(net); unsent && nb_now_ns() < until;) {
+            if (pthread_mutex_trylock(&net->lock) == 0) {
+                nb_links_progress(net);
+                unsent = nb_links_unsent(net);
+                pthread_mutex_unlock(&net->lock);
+            }
+            if (unsent) {
+                nanosleep(&nap, NULL);
+            }
+        }
+    }
 }
 
 static int net_new(struct nb_net **out, enum nb_net_kind kind, const struct nb_link_up *up, nccl_logger log,

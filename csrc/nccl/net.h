@@ -172,6 +172,7 @@ struct nb_net_comm {
     unsigned run;        // inline sends since the last flow or want, up to NB_NET_RUN
     struct nb_list kept; // inline sends that arrived before their receives were posted, oldest first
     unsigned kept_count;
+    unsigned owed;                      // grants of kept sends in the output; the sender may wait for them
     size_t held_back[NB_NET_HELD_BACK]; // capacities of receives whose grants are held back
     unsigned held_back_count;
     struct nb_error failure; // set before a request shows it
@@ -211,9 +212,9 @@ struct nb_link_up {
     void (*wanted)(struct nb_link *link, uint32_t id);
     // data: the payload of an inline send; NULL: a flow of this number follows.
     bool (*sent)(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data);
-    // The begin of an inline send has arrived. Returns where the send goes; arrived() follows when all of it is there.
-    // NULL: no receive takes it, sent() gets it.
-    char *(*arriving)(struct nb_link *link, uint32_t id, size_t bytes);
+    // The first `bytes` of an inline send of `total` have arrived. Copies them to the receive's memory and returns where
+    // the rest goes; arrived() follows when all of it is there. NULL: no receive takes it, sent() gets it.
+    char *(*arriving)(struct nb_link *link, uint32_t id, size_t total, const void *data, size_t bytes);
     void (*arrived)(struct nb_link *link, uint32_t id);
     void (*closed)(struct nb_link *link, uint32_t id);
     // A part of what waited in the output is written: all but the last out_bytes of put_bytes.
@@ -327,6 +328,7 @@ struct nb_link {
     uint64_t put_bytes; // all that was put into the output since it was opened
     bool blocked;       // the connection takes no more of the output now
     bool flush_due;     // with the next pass
+    int send_code;      // of a failed send, which the end of the input judges; 0: none
 };
 
 // Links: link.c, handshake.c and output.c. All with the lock.
@@ -362,6 +364,8 @@ void nb_links_close(struct nb_net *net);
 void nb_links_progress(struct nb_net *net);
 // Call before sleeping. Returns how long at most, in ms.
 int nb_links_arm(const struct nb_net *net);
+// True while a peer's kernel does not have all that was sent to it.
+bool nb_links_unsent(const struct nb_net *net);
 // True while a link only waits for what it wrote to be read. *unsent: a peer's kernel does not have all of it.
 bool nb_links_leaving(const struct nb_net *net, bool *unsent);
 

@@ -86,6 +86,7 @@ static void send_failed(struct nb_link *link, int code) {
     bool gone = code == -ECONNRESET || code == -EPIPE || code == -ETIMEDOUT;
     if ((!link->outgoing || link->flows > 0) && gone) {
         link->blocked = true;
+        link->send_code = code;
         nb_loop_change(&link->net->loop, &link->watch, EPOLLIN);
     } else {
         nb_link_control_ended(link, code);

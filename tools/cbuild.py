@@ -34,7 +34,7 @@ NET_PLUGIN, PROFILER_PLUGIN = "libnccl-net-netbottleneck.so", "libnccl-profiler-
 PLUGINS = {NET_PLUGIN: {"base", "trace", "bootstrap", "transport"}, PROFILER_PLUGIN: {"base", "trace"}}
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 CUDA_LEFT_OUT = "device code for GPUs left out: no nvcc"
-GPUS = ("80", "90", "100")  # compute capabilities with machine code of their own; later ones get PTX of the first
+GPUS = ("75", "80", "90", "100")  # compute capabilities with machine code of their own; later ones get PTX of the first
 
 
 def core_sources(*, tests: bool = False) -> list[Path]:

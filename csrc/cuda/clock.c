@@ -2,6 +2,7 @@
 #include "cuda/clock.h"
 
 #include <errno.h>
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -101,6 +102,7 @@ static int take_probe(struct nb_cuda_clock *clock, int64_t seen_ns, struct nb_er
     struct moment found = {.host_ns = ((double)clock->probe_recorded_ns + (double)seen_ns) / 2,
                            .error_ns = (double)(seen_ns - clock->probe_recorded_ns) / 2 + RESOLUTION_NS};
     int rc = gpu_time(clock, clock->probe, &found.gpu_ns, err);
+    found.error_ns += (found.gpu_ns - clock->base_gpu_ns) * FLT_EPSILON / 2; // the driver rounds to a float
     clock->probe_recorded_ns = 0;
     if (rc == 0 && is_better(clock, &found)) {
         clock->before = clock->last;

@@ -249,7 +249,8 @@ static int alone_run(struct nb_work *work, struct nb_error *err) {
         return nb_fail(err, -ENOMEM, "%s: cannot allocate %zu bytes", work->desc.name, bytes);
     }
     op->algorithm = &nb_alone;
-    int rc = nb_cuda_enter(&op->device->cuda, err);
+    unsigned mode = 0;
+    int rc = nb_cuda_enter_relaxed(&op->device->cuda, &mode, err); // another thread may capture a graph
     if (rc == 0) {
         for (int i = 1; rc == 0 && i < op->stream_count; i++) {
             unsigned result = op->device->cuda.driver->stream_synchronize(op->streams[i]);
@@ -262,7 +263,7 @@ static int alone_run(struct nb_work *work, struct nb_error *err) {
             nb_work_alone(window);
             rc = alone_copy(op, work->piece_count, memory, false, err);
         }
-        nb_cuda_leave(&op->device->cuda);
+        nb_cuda_leave_relaxed(&op->device->cuda, mode);
     }
     free(memory);
     return rc;

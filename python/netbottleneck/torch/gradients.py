@@ -450,6 +450,9 @@ class Gradients(GradientSink):
         chosen = self._plan(self._drop(agreed[:count], agreed[count:]))
         if self.dropped or chosen != [list(bucket.parameters) for bucket in self.buckets]:
             self.version += 1
+            if isinstance(self._memory, torch.Tensor) and self._memory.is_cuda:
+                # This step's copies out of it may be under way on a stream that it was not allocated for.
+                self._memory.record_stream(torch.cuda.current_stream(self._memory.device))
             self._build(chosen)
         average, predivide, op = self._factors
         self.target(self._destination, average, predivide=predivide, op=op)

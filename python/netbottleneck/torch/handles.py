@@ -1,6 +1,7 @@
 """Memory of torch tensors for the engine, streams of operations on devices, and handles of pending operations."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -137,6 +138,26 @@ class Memory:
 # Streams.
 
 
+@contextlib.contextmanager
+def _entered(stream: Any) -> Iterator[None]:
+    """Make a stream the current one.
+
+    Leaving torch.cuda.stream sets the stream of the device that was current before, and with it this device. In a
+    thread of ours that is device 0, of which this process may have no context: one takes half a gigabyte of it.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
+def _used_here(result: Any) -> None:
+    """Keep a result's memory from others until the current stream is done with it. It is of the operation's stream."""
+    if isinstance(result, torch.Tensor) and result.is_cuda:
+        result.record_stream(torch.cuda.current_stream(result.device))
+    elif isinstance(result, tuple | list):
+        for each in result:
+            _used_here(each)
+
+
 class DeviceStream:
     """The stream that was current when an operation on a device began. All that the operation does there is on it."""
 
@@ -152,11 +173,15 @@ class DeviceStream:
         """Return a context in which it is the current stream."""
         stream = self._stream
         if self._device.type == "cuda":
-            return torch.cuda.stream(stream)
+            return _entered(stream)
         # The stream is its own context. Threads that share one would restore each other's streams.
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
+
+    def on_device(self) -> Any:
+        """Return a context in which the stream's device is the current one."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def end(self) -> None:
         """Note that the stream holds all that the operation does."""
@@ -191,6 +216,7 @@ class DevicePending(async_operations.Pending[Any]):
         """Return the result. Raises HorovodInternalError when the operation failed."""
         result = super().wait()
         self._stream.follow()
+        _used_here(result)
         return result
 
 

@@ -97,6 +97,17 @@ class Operation:
     def _end(self) -> None:
         self._steps, self._stage, self.is_over = None, (), True
 
+    def fail(self, error: BaseException) -> None:
+        """End the operation with a failure."""
+        with self._lock:
+            self.failure = self.failure or error
+            if not self.is_over:
+                Operation._end(self)
+
+    def on_device(self) -> Any:
+        """Return a context in which the device of its memory is the current one."""
+        return contextlib.nullcontext()
+
     def follow(self) -> None:
         """Make the device's current stream wait for the results, once it is over."""
 
@@ -131,11 +142,23 @@ class DeviceOperation(Operation):
             self.failure = self.failure or error
         super()._end()
 
+    def on_device(self) -> Any:
+        return self._stream.on_device()
+
     def follow(self) -> None:
         self._stream.follow()
 
     def reached(self) -> bool:
         return self.failure is not None or self._stream.reached()
+
+
+def _advance(operation: Operation, limit_s: float) -> bool:
+    """Return operation.over(limit_s). A failure of the device is the operation's: its future completes with it."""
+    try:
+        return operation.over(limit_s)
+    except Exception as error:
+        operation.fail(error)
+        return True
 
 
 class Progress:
@@ -183,13 +206,14 @@ class Progress:
                         return
                     self._changed.wait()
                 first = self._waiting[0][0]
-            first.over(SLICE_S)
+            _advance(first, SLICE_S)
             with self._changed:
-                ended = [pair for pair in self._waiting if pair[0].over(0.0)]
+                ended = [pair for pair in self._waiting if _advance(pair[0], 0.0)]
                 self._waiting = [pair for pair in self._waiting if pair not in ended]
-            for _, then in ended:
+            for operation, then in ended:
                 if then is not None:
-                    then()
+                    with operation.on_device():
+                        then()
 
 
 class BackendWork(Work):

@@ -14,7 +14,7 @@ from conftest import RANKS_LIMIT_S, by_torchrun, free_port
 
 from netbottleneck import cli
 from netbottleneck.report import Run, summary
-from netbottleneck.trace import kineto
+from netbottleneck.trace import flight_recorder
 
 HANG = """
 import json, os, sys, time
@@ -311,6 +311,6 @@ def test_two_dumps_of_a_rank_are_refused(tmp_path):
 def test_other_files_are_not_taken_for_dumps(tmp_path):
     (tmp_path / "run1").write_bytes(b"\x80\x04other")
     (tmp_path / "evidence.json").write_text('{"cells": []}')
-    assert kineto.dumps(tmp_path) == []
-    assert kineto.dumps(tmp_path / "evidence.json") == []
-    assert kineto.dumps(tmp_path / "nothing" / "x") == []
+    assert flight_recorder.dumps(tmp_path) == []
+    assert flight_recorder.dumps(tmp_path / "evidence.json") == []
+    assert flight_recorder.dumps(tmp_path / "nothing" / "x") == []

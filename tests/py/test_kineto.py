@@ -310,7 +310,7 @@ def test_kinds_and_sizes_of_operations_are_read_in_every_spelling():
         "ncclDevKernel_SendRecv(x)": "send",
         "coalesced": None,
     }
-    assert {name: kineto._kind(name) for name in kinds} == kinds
+    assert {name: kineto.kind_of(name) for name in kinds} == kinds
     listed = {"Input Dims": [[[2, 3], [4]]], "Input type": ["float"]}
     assert kineto._bytes({"args": listed}) == 40
     assert kineto._bytes({"args": {"Input Dims": [[2, 3], [4], []], "Input type": ["float", "double", ""]}}) == 56

@@ -88,9 +88,9 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if a run's verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
-    from netbottleneck.trace import kineto
+    from netbottleneck.trace import flight_recorder, kineto
 
-    if (path.suffix == ".json" and not (kineto.is_kineto(path) or kineto.dumps(path))) or any(
+    if (path.suffix == ".json" and not (kineto.is_kineto(path) or flight_recorder.dumps(path))) or any(
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
         if args.export:

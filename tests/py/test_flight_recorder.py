@@ -314,3 +314,27 @@ def test_other_files_are_not_taken_for_dumps(tmp_path):
     assert flight_recorder.dumps(tmp_path) == []
     assert flight_recorder.dumps(tmp_path / "evidence.json") == []
     assert flight_recorder.dumps(tmp_path / "nothing" / "x") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"), [({}, "a rank is below 1048576"), (None, "its pg_config has ranks below 2")]
+)
+def test_a_number_that_is_no_rank_is_refused_by_name(tmp_path, config, said, capsys):
+    changed = {} if config is None else {"pg_config": config}
+    write(tmp_path, 1718000000, [operation(1)], **changed)
+    path = tmp_path / "nccl_trace_rank_1718000000"
+    assert cli.main(["report", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: its name ends with 1718000000, but {said}: end the name of each dump with its rank" in line
+    write(tmp_path, 0, [operation(1)], **changed)
+    run = Run(tmp_path)
+    assert run.trace.size == (1 if config == {} else 2)
+    assert any(note.startswith(f"left out: {path}") for note in run.trace.notes)
+    path.write_bytes(b"")
+    assert Run(tmp_path).trace.size == (1 if config == {} else 2)
+
+
+def test_ranks_of_a_group_beyond_any_job_are_refused(tmp_path, capsys):
+    write(tmp_path, 0, [operation(1)], ranks="[0, 1718000000]")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "pg_config of group 7 has ranks outside 0 to 1048575" in capsys.readouterr().err

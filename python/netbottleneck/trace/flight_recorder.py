@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.trace.kineto import HEAD_BYTES, ITEM_BYTES, Event, kind_of, readable
+from netbottleneck.trace.kineto import HEAD_BYTES, ITEM_BYTES, RANKS_MOST, Event, kind_of, readable
 from netbottleneck.trace.model import (
     ENDED,
     POINT_TO_POINT,
@@ -209,11 +209,21 @@ def _members(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
         if name and ranks:
             found[str(name)] = tuple(sorted(map(int, ranks)))
+            if not 0 <= found[str(name)][0] <= found[str(name)][-1] < RANKS_MOST:
+                raise ValueError(f"pg_config of group {name} has ranks outside 0 to {RANKS_MOST - 1}")
     return found
 
 
+def _check_rank(path: Path, rank: int, members: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError naming the file if the number in its name is no rank."""
+    size = 1 + max((own[-1] for own in members.values()), default=RANKS_MOST - 1)
+    if rank >= size:
+        why = f"its pg_config has ranks below {size}" if members else f"a rank is below {size}"
+        raise ValueError(f"{path}: its name ends with {rank}, but {why}: end the name of each dump with its rank")
+
+
 def _read(path: Path) -> _Dump:
-    """Read one dump. Raises ValueError naming it if it is damaged, or has another version."""
+    """Read one dump. Raises ValueError naming it if it is damaged, has another version, or its name has no rank."""
     match = DUMP.fullmatch(path.name)
     assert match is not None
     try:
@@ -230,7 +240,9 @@ def _read(path: Path) -> _Dump:
     except _UNREADABLE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(f"{path}: unreadable dump of the flight recorder: {what}") from error
-    return _Dump(path, int(match["rank"]), version, entries, members, last)
+    rank = int(match["rank"])
+    _check_rank(path, rank, members)
+    return _Dump(path, rank, version, entries, members, last)
 
 
 def _with_members(ranks: Sequence[_Dump]) -> list[_Dump]:
@@ -338,7 +350,9 @@ def load(paths: Sequence[Path]) -> Trace:
     """
     ranks, damaged = _read_all(paths)
     named = [(match["prefix"], int(match["rank"])) for _, match in _named(paths)]
-    largest = max(0, *(rank for _, rank in named), *(own[-1] for one in ranks for own in one.members.values()))
+    stated = max((own[-1] for one in ranks for own in one.members.values()), default=None)
+    most = RANKS_MOST - 1 if stated is None else max(stated, ranks[-1].rank)
+    largest = max(stated or 0, *(rank for _, rank in named if rank <= most))
     groups = _groups(ranks, largest + 1)
     epoch_ns = min((entry.created_ns for one in ranks for entry in one.entries), default=0)
     return Trace(

@@ -35,6 +35,7 @@ from netbottleneck.trace.model import (
 from netbottleneck.trace.transports import STOCK
 
 HEAD_BYTES = 4096
+RANKS_MOST = 1 << 20  # a larger number is no rank
 # A kind that is part of another's name follows it.
 KINDS = (
     *("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall"),
@@ -45,13 +46,18 @@ WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole res
 UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
 STEP = re.compile(r"ProfilerStep#(\d+)")
 GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-# Bytes of an element, by the profiler's names of types.
+# Bytes of an element, by the profiler's names of types in lower case.
+FLOAT8 = tuple(f"float8_{form}" for form in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
 ITEM_BYTES = {
-    **dict.fromkeys(("double", "long int", "long"), 8),
-    **dict.fromkeys(("float", "int"), 4),
-    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "short"), 2),
+    **dict.fromkeys(("complexdouble", "c10::complex<double>"), 16),
+    **dict.fromkeys(("double", "long int", "long", "unsigned long", "uint64"), 8),
+    **dict.fromkeys(("complexfloat", "c10::complex<float>"), 8),
+    **dict.fromkeys(("float", "int", "unsigned int", "uint32", "complexhalf", "c10::complex<c10::half>"), 4),
+    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "short", "unsigned short", "uint16"), 2),
     **dict.fromkeys(("signed char", "char", "unsigned char", "byte", "bool"), 1),
+    **dict.fromkeys((*FLOAT8, *(f"c10::{name}" for name in FLOAT8)), 1),
 }
+IN_COUNT, OUT_COUNT, GROUP_SIZE = "In msg nelems", "Out msg nelems", "Group size"
 NO_KERNELS = "nccl"  # part of the name of every kernel that communicates
 BACKENDS = ("gloo", "mpi", "ucc", "xccl")
 FORWARD, OPTIMIZER, ACCUMULATE = "DistributedDataParallel.forward", "Optimizer.step#", "torch::autograd::AccumulateGrad"
@@ -90,7 +96,11 @@ def files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """One rank's file. base_ns: to add to its times; gpu: it has kernels of a GPU; epoch_ns: wall clock at time 0."""
+    """One rank's file. base_ns: to add to its times; gpu: it has kernels of a GPU; epoch_ns: wall clock at time 0.
+
+    size: 0 if neither distributedInfo nor an operation has it. missing: fields that distributedInfo lacks.
+    kernels_communicate: operations are NCCL's kernels. calls_nccl: the CPU called NCCL.
+    """
 
     path: Path
     rank: int
@@ -100,6 +110,9 @@ class _Recorded:
     base_ns: int
     events: tuple[Event, ...]
     gpu: bool
+    kernels_communicate: bool
+    calls_nccl: bool
+    missing: tuple[str, ...] = ()
     epoch_ns: int = 0
 
     def ns(self, microseconds: float) -> int:
@@ -112,6 +125,12 @@ class _Recorded:
 
 def _communicates(event: Event) -> bool:
     return event.get("cat") == "kernel" and NO_KERNELS in event["name"].lower()
+
+
+def _annotated(event: Event) -> bool:
+    """True for an operation of a process group on the CPU."""
+    backend, colon, name = event["name"].partition(":")
+    return bool(colon) and backend in BACKENDS and kind_of(name) is not None
 
 
 def _used(events: Sequence[Event]) -> list[Event]:
@@ -128,21 +147,87 @@ def _used(events: Sequence[Event]) -> list[Event]:
     return found
 
 
+def _count_of(args: Mapping[str, Any], field: str) -> int:
+    """A count among the arguments of an event. Raises ValueError naming the field."""
+    value = args[field]
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f'"{field}" is {json.dumps(value)}, which is not a number') from error
+    if count < 0:
+        raise ValueError(f'"{field}" is {count}, which is less than 0')
+    return count
+
+
+def _spans(events: Iterable[Event]) -> list[Event]:
+    """The events with a begin and a length. Raises ValueError naming one with other arguments than an object."""
+    spans = [event for event in events if event.get("ph") == "X" and isinstance(event.get("ts"), int | float)]
+    bad = next((event for event in spans if not isinstance(event.get("args", {}), dict)), None)
+    if bad is not None:
+        raise ValueError(f'event {bad["name"]!r}: "args" is {json.dumps(bad["args"])}, which is not an object')
+    return spans
+
+
+def _check(event: Event) -> None:
+    """Raise ValueError naming the event and the field that has no usable value."""
+    try:
+        for field in ("ts", "dur"):
+            value = event.get(field, 0)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f'"{field}" is {json.dumps(value)}, which is not a time')
+        args = event.get("args", {})
+        for field in (IN_COUNT, OUT_COUNT, GROUP_SIZE):
+            if field in args and (field != GROUP_SIZE or args[field] is not None):
+                _count_of(args, field)
+    except ValueError as error:
+        raise ValueError(f"event {event['name']!r}: {error}; export the trace again") from error
+
+
+def _group_size(events: Sequence[Event]) -> int:
+    """Ranks of the largest group of an operation; 0 if no event has them. Raises ValueError naming the field."""
+    about = [event.get("args", {}) for event in events]
+    return max((_count_of(args, GROUP_SIZE) for args in about if args.get(GROUP_SIZE) is not None), default=0)
+
+
+def _place(about: Mapping[str, Any], events: Sequence[Event]) -> tuple[int, int, tuple[str, ...]]:
+    """Rank, number of ranks (0: not known), and the fields that distributedInfo lacks.
+
+    Without an operation, the size is 1. Raises ValueError naming a field without a usable number.
+    """
+    missing = tuple(field for field in ("rank", "world_size") if field not in about)
+    rank = 0 if "rank" in missing else _count_of(about, "rank")
+    if rank >= RANKS_MOST:
+        raise ValueError(f'"rank" is {rank}: a rank is below {RANKS_MOST}')
+    if "world_size" in missing:
+        communicates = any(_communicates(event) or _annotated(event) for event in events)
+        return rank, _group_size(events) if communicates else 1, missing
+    size = _count_of(about, "world_size")
+    if not rank < size <= RANKS_MOST:
+        raise ValueError(f'"rank" is {rank} and "world_size" {size}: the size is above the rank, at most {RANKS_MOST}')
+    return rank, size, missing
+
+
 def _read(path: Path) -> _Recorded:
     """Read one file. Raises ValueError naming it if it is damaged."""
     try:
         with _open(path) as file:
             whole = json.load(file)
-        events = _used([e for e in whole["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)])
+        spans = _spans(whole["traceEvents"])
+        events = _used(spans)
+        for event in events:
+            _check(event)
         about = whole.get("distributedInfo") or {}
-        rank, size = int(about.get("rank", 0)), int(about.get("world_size", 1))
+        rank, size, missing = _place(about, spans)
         base_ns = int(whole.get("baseTimeNanoseconds", 0))
+        calls_nccl = any(e["name"].startswith("nccl:") for e in spans) or (
+            any(e["name"] == "record_param_comms" for e in spans) and not any(map(_annotated, events))
+        )
     except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: damaged trace of torch.profiler: {error}") from error
     events.sort(key=lambda e: e["ts"])
-    gpu = any(e.get("cat") == "kernel" for e in events)
-    host = str(whole.get("host_name", ""))
-    return _Recorded(path, rank, size, str(about.get("backend", "")), host, base_ns, tuple(events), gpu)
+    gpu, communicate = any(e.get("cat") == "kernel" for e in events), any(map(_communicates, events))
+    host, backend = str(whole.get("host_name", "")), str(about.get("backend", ""))
+    return _Recorded(path, rank, size, backend, host, base_ns, tuple(events), gpu, communicate, calls_nccl, missing)
 
 
 def kind_of(name: str) -> str | None:
@@ -160,14 +245,24 @@ def _elements(dims: object) -> int:
     return sum(map(_elements, dims))
 
 
+def _tensors(args: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Elements and type of each tensor of an operation; of a kernel, those of the larger of its input and output."""
+    if IN_COUNT in args:
+        count = max(_count_of(args, IN_COUNT), _count_of({OUT_COUNT: 0} | dict(args), OUT_COUNT))
+        return [(count, str(args.get("dtype", "")))]
+    dims, types = args.get("Input Dims") or (), args.get("Input type") or ()
+    return [(_elements(one), str(name)) for one, name in zip(dims, types, strict=False)]
+
+
 def _bytes(event: Event) -> int:
     """Bytes of an operation's tensors; 0 if the trace does not have them."""
     args = event.get("args", {})
-    if "In msg nelems" in args:
-        count = max(int(args["In msg nelems"]), int(args.get("Out msg nelems", 0)))
-        return count * ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 0)
-    dims, types = args.get("Input Dims") or (), args.get("Input type") or ()
-    return sum(_elements(one) * ITEM_BYTES.get(str(name).lower(), 0) for one, name in zip(dims, types, strict=False))
+    return sum(count * ITEM_BYTES.get(name.lower(), 0) for count, name in _tensors(args))
+
+
+def _unknown_types(event: Event) -> set[str]:
+    """Names of the types of an operation's tensors whose bytes are not known."""
+    return {name for count, name in _tensors(event.get("args", {})) if count and name.lower() not in ITEM_BYTES}
 
 
 def _steps(found: _Recorded) -> list[Step]:
@@ -195,6 +290,7 @@ class _Operation:
     bytes: int
     group: str = ""
     ranks: int | None = None
+    unknown_types: frozenset[str] = frozenset()
 
 
 def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
@@ -206,15 +302,15 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
             if kind is not None:
                 calls[kind, _count(event, kind, 1)].append(found.span(event)[0])
     for event in found.events:
-        backend, colon, name = event["name"].partition(":")
-        kind = kind_of(name)
-        if not colon or backend not in BACKENDS or kind is None:
+        kind = kind_of(event["name"].partition(":")[2])
+        if kind is None or not _annotated(event):
             continue
         begin, end = found.span(event)
         own = calls[kind, _count(event, kind)]
         submit_ns = own.pop(0) if own and own[0] <= begin else begin
         nbytes = _bytes(event) * (found.size if kind in WHOLE_RESULT else 1)
-        yield _Operation(submit_ns, submit_ns, begin, end, kind, nbytes)
+        unknown = frozenset(_unknown_types(event))
+        yield _Operation(submit_ns, submit_ns, begin, end, kind, nbytes, unknown_types=unknown)
 
 
 def _count(event: Event, kind: str, most: int | None = None) -> int:
@@ -237,9 +333,9 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
         begin, end = found.span(event)
         kind = kind_of(str(args.get("Collective name", ""))) or kind_of(event["name"]) or "other"
         called_ns = min(begin, calls.get(args.get("External id"), begin))
-        group, ranks = str(args.get("Process Group Name", "")), int(args.get("Group size") or found.size)
-        members = ranks if ranks < found.size else None
-        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), group, members)
+        group, ranks = str(args.get("Process Group Name", "")), int(args.get(GROUP_SIZE) or found.size)
+        members, unknown = ranks if ranks < found.size else None, frozenset(_unknown_types(event))
+        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), group, members, unknown)
 
 
 class _Finder:
@@ -253,19 +349,24 @@ class _Finder:
         return self._steps[place] if place >= 0 and time_ns < self._steps[place].end_ns else None
 
 
-def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> list[Collective]:
+def _collectives(
+    found: _Recorded, steps: Sequence[Step], groups: list[str], unknown: list[frozenset[str]]
+) -> list[Collective]:
     """The operations of a rank's steps. A collective is the same on all ranks by its place in its step and group.
 
-    Sends and receives have keys of their own on each rank, and belong to the script.
+    Sends and receives have keys of their own on each rank, and belong to the script. unknown: grows by the types of
+    each operation that has types of unknown bytes.
     """
     rows, places, buckets, finder = [], Counter[tuple[int, str, bool]](), Counter[int](), _Finder(steps)
-    operations = _gpu_operations(found) if found.gpu else _cpu_operations(found)
+    operations = _gpu_operations(found) if found.kernels_communicate else _cpu_operations(found)
     for one in sorted(operations, key=lambda o: (o.called_ns, o.start_ns)):
         step = finder.at(one.called_ns)
         if step is None:
             continue
         if one.group not in groups:
             groups.append(one.group)
+        if one.unknown_types:
+            unknown.append(one.unknown_types)
         two_sided = one.kind in TWO_SIDED
         place = places[step.index, one.group, two_sided]
         places[step.index, one.group, two_sided] += 1
@@ -386,12 +487,19 @@ def _rank(found: _Recorded, first: _Recorded) -> Rank:
     return Rank(found.rank, found.host, found.host, finished=True, clock=clock, transports=(transport,))
 
 
-def _notes(ranks: Sequence[_Recorded], damaged: Sequence[str], rows: Sequence[Collective]) -> Iterator[str]:
+def _notes(
+    ranks: Sequence[_Recorded], damaged: Sequence[str], rows: Sequence[Collective], unknown: Sequence[frozenset[str]]
+) -> Iterator[str]:
     yield "read from traces of torch.profiler: the profiler's own cost is part of the steps."
     yield from damaged
+    if any("rank" in one.missing for one in ranks) and rows:
+        yield f'{ranks[0].path}: no "rank" in "distributedInfo": rank 0 is assumed.'
     if any(one.gpu for one in ranks):
         yield "compute is all kernels that do not communicate: forward, backward and optimizer are not distinguished."
-    if rows and not any(one.tensor_bytes for one in rows):
+    if unknown:
+        types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
+        yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."
+    elif rows and not any(one.tensor_bytes for one in rows):
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
 
 
@@ -405,10 +513,13 @@ class _OfRank(Protocol):
 _R = TypeVar("_R", bound=_OfRank)
 
 
-def readable(paths: Sequence[Path], read: Callable[[Path], _R], what: str) -> tuple[list[_R], list[str]]:
+def readable(
+    paths: Sequence[Path], read: Callable[[Path], _R], what: str, check: Callable[[Sequence[_R]], None] = lambda _: None
+) -> tuple[list[_R], list[str]]:
     """Return what `read` finds in each file, and a note for each damaged one.
 
-    Raises ValueError if no file can be read, or two are of one rank. what: the kind of file.
+    Raises ValueError if no file can be read, or two are of one rank. what: the kind of file. check: may refuse what
+    was read before.
     """
     ranks: list[_R] = []
     damaged = []
@@ -416,18 +527,31 @@ def readable(paths: Sequence[Path], read: Callable[[Path], _R], what: str) -> tu
         try:
             ranks.append(read(path))
         except ValueError as error:
-            damaged.append(f"left out: {error}")
+            damaged.append(str(error))
     if not ranks:
         raise ValueError("; ".join(damaged) or f"no {what}")
+    check(ranks)
     twice = [rank for rank, count in Counter(one.rank for one in ranks).items() if count > 1]
     if twice:
         raise ValueError(f"{paths[0].parent}: more than one {what} of rank {twice[0]}: give the files of one run")
-    return ranks, damaged
+    return ranks, [f"left out: {error}" for error in damaged]
+
+
+def _distinct(ranks: Sequence[_Recorded]) -> None:
+    """Raise ValueError naming a file whose rank, number of ranks or operations cannot be known."""
+    for one in ranks:
+        if not one.gpu and one.calls_nccl:
+            advice = "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+            raise ValueError(f"{one.path}: it has calls of NCCL and no kernel of a GPU: {advice}")
+        if one.size == 0 or ("rank" in one.missing and len(ranks) > 1):
+            fields = " and ".join(f'"{name}"' for name in one.missing)
+            advice = "profile after init_process_group, and export the trace before destroy_process_group"
+            raise ValueError(f'{one.path}: no {fields} in "distributedInfo": {advice}')
 
 
 def _read_all(paths: Sequence[Path]) -> tuple[list[_Recorded], list[str]]:
     """The files by rank, on a clock that begins with the first step, and a note for each damaged file."""
-    ranks, damaged = readable(paths, _read, "trace of torch.profiler")
+    ranks, damaged = readable(paths, _read, "trace of torch.profiler", _distinct)
     epoch_ns = min(_steps(one)[0].begin_ns for one in ranks)
     return [
         replace(one, base_ns=one.base_ns - epoch_ns, epoch_ns=epoch_ns)
@@ -438,14 +562,16 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_Recorded], list[str]]:
 def load(paths: Sequence[Path]) -> Trace:
     """The trace of a run from the files of its ranks. A damaged file is named in the notes.
 
-    Raises ValueError if no file can be read, if a rank has two, or if a file has no step.
+    Raises ValueError if no file can be read, if a rank has two, if a file has no step, if it does not say which rank
+    it is of, or if it has calls of NCCL and no kernels.
     """
     ranks, damaged = _read_all(paths)
     groups: list[str] = []
+    unknown: list[frozenset[str]] = []
     steps, rows = [], []
     for one in ranks:
         bare = _steps(one)
-        rows.append(_collectives(one, bare, groups))
+        rows.append(_collectives(one, bare, groups, unknown))
         steps.append(_without_tail(_with_waits(_with_parts(one, bare), rows[-1]), rows[-1]))
     parameters, buckets = _model(ranks[0], steps[0], rows[0])
     everything = tuple(row for own in rows for row in own)
@@ -455,7 +581,7 @@ def load(paths: Sequence[Path]) -> Trace:
         (STOCK,),
         started_wall_ns=ranks[0].epoch_ns,
         epoch_wall_ns=ranks[0].epoch_ns,
-        notes=tuple(_notes(ranks, damaged, everything)),
+        notes=tuple(_notes(ranks, damaged, everything, unknown)),
         ranks=tuple(_rank(one, ranks[0]) for one in ranks),
         parameters=tuple(parameters),
         buckets=tuple(buckets),

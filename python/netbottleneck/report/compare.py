@@ -144,6 +144,11 @@ def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
                 yield Row(cell, arm, before.times[arm].median_ns, after.times[arm].median_ns, ratio, (old, new))
 
 
+def _incomplete(*sides: tuple[list[str], str]) -> list[str]:
+    """A line for each cell that is not complete in a study. sides: cells, and the name of their study."""
+    return [f"{cell}: not complete in {name}" for cells, name in sides for cell in cells]
+
+
 def _unjudged(cell: str, before: Findings, after: Findings) -> Iterator[str]:
     """The arms of A whose change in B has no interval, with the reason."""
     for arm in [arm for arm in before.trace.arms if arm.real]:
@@ -155,6 +160,15 @@ def _unjudged(cell: str, before: Findings, after: Findings) -> Iterator[str]:
             yield f"{name}: no counted step in {'A' if arm not in before.times else 'B'}"
         elif not math.isfinite(ratio.high):
             yield f"{name}: too few counted steps for an interval"
+
+
+def _unjudged_cells(before: Mapping[str, Run], after: Mapping[str, Run], partial: list[str]) -> Iterator[str]:
+    """The complete cells of A that B lacks, and the arms of the others that cannot be judged. partial: cells of B."""
+    for cell, run in before.items():
+        if cell in after:
+            yield from _unjudged(cell, run.findings, after[cell].findings)
+        else:
+            yield f"{cell}: not {'complete ' if cell in partial else ''}in B"
 
 
 def _label(before: Mapping[str, Run], after: Mapping[str, Run]) -> str:
@@ -192,17 +206,14 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
     if not rows:
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
-    missing = [f"{cell}: not complete in {before}" for cell in partial]
-    missing += [f"{cell}: not complete in {after}" for cell in new_partial]
+    missing = _incomplete((partial, str(before)), (new_partial, str(after)))
     alone = sorted((set(old) ^ set(new)) - {*partial, *new_partial})
     missing += [f"{cell}: only in {before if cell in old else after}" for cell in alone]
     for cell in both:
         times = [set(run[cell].findings.times) for run in (old, new)]
         missing += [f"{arm}: only in {before if arm in times[0] else after}" for arm in sorted(times[0] ^ times[1])]
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
-    unjudged = [f"{cell}: not complete in A" for cell in partial]
-    unjudged += [f"{cell}: not {'complete ' if cell in new_partial else ''}in B" for cell in old if cell not in new]
-    unjudged += [text for cell in both for text in _unjudged(cell, old[cell].findings, new[cell].findings)]
+    unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))
     return Comparison(rows, _overall(rows), parts, tuple(missing), _label(old, new), tuple(unjudged))
 
 

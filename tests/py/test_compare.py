@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from netbottleneck import cli
-from netbottleneck.report import compare
+from netbottleneck.report import Run, compare
+from netbottleneck.trace import model
 from netbottleneck.units import ms
 from ringwriter import FakeRun
 
@@ -52,6 +54,56 @@ def test_a_slower_arm_is_named_with_its_change_and_its_parts(made, capsys):
 def test_the_gate_fails_above_its_limit(made, limit, code):
     gate = [] if limit is None else ["--max-step-time-regression-pct", limit]
     assert cli.main(["compare", str(made("a")), str(made("b", 140)), *gate]) == code
+
+
+@pytest.mark.parametrize(("second_ms", "code"), [(123, 4), (140, 3)])
+def test_a_gate_names_what_it_could_not_judge(made, tmp_path, capsys, second_ms, code):
+    short = {"blocks": 2, "block_steps": 2}  # a block's first step does not count
+    first = FakeRun(tmp_path / "a", blocks=15, transports=("bare", "stock", "ofi", "tcp")).write()
+    folder = FakeRun(tmp_path / "b", blocks=15, transports=("stock", "ofi"), transfer_ms={"stock": (35, second_ms)})
+    path = tmp_path / "c.html"
+    gate = ["--max-step-time-regression-pct", "5", "--html", str(path)]
+    assert cli.main(["compare", str(first), str(folder.write()), *gate]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "netbottleneck compare: not judged: tcp: not in B"
+    page = path.read_text()
+    assert ("fails: stock exceeds 5.0 %" if code == 3 else "Gate</b> is not decided") in page
+    assert "Not judged: tcp: not in B." in page
+    brief = FakeRun(tmp_path / "s", transports=("stock",), **short | {"blocks": 1}).write()
+    assert cli.main(["compare", str(brief), str(brief), *gate]) == 4
+    assert "stock: too few counted steps for an interval" in capsys.readouterr().err
+    assert cli.main(["compare", str(first), str(folder.folder)]) == 0  # without a gate
+
+
+def test_a_gate_names_the_cells_that_it_could_not_judge(tmp_path, capsys):
+    for study, cells in (("one", "abc"), ("two", "acd")):
+        for cell in cells:
+            FakeRun(tmp_path / study / "cells" / cell / "run", blocks=6).write()
+            if (study, cell) != ("two", "c"):
+                (tmp_path / study / "cells" / cell / "facts.json").write_text("{}")
+    arguments = [str(tmp_path / study) for study in ("one", "two")]
+    assert cli.main(["compare", *arguments, "--max-step-time-regression-pct", "5"]) == 4
+    said = capsys.readouterr().err
+    assert said == "netbottleneck compare: not judged: b: not in B; c: not complete in B\n"
+
+
+def test_simulated_steps_are_not_called_measured(made, tmp_path, capsys):
+    run = made("a")
+    simulated = tmp_path / "simulated.jsonl.gz"
+    model.write(replace(Run(run).trace, origin="simulated"), simulated)
+    for before, after, label in (
+        (simulated, simulated, "predicted"),
+        (run, simulated, "A measured, B predicted"),
+        (run, run, "measured"),
+    ):
+        found = compare.compare(before, after)
+        compare.show(found)
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"by blocks of steps ({label})" in said
+        page = compare.page(found, ("A", "B"))
+        assert f"95 % intervals ({label})" in page
+        assert f"Lengths of the steps ({label})" in page
+        assert f"middle half, {label})" in page
 
 
 @pytest.mark.parametrize("limit", ["nan", "inf", "-inf"])

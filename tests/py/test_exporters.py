@@ -42,11 +42,31 @@ def test_the_numbers_are_those_of_the_summary(run, found):
     rates = summary["bandwidth"]["stock"]
     assert value_of(found, "bandwidth_bits_per_second", arm="stock", over="step") == rates["average_bits_per_s"]
     assert value_of(found, "link_utilization_ratio", arm="stock", over="transfer") == rates["active_utilization"]
-    assert value_of(found, "probe_bits_per_second", streams="4") == summary["probe"]["points"][1]["bits_per_s"]
+    assert (
+        value_of(found, "probe_bits_per_second", streams="4", transport=summary["probe"]["transport"])
+        == summary["probe"]["points"][1]["bits_per_s"]
+    )
     for one in summary["verdict"]["evidence"]:
-        known = [n.value for n in found.numbers if n.labels.get("cause") == one["cause"]]
-        assert known == ([one["saving_s"]["value"]] if one["applies"] and one["saving_s"] else [])
+        own = [n for n in found.numbers if n.labels.get("cause") == one["cause"]]
+        known = one["saving_s"] if one["applies"] and one["saving_s"] else {}
+        assert {n.labels["end"]: n.value for n in own} == {end: at for end, at in known.items() if at is not None}
+        assert {n.labels["fired"] for n in own} <= {str(one["fired"]).lower()}
+    for pair in (one for one in summary["comparisons"] if one["gain"] and one["enough"]):
+        for end, at in pair["gain"].items():
+            assert value_of(found, "gain_ratio", arm=pair["other"], end=end) == at
     assert value_of(found, "late_seconds", rank="2") == summary["late"][0]["others_wait_s"]
+
+
+def test_a_saving_says_whether_it_was_measured_and_keeps_its_path(found, tmp_path):
+    run = Run(FakeRun(tmp_path, transports=("stock", "ofi"), blocks=9).write())
+    savings = [n for n in exporters.numbers(run.summary, run.trace).numbers if n.family.name == "saving_seconds"]
+    own = [n for n in savings if n.labels["cause"] == "transport"]
+    assert {(n.labels["source"], n.labels["fired"]) for n in own} == {("measured", "true")}
+    for text in ("12 % of the link; predicted", "predicted: x", "measured: 9 pairs with null; cores 95 % busy"):
+        assert exporters._source(text) == "predicted"
+    paths = {n.path for n in own}
+    assert paths == {f"netbottleneck/saving_seconds/transport{end}" for end in ("", "/low", "/high")}
+    assert "netbottleneck/probe_bits_per_second/4" in {n.path for n in found.numbers}
 
 
 def test_every_step_is_exported_once_for_its_arm(run, found):

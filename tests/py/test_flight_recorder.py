@@ -14,7 +14,7 @@ from conftest import RANKS_LIMIT_S, by_torchrun, free_port
 
 from netbottleneck import cli
 from netbottleneck.report import Run, summary
-from netbottleneck.trace import kineto
+from netbottleneck.trace import flight_recorder
 
 HANG = """
 import json, os, sys, time
@@ -311,6 +311,30 @@ def test_two_dumps_of_a_rank_are_refused(tmp_path):
 def test_other_files_are_not_taken_for_dumps(tmp_path):
     (tmp_path / "run1").write_bytes(b"\x80\x04other")
     (tmp_path / "evidence.json").write_text('{"cells": []}')
-    assert kineto.dumps(tmp_path) == []
-    assert kineto.dumps(tmp_path / "evidence.json") == []
-    assert kineto.dumps(tmp_path / "nothing" / "x") == []
+    assert flight_recorder.dumps(tmp_path) == []
+    assert flight_recorder.dumps(tmp_path / "evidence.json") == []
+    assert flight_recorder.dumps(tmp_path / "nothing" / "x") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"), [({}, "a rank is below 1048576"), (None, "its pg_config has ranks below 2")]
+)
+def test_a_number_that_is_no_rank_is_refused_by_name(tmp_path, config, said, capsys):
+    changed = {} if config is None else {"pg_config": config}
+    write(tmp_path, 1718000000, [operation(1)], **changed)
+    path = tmp_path / "nccl_trace_rank_1718000000"
+    assert cli.main(["report", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: its name ends with 1718000000, but {said}: end the name of each dump with its rank" in line
+    write(tmp_path, 0, [operation(1)], **changed)
+    run = Run(tmp_path)
+    assert run.trace.size == (1 if config == {} else 2)
+    assert any(note.startswith(f"left out: {path}") for note in run.trace.notes)
+    path.write_bytes(b"")
+    assert Run(tmp_path).trace.size == (1 if config == {} else 2)
+
+
+def test_ranks_of_a_group_beyond_any_job_are_refused(tmp_path, capsys):
+    write(tmp_path, 0, [operation(1)], ranks="[0, 1718000000]")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "pg_config of group 7 has ranks outside 0 to 1048575" in capsys.readouterr().err

@@ -310,12 +310,144 @@ def test_kinds_and_sizes_of_operations_are_read_in_every_spelling():
         "ncclDevKernel_SendRecv(x)": "send",
         "coalesced": None,
     }
-    assert {name: kineto._kind(name) for name in kinds} == kinds
+    assert {name: kineto.kind_of(name) for name in kinds} == kinds
     listed = {"Input Dims": [[[2, 3], [4]]], "Input type": ["float"]}
     assert kineto._bytes({"args": listed}) == 40
     assert kineto._bytes({"args": {"Input Dims": [[2, 3], [4], []], "Input type": ["float", "double", ""]}}) == 56
     gathered = {"In msg nelems": 4, "Out msg nelems": 32, "dtype": "BFloat16"}
     assert kineto._bytes({"args": gathered}) == 64
+    sizes = {"Float8_e4m3fn": 1, "Float8_e5m2": 1, "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16}
+    sizes |= {"c10::Float8_e5m2": 1, "c10::complex<float>": 8, "c10::complex<c10::Half>": 4, "UInt16": 2}
+    assert {name: kineto._bytes({"args": {**gathered, "dtype": name}}) // 32 for name in sizes} == sizes
+
+
+# Traces that lack a part.
+
+
+def kernels_of_compute(trace, rank):
+    for step in (s for s in trace.steps if s.rank == rank):
+        yield event("sgemm_128", (step.forward[0][0], max(at for _, at in step.grad_ready)), "kernel", stream=7)
+
+
+def test_a_profile_of_nccl_without_kernels_is_refused_by_name(known, tmp_path, capsys):
+    def on_cpu(named):
+        def events(trace, rank):
+            for one in gpu_events(trace, rank):
+                if one["cat"] != "kernel":
+                    yield one
+                if one["name"] == "record_param_comms" and named:
+                    yield {**one, "name": "nccl:all_reduce", "cat": "user_annotation"}
+
+        return events
+
+    for named in (True, False):
+        folder = write(tmp_path / f"n{named}", known.trace, on_cpu(named))
+        assert cli.main(["report", str(folder)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{folder / 'r0.pt.trace.json.gz'}: it has calls of NCCL and no kernel of a GPU: profile with" in line
+        assert "ProfilerActivity.CUDA" in line
+
+
+def test_operations_of_gloo_count_beside_kernels_that_do_not_communicate(known, tmp_path):
+    def with_kernels(trace, rank):
+        yield from cpu_events(trace, rank)
+        yield from kernels_of_compute(trace, rank)
+
+    found, plain = (
+        Run(write(tmp_path / name, known.trace, events)) for name, events in (("g", with_kernels), ("c", cpu_events))
+    )
+    assert [(o.rank, o.kind, o.submit_ns, o.done_ns, o.tensor_bytes) for o in found.trace.collectives] == [
+        (o.rank, o.kind, o.submit_ns, o.done_ns, o.tensor_bytes) for o in plain.trace.collectives
+    ]
+    assert found.trace.collectives != ()
+    assert all(step.forward and not step.grad_ready for step in found.trace.steps)  # compute is that of the kernels
+
+
+def edited(folder, change, ranks=(0,)):
+    """Apply `change` to the JSON of these ranks' files."""
+    for rank in ranks:
+        path = folder / f"r{rank}.pt.trace.json.gz"
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        change(whole)
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    return folder
+
+
+def without_place(whole):
+    del whole["distributedInfo"]
+
+
+def of_three(trace, rank):
+    for one in gpu_events(trace, rank):
+        yield {**one, "args": {**one["args"], "Group size": 3}}
+
+
+def test_ranks_that_a_trace_does_not_name_are_refused(known, tmp_path, capsys):
+    several = edited(write(tmp_path / "s", known.trace, of_three), without_place, (0, 1, 2))
+    single = edited(write(tmp_path / "o", known.trace, cpu_events, (0,)), without_place)
+    for folder in (several, single):
+        assert cli.main(["report", str(folder)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f'{folder / "r0.pt.trace.json.gz"}: no "rank" and "world_size" in "distributedInfo": profile' in line
+        assert "after init_process_group" in line
+
+
+def test_the_group_of_an_operation_tells_the_number_of_ranks(known, tmp_path):
+    run = Run(edited(write(tmp_path / "k", known.trace, of_three, (0,)), without_place))
+    assert run.trace.size == 3
+    said = " ".join(run.text.split())
+    assert 'no "rank" in "distributedInfo": rank 0 is assumed.' in said
+    assert "no record of rank 1, 2." in said
+
+
+def test_a_trace_of_one_rank_needs_no_place(known, tmp_path):
+    def alone(trace, rank):
+        return (one for one in cpu_events(trace, rank) if "allreduce" not in one["name"] and "gloo" not in one["name"])
+
+    assert Run(edited(write(tmp_path / "k", known.trace, alone, (0,)), without_place)).trace.size == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("In msg nelems", None, '"In msg nelems" is null'),
+        ("Out msg nelems", [], '"Out msg nelems" is []'),
+        ("In msg nelems", -4, '"In msg nelems" is -4'),
+        ("Group size", "three", '"Group size" is "three"'),
+        ("world_size", "two", '"world_size" is "two"'),
+        ("world_size", 10**12, '"world_size" 1000000000000'),
+        ("rank", 7, '"rank" is 7 and "world_size" 3'),
+        ("rank", None, '"rank" is null'),
+        ("dur", "long", '"dur" is "long"'),
+        ("args", None, '"args" is null'),
+    ],
+)
+def test_a_field_that_has_no_number_is_named_with_its_file(known, tmp_path, field, value, said, capsys):
+    def change(whole):
+        if field in whole["distributedInfo"]:
+            whole["distributedInfo"][field] = value
+        for one in whole["traceEvents"]:
+            if one["name"].startswith("nccl"):
+                (one if field in one else one["args"])[field] = value
+
+    folder = edited(write(tmp_path / "k", known.trace, gpu_events, (0,)), change)
+    assert cli.main(["report", str(folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"netbottleneck: {folder / 'r0.pt.trace.json.gz'}: damaged trace of torch.profiler: ")
+    assert said in line
+
+
+def test_operations_of_an_unknown_type_are_counted(known, tmp_path):
+    def events(trace, rank):
+        for one in gpu_events(trace, rank):
+            unknown = one["args"].get("External id", 0) % 2
+            yield {**one, "args": {**one["args"], "dtype": "Float2"}} if unknown else one
+
+    trace = Run(write(tmp_path / "k", known.trace, events)).trace
+    count = sum(one.tensor_bytes == 0 for one in trace.collectives)
+    assert 0 < count < len(trace.collectives)
+    note = f"the sizes of {count} operations are not known: the bytes of their type are not (Float2)."
+    assert note in trace.notes
 
 
 def pipeline_events(cpu):

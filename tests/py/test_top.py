@@ -206,6 +206,7 @@ def test_a_frame_fits_80_columns_and_has_no_colour_in_a_pipe(fake: Path, capsys:
     assert f"Step {STEPS}" in printed
     assert f"steps 1 to {STEPS}" in printed
     assert f"Verdict: {run.verdict.code}:" in printed
+    assert "0 host0 4.00 ms 0.00 ms" in printed
     assert "the link is 2.00 Gbit/s" in printed
     for arm in run.trace.arms:
         assert arm in printed
@@ -246,6 +247,12 @@ def test_interfaces_are_shown_beside_their_rated_speed(tmp_path: Path) -> None:
     assert ["host0", "eth1", "20.00", "~4.00", "25.0", "Gbit/s", "75", "%", "90", "%", "-"] in rows
     assert ["host0", "lo", "2.00", "-", "not", "known"] in rows
     assert not any(row[:1] == ["host1"] for row in rows)
+
+
+def test_unknown_waits_between_ranks_are_a_dash(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (fake / "ranks").glob("1.*"):
+        path.unlink()
+    assert any(line.split()[:4] == ["0", "host0", "-", "-"] for line in frame_of(fake, capsys).splitlines())
 
 
 def test_the_parts_of_a_step_add_up_and_exposed_is_transfer_and_waiting(fake: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: `netbottleneck COMMAND …`. Each command imports its modules when it runs.
 
-Exit codes: 0 success, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --strict)."""
+Exit codes: 0 success, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --strict) or not judged
+(compare)."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from netbottleneck.report import Following
+    from netbottleneck.report.compare import Comparison
 
 SUCCESS, FAILURE, USAGE, GATE, INCONCLUSIVE = range(5)
 INTERRUPTED = 130  # a shell's code for SIGINT
@@ -88,9 +90,9 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if a run's verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
-    from netbottleneck.trace import kineto
+    from netbottleneck.trace import flight_recorder, kineto
 
-    if (path.suffix == ".json" and not (kineto.is_kineto(path) or kineto.dumps(path))) or any(
+    if (path.suffix == ".json" and not (kineto.is_kineto(path) or flight_recorder.dumps(path))) or any(
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
         if args.export:
@@ -304,7 +306,8 @@ def _compare(argv: Sequence[str]) -> int:
         "--max-step-time-regression-pct",
         metavar="X",
         type=float,
-        help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer",
+        help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer; else with code 4 "
+        "if a transport or cell of A could not be judged, as B does not have it or has too few counted steps",
     )
     args = parser.parse_args(argv)
     percent = args.max_step_time_regression_pct
@@ -320,7 +323,16 @@ def _compare(argv: Sequence[str]) -> int:
     limit = None if percent is None else percent / 100
     if args.html:
         Path(args.html).write_text(compare.page(found, (args.before, args.after), limit), encoding="utf-8")
-    return GATE if limit is not None and found.regressions(limit) else SUCCESS
+    return SUCCESS if limit is None else _gate(found, limit)
+
+
+def _gate(found: Comparison, limit: float) -> int:
+    """Return the exit code of a gate, and name on stderr what it could not judge."""
+    if found.unjudged:
+        print(f"netbottleneck compare: not judged: {'; '.join(found.unjudged)}", file=sys.stderr)
+    if found.regressions(limit):
+        return GATE
+    return INCONCLUSIVE if found.unjudged else SUCCESS
 
 
 def _what_if(argv: Sequence[str]) -> int:
@@ -497,7 +509,7 @@ def usage() -> str:
             *lines,
             "",
             "netbottleneck COMMAND --help describes a command. Exit codes: 0 success, 1 failure, 2 usage,",
-            "3 a gate failed, 4 inconclusive (with --strict).",
+            "3 a gate failed, 4 inconclusive (with --strict) or not judged (compare).",
         ]
     )
 

@@ -26,7 +26,7 @@ from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
-from netbottleneck.trace import kineto, model, ring_reader
+from netbottleneck.trace import flight_recorder, kineto, model, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import write_text
 
@@ -296,7 +296,7 @@ class Run:
         self._last_bytes = None if part is None else COUNTERS_BYTES
         self.trace: tr.Trace
         profiled = kineto.files(self.path) if part is None else []
-        dumps = kineto.dumps(self.path) if part is None and not profiled else []
+        dumps = flight_recorder.dumps(self.path) if part is None and not profiled else []
         if part is not None:
             self.trace = ring_reader.load(self.path, part.ring)
             if part.unlike_its_start:
@@ -304,7 +304,7 @@ class Run:
         elif profiled:
             self.trace = kineto.load(profiled)
         elif dumps:
-            self.trace = kineto.load_dumps(dumps)
+            self.trace = flight_recorder.load(dumps)
         elif self._folder or not self.path.exists():
             self.trace = ring_reader.load(self.path)
         else:

@@ -62,12 +62,16 @@ class Comparison:
     """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are in both.
 
     parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has.
+    label: of the numbers, "measured" or "predicted". unjudged: the arms of A that move gradients, and the cells of A,
+    that no gate can judge, each with the reason.
     """
 
     rows: tuple[Row, ...]
     overall: Mapping[Arm, Estimate]
     parts: tuple[tuple[str, float, float], ...] = ()
     missing: tuple[str, ...] = ()
+    label: str = "measured"
+    unjudged: tuple[str, ...] = ()
 
     def regressions(self, limit: float) -> tuple[Row, ...]:
         """The arms whose step is more than `limit` longer, as a part, and surely longer."""
@@ -89,6 +93,8 @@ class Comparison:
             "overall": {arm: _interval(ratio) for arm, ratio in self.overall.items()},
             "parts": [{"part": name, "before_s": a / 1e9, "after_s": b / 1e9} for name, a, b in self.parts],
             "missing": list(self.missing),
+            "unjudged": list(self.unjudged),
+            "label": self.label,
         }
 
 
@@ -138,6 +144,39 @@ def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
                 yield Row(cell, arm, before.times[arm].median_ns, after.times[arm].median_ns, ratio, (old, new))
 
 
+def _incomplete(*sides: tuple[list[str], str]) -> list[str]:
+    """A line for each cell that is not complete in a study. sides: cells, and the name of their study."""
+    return [f"{cell}: not complete in {name}" for cells, name in sides for cell in cells]
+
+
+def _unjudged(cell: str, before: Findings, after: Findings) -> Iterator[str]:
+    """The arms of A whose change in B has no interval, with the reason."""
+    for arm in [arm for arm in before.trace.arms if arm.real]:
+        name = f"{cell}: {arm}" if cell else str(arm)
+        ratio = ratio_of_runs(*(step_times(one.trace, arm) for one in (before, after)))
+        if arm not in after.trace.arms:
+            yield f"{name}: not in B"
+        elif ratio is None:
+            yield f"{name}: no counted step in {'A' if arm not in before.times else 'B'}"
+        elif not math.isfinite(ratio.high):
+            yield f"{name}: too few counted steps for an interval"
+
+
+def _unjudged_cells(before: Mapping[str, Run], after: Mapping[str, Run], partial: list[str]) -> Iterator[str]:
+    """The complete cells of A that B lacks, and the arms of the others that cannot be judged. partial: cells of B."""
+    for cell, run in before.items():
+        if cell in after:
+            yield from _unjudged(cell, run.findings, after[cell].findings)
+        else:
+            yield f"{cell}: not {'complete ' if cell in partial else ''}in B"
+
+
+def _label(before: Mapping[str, Run], after: Mapping[str, Run]) -> str:
+    """Label of the numbers of both sides, or of each one if they differ."""
+    one, other = (" and ".join(sorted({run.findings.label for run in runs.values()})) for runs in (before, after))
+    return one if one == other else f"A {one}, B {other}"
+
+
 def _parts(before: Findings, after: Findings) -> tuple[tuple[str, float, float], ...]:
     if before.base is None or before.base != after.base:
         return ()
@@ -167,15 +206,15 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
     if not rows:
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
-    missing = [f"{cell}: not complete in {before}" for cell in partial]
-    missing += [f"{cell}: not complete in {after}" for cell in new_partial]
+    missing = _incomplete((partial, str(before)), (new_partial, str(after)))
     alone = sorted((set(old) ^ set(new)) - {*partial, *new_partial})
     missing += [f"{cell}: only in {before if cell in old else after}" for cell in alone]
     for cell in both:
         times = [set(run[cell].findings.times) for run in (old, new)]
         missing += [f"{arm}: only in {before if arm in times[0] else after}" for arm in sorted(times[0] ^ times[1])]
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
-    return Comparison(rows, _overall(rows), parts, tuple(missing))
+    unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))
+    return Comparison(rows, _overall(rows), parts, tuple(missing), _label(old, new), tuple(unjudged))
 
 
 def _change(ratio: Estimate) -> str:
@@ -196,13 +235,14 @@ def show(found: Comparison, console: Console | None = None) -> None:
         put_row(steps, row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio))
     for arm, ratio in found.overall.items():
         put_row(steps, f"{arm}, all cells", "", "", _change(ratio))
-    shown.print("Steps: medians; B over A, by blocks of steps (measured)", style="bold", highlight=False)
+    shown.print(f"Steps: medians; B over A, by blocks of steps ({found.label})", style="bold", highlight=False)
     shown.print(steps)
     if found.parts:
         parts = make_table("part of a step", "A", "B", "difference")
         for name, before, after in found.parts:
             put_row(parts, name, ms(before), ms(after), ms(after - before))
-        shown.print("Parts of the base's step: means of the middle half (measured)", style="bold", highlight=False)
+        title = f"Parts of the base's step: means of the middle half ({found.label})"
+        shown.print(title, style="bold", highlight=False)
         shown.print(parts)
 
 
@@ -240,12 +280,13 @@ def _changes(found: Comparison, limit: float | None) -> Shown:
     picture.height += TEXT_HEIGHT + 5
     key = (("exposed", "surely slower"), ("compute", "surely faster"), ("other", "no sure change"))
     note = "" if limit is None else f"The dashed line is the limit of the gate, {percent(limit, signed=True)}."
-    return Shown("Change of the median step, B over A, with 95 % intervals (measured)", (picture,), key, note)
+    title = f"Change of the median step, B over A, with 95 % intervals ({found.label})"
+    return Shown(title, (picture,), key, note)
 
 
 def _split(found: Comparison) -> Shown:
     """The parts of the base's step in A and in B."""
-    title = "Parts of the base's step (means of the middle half, measured)"
+    title = f"Parts of the base's step (means of the middle half, {found.label})"
     if not found.parts:
         return Shown(title, missing="The parts are compared for two single runs that have the same base.")
     kinds = [("compute", "compute"), *html.KINDS[2:]]
@@ -268,7 +309,7 @@ def _distributions(found: Comparison) -> Shown:
     named = {f"{row.name}, {which}": steps for row in rows for which, steps in zip("AB", row.steps, strict=True)}
     shades = [html.colour(row.arm) for row in rows for _ in "AB"]
     left = len(found.rows) - len(rows)
-    shown = html.histograms("Lengths of the steps (measured)", named, shades)
+    shown = html.histograms(f"Lengths of the steps ({found.label})", named, shades)
     more = f" The table has {html.count_text(left, 'more row')}." if left else ""
     return replace(shown, note=shown.note + more)
 
@@ -290,6 +331,7 @@ def page(found: Comparison, names: tuple[str, str], limit: float | None = None) 
             names=names,
             missing=found.missing,
             failed=failed,
+            unjudged=found.unjudged,
             limit=limit,
             slower=_sure_changes(transports, "exposed"),
             faster=_sure_changes(transports, "compute"),

@@ -22,6 +22,8 @@ from netbottleneck.trace.model import Interval, Trace
 Summary = Mapping[str, Any]
 Labelled = tuple[dict[str, str], float | None]
 PREFIX = "netbottleneck"
+DESCRIBING = ("source", "fired", "transport")  # labels that say what a number is; no two numbers differ in them alone
+VALUE = ("end", "value")
 MLFLOW_BATCH = 1000  # most metrics of one request
 MLFLOW_REFUSES = re.compile(r"[^\w./ -]")  # characters that the name of a metric must not contain
 
@@ -38,7 +40,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One exported number."""
+    """One exported number, with its labels."""
 
     family: Family
     labels: Mapping[str, str]
@@ -46,8 +48,12 @@ class Number:
 
     @property
     def path(self) -> str:
-        """Name for tools without labels: netbottleneck/step_seconds/stock/0.5."""
-        return "/".join([PREFIX, self.family.name, *self.labels.values()])
+        """Name for tools without labels: netbottleneck/step_seconds/stock/0.5.
+
+        It has no label that describes the number, and no end for the value itself.
+        """
+        own = [text for label, text in self.labels.items() if label not in DESCRIBING and (label, text) != VALUE]
+        return "/".join([PREFIX, self.family.name, *own])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +126,33 @@ def _utilization(summary: Summary) -> Iterator[Labelled]:
 
 
 def _probe(summary: Summary) -> Iterator[Labelled]:
-    for point in (summary["probe"] or {}).get("points", ()):
-        yield {"streams": str(point["streams"])}, point["bits_per_s"]
+    probe = summary["probe"] or {}
+    for point in probe.get("points", ()):
+        yield {"streams": str(point["streams"]), "transport": str(probe["transport"])}, point["bits_per_s"]
+
+
+def _ends(labels: dict[str, str], interval: Mapping[str, float | None]) -> Iterator[Labelled]:
+    """The value and the ends of an interval."""
+    for end in ("value", "low", "high"):
+        yield labels | {"end": end}, interval[end]
+
+
+def _source(rests: str) -> str:
+    """Where a saving comes from: "measured" if it rests on a measurement alone, else "predicted"."""
+    return "measured" if rests.startswith("measured: ") and "; " not in rests else "predicted"
 
 
 def _savings(summary: Summary) -> Iterator[Labelled]:
     for one in summary["verdict"]["evidence"]:
         if one["applies"] and one["saving_s"] is not None:
-            yield {"cause": one["cause"]}, one["saving_s"]["value"]
+            labels = {"cause": one["cause"], "source": _source(one["rests"]), "fired": str(one["fired"]).lower()}
+            yield from _ends(labels, one["saving_s"])
 
 
 def _gains(summary: Summary) -> Iterator[Labelled]:
     for pair in summary["comparisons"]:
         if pair["gain"] is not None and pair["enough"]:
-            yield {"arm": pair["other"]}, pair["gain"]["value"]
+            yield from _ends({"arm": pair["other"]}, pair["gain"])
 
 
 def _scaling(summary: Summary) -> Iterator[Labelled]:

@@ -118,10 +118,11 @@ def _parts_table(findings: Findings) -> tuple[str, Table]:
 def _ranks_table(findings: Findings) -> tuple[str, Table]:
     table = make_table("rank", "host", "waits", "others wait for it", "cores used")
     late = findings.late_ns
+    known = findings.lateness is not None  # else no operation of a step is common to all ranks
     ranks = sorted(findings.trace.ranks, key=lambda rank: (-late.get(rank.rank, 0.0), rank.rank))
     for rank in ranks[:TOP_ROWS]:
         used = findings.cores_used.get(rank.rank)
-        own = [ms(values.get(rank.rank, 0.0)) for values in (findings.waiting_ns, late)]
+        own = [ms(values.get(rank.rank, 0.0)) if known else "-" for values in (findings.waiting_ns, late)]
         put_row(table, str(rank.rank), rank.hostname, *own, "-" if used is None else f"{used:.1f} of {len(rank.cores)}")
     more = len(ranks) - TOP_ROWS
     busy = "" if findings.cores_busy is None else f"; cores of the busiest host {percent(findings.cores_busy)} busy"

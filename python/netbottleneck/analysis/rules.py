@@ -337,18 +337,26 @@ def _send_less(f: Findings) -> str:
     return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
+def _small_share(facts: Facts) -> tuple[float, str] | None:
+    """The part of transfer time that is latency if operations are small and many, and its source; None if not."""
+    f, parts, did = facts.f, facts.f.parts[facts.base], facts.f.achieved.get(facts.base)
+    each = parts.tensor_bytes / max(parts.operations, 1)
+    if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
+        return None
+    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
+    return max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+
+
 def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
     f, base = facts.f, facts.base
-    parts, did, unknown = f.parts[base], f.achieved.get(base), facts.rates_known
+    parts, unknown = f.parts[base], facts.rates_known
     if facts.missing:
         return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing)
     share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
-    each = parts.tensor_bytes / max(parts.operations, 1)
-    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
-    small = each <= limits.SMALL_BYTES and parts.operations >= limits.SMALL_OPERATIONS_MIN
-    if share is None and did is not None and small and not unknown:
-        share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+    small = None if unknown else _small_share(facts)
+    if share is None and small is not None:
+        share, rests = small
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:
         share, rests = min(1.0, fitted.value / facts.moving.value), "fit of the what-if engine"

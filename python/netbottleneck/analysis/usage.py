@@ -189,6 +189,14 @@ class Unseen:
 EVEN = ("allreduce", "allgather", "reducescatter", "barrier")
 
 
+def _sent(operation: Collective, size: int, hosts: int | None) -> float:
+    """Bytes that a rank sends in an operation: recorded, else by the operation's kind."""
+    if operation.wire_bytes is not None:
+        return float(operation.wire_bytes)
+    factor = bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
+    return operation.tensor_bytes * factor
+
+
 def _received(operation: Collective, sent: float) -> float | None:
     """Bytes that a rank receives in an operation; None if that is not known, as of a gather's root."""
     if operation.kind in EVEN:
@@ -208,12 +216,7 @@ def _recorded_bytes(trace: Trace, arm: Arm, warmup: int) -> dict[int, dict[str, 
     found: dict[int, dict[str, float | None]] = {}
     for ranks in hosts.values():
         own = [c for c in trace.collectives if c.rank in ranks and c.arm == arm and (c.rank, c.step) in steps]
-        sent = [
-            float(c.wire_bytes)
-            if c.wire_bytes is not None
-            else c.tensor_bytes * bus_factor(c.kind, c.ranks or trace.size, c.algorithm, count)
-            for c in own
-        ]
+        sent = [_sent(c, trace.size, count) for c in own]
         received = [_received(c, each) for c, each in zip(own, sent, strict=True)]
         known = [each for each in received if each is not None]
         ways = {"tx": sum(sent), "rx": sum(known) if len(known) == len(received) else None}

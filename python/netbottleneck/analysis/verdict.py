@@ -147,31 +147,14 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         # The other sentences are about the middle half.
         lost = f"{percent(typical)} of the typical step, and {lost.replace('the step', 'the mean of all steps')}"
     doubt = next((one for one in evidence if one.uncertain), None)
-    unknown = facts.not_recorded
     if doubt is not None:
         assert doubt.saving is not None
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
     small = max(share.high, typical) < limits.NETWORK_SHARE_MIN
-    if small and facts.missing:
-        why = f"The recorded communication is {lost}. {_sentence(facts.missing)}"
-        return Verdict("INCONCLUSIVE", why, ALL_RECORDS, evidence)
-    if small and unknown:
-        return Verdict(
-            "INCONCLUSIVE",
-            f"The recorded communication is {lost}. {unknown}",
-            "Measure the other model in a separate run: netbottleneck.attach.",
-            evidence,
-        )
     if small:
-        return Verdict(
-            "NOT_NETWORK",
-            f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
-            f"{as_good_sentence(f)}",
-            f"Do nothing about the network{_bound(f)}.",
-            evidence,
-        )
+        return _small(facts, evidence, lost)
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
     withheld = handicap_sentence(f) or _sentence(facts.missing) or packet_loss(facts.connected, facts.base)
@@ -192,6 +175,28 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         f"Exposed communication and waiting are {lost}, and no rule explains them."
         + (f" {withheld}" if withheld else ""),
         *((ALL_RECORDS, evidence, None) if facts.missing else _unmeasured(f, evidence)),
+    )
+
+
+def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
+    """The verdict if no rule fired and communication, as far as it is recorded, is small."""
+    f, unknown = facts.f, facts.not_recorded
+    if facts.missing:
+        why = f"The recorded communication is {lost}. {_sentence(facts.missing)}"
+        return Verdict("INCONCLUSIVE", why, ALL_RECORDS, evidence)
+    if unknown:
+        return Verdict(
+            "INCONCLUSIVE",
+            f"The recorded communication is {lost}. {unknown}",
+            "Measure the other model in a separate run: netbottleneck.attach.",
+            evidence,
+        )
+    return Verdict(
+        "NOT_NETWORK",
+        f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
+        f"{as_good_sentence(f)}",
+        f"Do nothing about the network{_bound(f)}.",
+        evidence,
     )
 
 

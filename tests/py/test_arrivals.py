@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from netbottleneck.analysis import arrivals, bandwidth, findings, verdict
+from netbottleneck.analysis import arrivals, bandwidth, findings, rules, verdict
 from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock
 
@@ -43,6 +43,25 @@ def test_a_clock_without_operations_has_no_bound():
     trace = replace(trace_of(APART), collectives=())
     assert arrivals.aligned(trace) is trace
     assert arrivals.clock_error_ns(trace) == math.inf
+
+
+def heartbeat(trace, rank, error_ns):
+    clock = Clock("heartbeat", 0, error_ns)
+    return replace(trace, ranks=tuple(replace(one, clock=clock) if one.rank == rank else one for one in trace.ranks))
+
+
+def test_a_clock_whose_error_is_not_known_is_not_exact():
+    unknown = heartbeat(trace_of(replace(APART, clock_ms={})), 1, None)
+    assert arrivals.clock_error_ns(unknown) == math.inf
+    assert clock(arrivals.aligned(unknown)).method == arrivals.BY_OPERATIONS
+    assert arrivals.clock_error_ns(heartbeat(unknown, 1, 2000)) == 2000
+
+
+def test_one_aligned_clock_does_not_make_the_others_exact():
+    for error_ns, coarse in ((1000, False), (10**9, True)):
+        found = findings.find(heartbeat(trace_of(replace(APART, ranks=3, clock_ms={1: 12.0, 2: 0.0})), 2, error_ns))
+        assert clock(found.trace).method == arrivals.BY_OPERATIONS
+        assert rules.Facts(found, found.base, rules.Predicted(), ()).coarse_clocks == coarse
 
 
 def test_a_simulated_run_has_one_clock():

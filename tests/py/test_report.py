@@ -293,7 +293,12 @@ def test_a_handicapped_stock_withholds_every_gain(tmp_path):
     assert "Our hooks slow the stock path by 17 %, so no gain is reported" in " ".join(found.text.split())
     assert "withheld" in found.text
     assert "shorter" not in found.text
-    assert found.summary["comparisons"][0]["gain"] is None
+    (pair,) = found.summary["comparisons"]
+    assert (pair["gain"], pair["ratio"], pair["difference_s"]) == (None, None, None)
+    (rule,) = (one for one in found.summary["verdict"]["evidence"] if one["code"] == "TRANSPORT_LIMITED")
+    assert (rule["saving_s"], rule["margin"], rule["why"], rule["next"]) == (None, None, "", "")
+    assert rule["rests"].startswith("Our hooks slow the stock path")
+    check_schema(found.summary)
 
 
 def test_null_warns_that_training_is_not_valid(tmp_path):

@@ -411,7 +411,7 @@ def test_the_step_of_one_rank_is_estimated_without_exposed_and_wait():
     assert comparisons.scaling_factor(trace, "stock", ()) is None
 
 
-@pytest.mark.parametrize(("constant", "slope", "share"), [(0, 2, 0.0), (1000, 0, 1.0), (1000, 1, 0.606)])
+@pytest.mark.parametrize(("constant", "slope", "share"), [(0, 2, 0.0), (100_000, 1, 0.994), (1000, 1, 0.606)])
 def test_the_share_of_latency_is_fitted(constant, slope, share):
     sizes = [100, 200, 400, 800, 1600] * 2
     rows, now = [], 0
@@ -419,6 +419,28 @@ def test_the_share_of_latency_is_fitted(constant, slope, share):
         rows.append(operation(now, now + constant + slope * size + (size == 0), tensor_bytes=size))
         now += 10**6
     assert comparisons.latency_share(rows) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("slope", [0, -1])
+def test_times_that_do_not_grow_with_size_give_no_share_of_latency(slope):
+    sizes = [100, 200, 400, 800, 1600] * 2
+    rows = [
+        operation(place * 10**6, place * 10**6 + 10_000 + slope * size, tensor_bytes=size)
+        for place, size in enumerate(sizes)
+    ]
+    assert comparisons.latency_share(rows) is None
+
+
+def test_an_operation_of_a_group_has_a_last_rank():
+    def entries(*ranks, of):
+        rows = tuple(operation(10, 20, key=1, rank=rank, submit_ns=rank, ranks=of) for rank in ranks)
+        return list(intervals.last_entries(Trace("t", 8, ("stock",), collectives=rows)).values())
+
+    assert entries(1, 3, 5, 7, of=4) == [(7, 7)]
+    assert entries(1, 3, 5, of=4) == []  # a rank is missing
+    assert entries(*range(8), of=4) == []  # two groups with the same key
+    assert entries(1, 3, 5, 7, of=None) == []
+    assert entries(*range(8), of=None) == [(7, 7)]
 
 
 def test_waiting_for_the_last_rank_is_no_latency():

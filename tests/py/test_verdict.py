@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck.analysis import findings, rules, usage, verdict
+from netbottleneck.analysis import findings, intervals, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
@@ -283,6 +283,26 @@ def test_unseen_bytes_are_those_of_the_counted_steps(tmp_path):
     assert found.surely == pytest.approx(1 - 0.65 * 1.1, abs=0.001)
 
 
+def test_received_bytes_are_compared_with_received_ones(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=6).write())
+    gathers = replace(run, collectives=tuple(replace(one, kind="gather") for one in run.collectives))
+    receives = replace(run, collectives=tuple(replace(one, kind="recv") for one in run.collectives))
+    moved = 5.0 * sum(bucket["bytes"] for bucket in BUCKETS)
+
+    def surely(trace, **ways):
+        interfaces = tuple(usage.Use("eth0", way, 0.0, None, nbytes, 0.0) for way, nbytes in ways.items())
+        use = usage.HostUse(0, "host0", Arm("stock"), 1.0, 1.0, 10.0, interfaces)
+        found = usage.unseen(trace, Arm("stock"), [use])
+        return None if found is None else found.surely
+
+    assert surely(receives, rx=moved, tx=0.0) == 0
+    assert surely(receives, rx=2 * moved, tx=0.0) == pytest.approx(0.45, abs=0.01)
+    assert surely(receives, rx=moved, tx=moved) == 1  # none of the sent bytes are recorded
+    assert surely(run, rx=2 * moved, tx=moved) == pytest.approx(0.45, abs=0.01)
+    assert surely(gathers, rx=9 * moved) is None  # what a rank receives is not known
+    assert surely(gathers, rx=9 * moved, tx=moved / 2) == 0
+
+
 def test_a_share_that_single_steps_make_is_told_from_that_of_most(tmp_path):
     run = Varying(
         tmp_path, lambda *at: (1, 40 if at[2] % 5 == 0 else 2.5), transports=("stock",), blocks=1, block_steps=41
@@ -474,6 +494,11 @@ def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
     v = verdict.decide(findings.find(replace(run, ranks=(first, replace(second, transports=other)))))
     assert v.code == "MISCONFIGURED"
     assert "gloo: rank 0; else: rank 1" in v.why
+    beside = tuple(
+        replace(info, provider="else" if info.name == "ofi" else info.provider) for info in second.transports
+    )
+    v = verdict.decide(findings.find(replace(run, ranks=(first, replace(second, transports=beside)))))
+    assert v.code != "MISCONFIGURED"  # the base is stock
 
 
 @pytest.fixture
@@ -590,6 +615,88 @@ def test_a_saving_whose_interval_includes_the_limit_is_inconclusive(tmp_path):
     assert v.code == "INCONCLUSIVE"
     assert v.why.startswith("Transport may cost")
     assert "but the interval includes 3.0 % (measured: 4 pairs of blocks)" in v.why
+
+
+def rule_of(code, numbers, **facts):
+    """The result of one rule."""
+    given = rules.Facts(numbers, numbers.base, rules.Predicted(), (), **facts)
+    return next(one for one in rules.judge(given) if one.code == code)
+
+
+def test_without_the_record_of_a_rank_no_rule_judges_transfers(tmp_path, unexplained):
+    unrecorded = "o record of rank 1: waiting for the last rank cannot be told from transfer"
+
+    def alone(numbers, **changes):
+        return replace(numbers, trace=replace(numbers.trace, ranks=numbers.trace.ranks[:1]), **changes)
+
+    did = unexplained.achieved["stock"].active_bps
+    faster = Achievable("tcp", ((1, 0.5 * did), (4, 2 * did)), (4, 2 * did))
+    for code, changes in (
+        ("LINK_LIMITED", {"link_bps": did}),
+        ("LATENCY_LIMITED", {"latency_share": 0.7}),
+        ("TRANSPORT_LIMITED", {"achievable": faster}),
+    ):
+        assert rule_of(code, replace(unexplained, **changes)).fired
+        found = verdict.decide(alone(unexplained, **changes))
+        assert (found.code, found.next) == ("INCONCLUSIVE", verdict.ALL_RECORDS)
+        assert unrecorded in found.why
+        assert unrecorded in rule_of(code, alone(unexplained, **changes)).rests
+    hidden = findings_of(tmp_path / "hidden", transports=("stock",), blocks=2, transfer_ms={"stock": (5, 0.5)})
+    assert verdict.decide(hidden).code == "NOT_NETWORK"
+    assert verdict.decide(alone(hidden)).code == "INCONCLUSIVE"
+    assert unrecorded in verdict.decide(alone(hidden)).why
+
+
+def test_latency_is_fitted_to_counted_steps(tmp_path, monkeypatch):
+    fitted = []
+    monkeypatch.setattr(findings, "latency_share", lambda rows, _: fitted.extend(rows))
+    findings_of(tmp_path, transports=("stock",), blocks=2)
+    assert {one.step for one in fitted} == {2, 3, 4, 5, 6, 8, 9, 10, 11, 12}  # blocks of 6 steps
+
+
+def test_small_operations_are_not_judged_if_rates_are_not_known(unexplained):
+    parts = replace(unexplained.parts["stock"], operations=60, tensor_bytes=60 * 4096)
+    small = replace(unexplained, parts={"stock": parts}, latency_share=None)
+    others = usage.Unseen("host0", "eth0", 1e9, 0.4, 0.4)
+    assert rule_of("LATENCY_LIMITED", small).applies
+    assert not rule_of("LATENCY_LIMITED", small, unseen=others).applies
+    assert rule_of("LATENCY_LIMITED", small, unseen=others).rests.startswith("unseen: ")
+    assert not rule_of("LATENCY_LIMITED", replace(small, clock_error_ns=math.inf)).applies
+
+
+def test_a_probe_is_the_links_rate_between_hosts_if_it_no_longer_rises(unexplained):
+    did = unexplained.achieved["stock"].active_bps
+    unknown = replace(unexplained, link_bps=None)
+    flat = replace(unknown, achievable=Achievable("tcp", ((1, did), (4, did)), (1, did)))
+    rising = replace(unknown, achievable=Achievable("tcp", ((1, 0.5 * did), (4, did)), (4, did)))
+    here = replace(flat, trace=replace(flat.trace, ranks=tuple(replace(r, host_id="one") for r in flat.trace.ranks)))
+    assert rule_of("LINK_LIMITED", flat).fired
+    assert not rule_of("LINK_LIMITED", rising).applies
+    assert "still rises at 4 streams" in rule_of("LINK_LIMITED", rising).rests
+    assert not rule_of("LINK_LIMITED", here).applies
+
+
+def test_delays_are_not_known_if_most_steps_are_above_a_fastest_quarter_without_spread(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=3).write())
+    _, one, _ = intervals.split_steps(run)[0]
+
+    def delays(*exposed_ms):
+        rows = [
+            replace(one, index=i, exposed_ns=int(at * 1e6), wait_ns=0, skew_ns=0) for i, at in enumerate(exposed_ms)
+        ]
+        return findings._delays(rows)
+
+    usual = [1 + 0.01 * i for i in range(19)]
+    assert delays(*usual, 201).value == pytest.approx(10e6, rel=0.01)
+    assert delays(*[1] * 10, *usual) is None  # most are above the fastest ones, and may be the usual ones
+    assert delays(*[1] * 10, 2).value == pytest.approx(1e6 / 11)
+
+
+def test_no_arm_is_asked_for_where_no_gradients_can_be_moved(tmp_path):
+    numbers = findings_of(tmp_path, transports=("stock",), blocks=1, block_steps=12, transfer_ms={"stock": (5, 0.5)})
+    without = replace(numbers, trace=replace(numbers.trace, buckets=()))
+    assert "null" in rule_of("HOST_LIMITED", numbers).needs + verdict.decide(numbers).next
+    assert "null" not in rule_of("HOST_LIMITED", without).needs + verdict.decide(without).next
 
 
 def test_every_code_of_a_rule_is_listed(unexplained):

@@ -12,12 +12,24 @@ import numpy as np
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
 from netbottleneck.analysis.intervals import Split
 from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
-from netbottleneck.trace.model import COMPLETED, ENDED, POINT_TO_POINT, Clock, Collective, ProcessGroup, Step, Trace
+from netbottleneck.trace.model import (
+    COMPLETED,
+    ENDED,
+    POINT_TO_POINT,
+    Clock,
+    Collective,
+    ProcessGroup,
+    Rank,
+    Step,
+    Trace,
+)
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, nbytes
 
 # Clocks from wall times, or not compared at all, may be off by milliseconds.
 UNSURE_METHODS = ("wall", "none")
+# Clocks without an error: rank 0's own, and the same clock of one host.
+EXACT_METHODS = ("rank 0", "same clock")
 # The method of a clock that is aligned by the ends of operations.
 BY_OPERATIONS = "operations"
 # The shortest operations bound the error of a clock that is aligned by operations: this part of them.
@@ -52,10 +64,10 @@ def _offset(groups: Sequence[Mapping[int, Collective]], rank: int) -> tuple[int,
 def aligned(trace: Trace) -> Trace:
     """The trace with uncertain clocks aligned by the ends of its operations.
 
-    The clocks of UNSURE_METHODS are aligned if all ranks recorded an operation; their method is then "operations".
-    Simulated traces have one clock.
+    The clocks whose error is not known are aligned if all ranks recorded an operation; their method is then
+    "operations". Simulated traces have one clock.
     """
-    unsure = [rank.rank for rank in trace.ranks if rank.rank and rank.clock.method in UNSURE_METHODS]
+    unsure = [rank.rank for rank in trace.ranks if rank.rank and math.isinf(_error_ns(rank.clock))]
     groups = _matched(trace) if unsure and trace.origin == "measured" else []
     if not groups or 0 not in groups[0]:
         return trace
@@ -117,16 +129,31 @@ def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
 
 def clock_error_ns(trace: Trace) -> float:
     """Largest possible error of a time difference between two ranks; infinite if a clock was not compared."""
+    return _largest_error_ns(trace, trace.ranks)
+
+
+def transfer_error_ns(trace: Trace) -> float:
+    """clock_error_ns of the clocks that are not aligned by operations.
+
+    An aligned clock is exact enough for a transfer, which then lasts as long as on the last rank.
+    """
+    return _largest_error_ns(trace, [rank for rank in trace.ranks if rank.clock.method != BY_OPERATIONS])
+
+
+def _largest_error_ns(trace: Trace, ranks: Iterable[Rank]) -> float:
     if trace.origin != "measured":
         return 0.0
-    errors = sorted((_error_ns(rank.clock) + (rank.device_error_ns or 0) for rank in trace.ranks), reverse=True)
+    errors = sorted((_error_ns(rank.clock) + (rank.device_error_ns or 0) for rank in ranks), reverse=True)
     return sum(errors[:2])
 
 
 def _error_ns(clock: Clock) -> float:
+    """Error of a clock; infinite if it is not known."""
     if clock.method in UNSURE_METHODS:
         return math.inf
-    return float(clock.error_ns or 0)
+    if clock.error_ns is None:
+        return 0.0 if clock.method in EXACT_METHODS else math.inf
+    return float(clock.error_ns)
 
 
 @dataclass(frozen=True, slots=True)

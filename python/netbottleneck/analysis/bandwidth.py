@@ -80,6 +80,11 @@ class Achievable:
     points: tuple[tuple[int, float], ...]
     best: tuple[int, float]
 
+    @property
+    def flat(self) -> bool:
+        """True if more streams than the best were probed: the rate no longer rises."""
+        return self.best[0] < self.points[-1][0]
+
 
 def achievable_bandwidth(trace: Trace) -> Achievable | None:
     """Probe result of the fastest transport; None without a probe."""

@@ -495,8 +495,8 @@ def latency_share(
 ) -> float | None:
     """Part of transfer time that does not depend on size: a in ns = a + b bytes, by least squares.
 
-    Uses operations that ran alone on their rank; None if they are too few or too similar in size. last: as
-    intervals.last_entries returns it: waiting for the last rank is not transfer.
+    Uses operations that ran alone on their rank; None if they are too few or too similar in size, or if larger ones
+    take no longer. last: as intervals.last_entries returns it: waiting for the last rank is not transfer.
     """
     points = []
     by_rank: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -518,8 +518,8 @@ def latency_share(
     if sizes.max() < FIT_SIZES_RATIO_MIN * sizes.min():
         return None
     slope, constant = np.polyfit(sizes, times, 1)
-    if slope < 0:
-        return 1.0
+    if slope <= 0:
+        return None
     return float(np.clip(constant * len(times) / times.sum(), 0.0, 1.0))
 
 

@@ -101,10 +101,10 @@ class Findings:
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
     headroom: base against no communication. slowed: forward and backward without communication against those of base.
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
-    achieved / achievable), an upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep
+    achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
     torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays_ns: ns a
-    step by which single steps move data for longer than usual.
+    step by which single steps move data for longer than usual; None if the usual ones cannot be told.
     nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
     """
 
@@ -185,14 +185,17 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
 }
 
 
-def _delays(splits: Sequence[Split]) -> Estimate:
-    """Ns a step, of all steps, by which single steps move data for longer than usual.
+def _delays(splits: Sequence[Split]) -> Estimate | None:
+    """Ns a step, of all steps, by which single steps move data for longer than usual; None if that is not known.
 
-    Usual is up to DELAYED times the distance of the 10th from the 25th percentile above that.
+    Usual is up to DELAYED times the distance of the 10th from the 25th percentile above that. Without a distance, any
+    step above it counts: if most do, they may be the usual ones.
     """
     moving = np.asarray(_over_steps(splits, PARTS["moving"]))
     low, quarter = np.percentile(moving, [10, 25])
     delayed = moving > quarter + DELAYED * (quarter - low)
+    if quarter <= low and 2 * np.count_nonzero(delayed) > len(moving):
+        return None
     return mean_of_delays(np.where(delayed, moving - quarter, 0.0))
 
 
@@ -347,7 +350,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     trace = common.trace
     middle = typical(rows, lambda row: row[1])
     splits, typical_splits = [row[1] for row in rows], [row[1] for row in middle]
-    own = [c for c in trace.collectives if c.arm == base and c.step is not None]
+    steps = {(step.rank, step.index) for step, _, _ in rows}
+    own = [c for c in trace.collectives if c.arm == base and (c.rank, c.step) in steps]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
         common,

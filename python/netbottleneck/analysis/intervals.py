@@ -128,6 +128,11 @@ class Split:
         return {**own, "other": self.step_ns - sum(own.values())}
 
 
+def missing_ranks(trace: Trace) -> tuple[int, ...]:
+    """The ranks of a run that have no record."""
+    return tuple(sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks}))
+
+
 def host_count(trace: Trace) -> int | None:
     """Number of hosts of a run; None if a rank did not record its host."""
     hosts = {rank.host_id for rank in trace.ranks}
@@ -179,14 +184,19 @@ def is_split(step: Step) -> bool:
 
 
 def last_entries(trace: Trace) -> dict[tuple[Arm, int, int, int], tuple[int, int]]:
-    """For each operation that all ranks submitted: (time of the last submission, rank that made it)."""
+    """For each operation that all ranks of its group submitted: (time of the last submission, rank that made it).
+
+    Left out: the operations of groups that have the same key and are not the same group.
+    """
     entries: dict[tuple[Arm, int, int, int], dict[int, int]] = defaultdict(dict)
+    sizes: dict[tuple[Arm, int, int, int], set[int]] = defaultdict(set)
     for operation in trace.collectives:
         entries[operation.match][operation.rank] = operation.submit_ns
+        sizes[operation.match].add(operation.ranks or trace.size)
     return {
         match: max((at, rank) for rank, at in by_rank.items())
         for match, by_rank in entries.items()
-        if len(by_rank) == trace.size
+        if sizes[match] == {len(by_rank)}
     }
 
 

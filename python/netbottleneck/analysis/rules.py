@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
-from netbottleneck.analysis.arrivals import BY_OPERATIONS
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, best_gain, stock_is_as_good
+from netbottleneck.analysis.intervals import host_count, missing_ranks
 from netbottleneck.analysis.usage import (
     FASTER_INTERFACE,
     NO_CONNECTIONS,
@@ -144,17 +145,26 @@ class Facts:
     def coarse_clocks(self) -> bool:
         """True if the ranks' clocks may differ by too much of the time in transfer.
 
-        Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
+        Clocks that are aligned by operations are exact enough.
         """
-        parts, did = self.f.parts[self.base], self.f.achieved.get(self.base)
-        aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
-        if aligned or did is None or parts.transfer_ns <= 0:
+        f, parts = self.f, self.f.parts[self.base]
+        if f.achieved.get(self.base) is None or parts.transfer_ns <= 0:
             return False
-        return self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * parts.transfer_ns
+        aligned = any(rank.clock.method == BY_OPERATIONS for rank in f.trace.ranks)
+        error_ns = transfer_error_ns(f.trace) if aligned else f.clock_error_ns
+        return error_ns * parts.operations > limits.CLOCK_SHARE * parts.transfer_ns
+
+    @property
+    def missing(self) -> str:
+        """Why time in transfer is not known, if ranks have no record; "" if all have one."""
+        ranks = ", ".join(map(str, missing_ranks(self.f.trace)))
+        return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer" if ranks else ""
 
     @property
     def rates_known(self) -> str:
         """Why rates may not be judged; "" if they may."""
+        if self.missing:
+            return self.missing
         if self.coarse_clocks:
             return clock_text(self.f)
         more = self.unseen
@@ -225,6 +235,8 @@ def transport(facts: Facts) -> RuleResult:
     f = facts.f
     tried = [pair for pair in f.comparisons if pair.enough]
     withheld = handicap_sentence(f)
+    if withheld is not None:
+        return facts.evidence("transport", "TRANSPORT_LIMITED", rests=withheld)
     pair = best_gain(f) or max(tried, key=lambda p: p.gain.value, default=None)
     if pair is None:
         return _probe(facts)
@@ -234,9 +246,9 @@ def transport(facts: Facts) -> RuleResult:
         "transport",
         "TRANSPORT_LIMITED",
         pair.base_ns,  # so that a saving counts exactly if the gain does
-        applies=withheld is None and gain.value >= limits.GAIN_MIN,
+        applies=gain.value >= limits.GAIN_MIN,
         saving=saving,
-        rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,
+        rests=f"{f.label}: {pair.pairs} pairs of blocks",
         why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(saving.value)} shorter "
         f"({ms(saving.low)} to {ms(saving.high)}), "
         f"{percent(gain.value)} ({percent(gain.low)} to {percent(gain.high)}), over {pair.pairs} pairs of blocks.",
@@ -262,7 +274,7 @@ def _probe(facts: Facts) -> RuleResult:
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
-        applies=rate >= limits.PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
+        applies=rate >= limits.PROBE_RATIO * did.active_bps,
         saving=saving,
         rests=f"predicted from the probe of {streams(count)}",
         why=f"The {base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached "
@@ -278,12 +290,9 @@ def link(facts: Facts) -> RuleResult:
     """The link itself is full while data move."""
     f, did = facts.f, facts.f.achieved.get(facts.base)
     unknown = facts.rates_known
-    if f.link_bps:
-        limit, what = f.link_bps, "link"
-    elif f.achievable and len(f.achievable.points) > 1:
-        limit, what = f.achievable.best[1], "best of the probe (the link's speed is not known)"
-    else:
-        return facts.evidence("link", "LINK_LIMITED", rests="the link's speed is not known")
+    limit, what = _limit(f)
+    if limit is None:
+        return facts.evidence("link", "LINK_LIMITED", rests=what)
     if did is None or unknown:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
@@ -306,6 +315,19 @@ def link(facts: Facts) -> RuleResult:
     )
 
 
+def _limit(f: Findings) -> tuple[float | None, str]:
+    """The link's rate and what it is of; None and why if it is not known."""
+    if f.link_bps:
+        return f.link_bps, "link"
+    if f.achievable is None or len(f.achievable.points) < 2:
+        return None, "the link's speed is not known"
+    if (host_count(f.trace) or 0) < 2:
+        return None, "the link's speed is not known: the probe did not run between two hosts"
+    if not f.achievable.flat:
+        return None, f"the link's speed is not known: the probe still rises at {streams(f.achievable.best[0])}"
+    return f.achievable.best[1], "best of the probe (the link's speed is not known)"
+
+
 def _send_less(f: Findings) -> str:
     """What to do about a full link: a transport that was measured to be faster comes first."""
     less, won = "end less (larger batches, smaller gradients) or get a faster link", best_gain(f)
@@ -315,21 +337,32 @@ def _send_less(f: Findings) -> str:
     return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
+def _small_share(facts: Facts) -> tuple[float, str] | None:
+    """The part of transfer time that is latency if operations are small and many, and its source; None if not."""
+    f, parts, did = facts.f, facts.f.parts[facts.base], facts.f.achieved.get(facts.base)
+    each = parts.tensor_bytes / max(parts.operations, 1)
+    if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
+        return None
+    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
+    return max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+
+
 def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
     f, base = facts.f, facts.base
-    parts, did = f.parts[base], f.achieved.get(base)
+    parts, unknown = f.parts[base], facts.rates_known
+    if facts.missing:
+        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing)
     share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
-    each = parts.tensor_bytes / max(parts.operations, 1)
-    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
-    small = each <= limits.SMALL_BYTES and parts.operations >= limits.SMALL_OPERATIONS_MIN
-    if share is None and did is not None and small:
-        share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+    small = None if unknown else _small_share(facts)
+    if share is None and small is not None:
+        share, rests = small
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:
         share, rests = min(1.0, fitted.value / facts.moving.value), "fit of the what-if engine"
     if share is None:
-        return facts.evidence("latency", "LATENCY_LIMITED", rests="operations differ too little in size for a fit")
+        rests = unknown or "the operations' sizes give no fit"
+        return facts.evidence("latency", "LATENCY_LIMITED", rests=rests)
     saving = fitted or facts.moving.scaled(share)
     how = "predicted" if fitted is not None else "exposed x share"
     return facts.evidence(
@@ -408,6 +441,8 @@ def host(facts: Facts) -> RuleResult:
 
 def without_traffic(f: Findings) -> str:
     """Ask for steps that move nothing, beside the same arms."""
+    if not f.trace.buckets:  # no transport of ours can move its gradients
+        return MORE_STEPS
     if NULL in f.trace.arms:
         return SAME_ARMS
     named = ",".join(name for name in (*f.trace.arms, NULL) if name != SINGLE)
@@ -614,6 +649,11 @@ def loss(facts: Facts) -> RuleResult:
     lost, saving = packet_loss(facts.connected, facts.base), facts.f.delays_ns
     if not lost or saving is None:
         rests = "no connection lost packets" if facts.connected.ends else "no connections were recorded"
+        rests = (
+            "most steps move data for longer than the fastest quarter, so delayed ones cannot be told"
+            if lost
+            else rests
+        )
         return facts.evidence("packet loss", "PACKET_LOSS", rests=rests)
     return facts.evidence(
         "packet loss",

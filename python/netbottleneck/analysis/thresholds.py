@@ -39,7 +39,7 @@ STEPS_MIN = 5
 
 # Fewest pairs of blocks that support a claim.
 PAIRS_MIN = 3
-# A gain over stock is withheld if our hooks surely slow stock by more than this part of the untouched script's step.
+# A gain over stock is withheld if our hooks surely slow stock, and by more than this part of the script's own step.
 HANDICAP_MAX = 0.03
 # The probe's best point is the one with the fewest streams that reaches this part of the top rate.
 PROBE_NEAR_BEST = 0.95

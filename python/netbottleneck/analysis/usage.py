@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import HEADERS, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
-from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace, TransportInfo
+from netbottleneck.trace.model import Collective, Connection, Counters, End, Samples, Trace, TransportInfo
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import nbytes, percent
@@ -173,7 +173,7 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """Bytes on a host's busiest interface, in an arm's steps, that no recorded operation explains.
+    """Bytes on a host's busiest interface in one direction, in an arm's steps, that no recorded operation explains.
 
     part: of the interface's bytes; surely: the same if headers and acknowledgements add HEADERS to the recorded ones.
     """
@@ -185,41 +185,59 @@ class Unseen:
     surely: float
 
 
-def _recorded_bytes(trace: Trace, arm: Arm, warmup: int) -> dict[int, float]:
-    """By rank: bytes that the recorded operations of its host's ranks sent in the counted steps of an arm."""
+# Operations in which each rank receives as many bytes as it sends.
+EVEN = ("allreduce", "allgather", "reducescatter", "barrier")
+
+
+def _sent(operation: Collective, size: int, hosts: int | None) -> float:
+    """Bytes that a rank sends in an operation: recorded, else by the operation's kind."""
+    if operation.wire_bytes is not None:
+        return float(operation.wire_bytes)
+    factor = bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
+    return operation.tensor_bytes * factor
+
+
+def _received(operation: Collective, sent: float) -> float | None:
+    """Bytes that a rank receives in an operation; None if that is not known, as of a gather's root."""
+    if operation.kind in EVEN:
+        return sent
+    if operation.lanes is not None:
+        return float(sum(received for _, _, received in operation.lanes))
+    return {"send": 0.0, "recv": float(operation.tensor_bytes)}.get(operation.kind)
+
+
+def _recorded_bytes(trace: Trace, arm: Arm, warmup: int) -> dict[int, dict[str, float | None]]:
+    """By rank and way: bytes of its host's recorded operations in the counted steps of an arm; None if not known."""
     steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
     hosts: dict[str, list[int]] = defaultdict(list)
     for rank in trace.ranks:
         hosts[rank.host_id or str(rank.rank)].append(rank.rank)
     count = host_count(trace)
-    found: dict[int, float] = {}
+    found: dict[int, dict[str, float | None]] = {}
     for ranks in hosts.values():
-        sent = [
-            c.wire_bytes
-            if c.wire_bytes is not None
-            else c.tensor_bytes * bus_factor(c.kind, c.ranks or trace.size, c.algorithm, count)
-            for c in trace.collectives
-            if c.rank in ranks and c.arm == arm and (c.rank, c.step) in steps
-        ]
-        found |= dict.fromkeys(ranks, float(sum(sent)))
+        own = [c for c in trace.collectives if c.rank in ranks and c.arm == arm and (c.rank, c.step) in steps]
+        sent = [_sent(c, trace.size, count) for c in own]
+        received = [_received(c, each) for c, each in zip(own, sent, strict=True)]
+        known = [each for each in received if each is not None]
+        ways = {"tx": sum(sent), "rx": sum(known) if len(known) == len(received) else None}
+        found |= dict.fromkeys(ranks, ways)
     return found
 
 
 def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> Unseen | None:
     """The largest unseen part among the hosts, in an arm's counted steps; None if no interface's bytes were recorded.
 
-    uses: of the same steps.
+    uses: of the same steps. What an interface sent is compared with what the operations sent, and what it received
+    with what they received, if that is known.
     """
     recorded = _recorded_bytes(trace, arm, warmup)
     found = []
     for use_of in uses:
-        sent = recorded.get(use_of.rank)
-        if use_of.arm != arm or not use_of.interfaces or sent is None:
-            continue
-        use = max(use_of.interfaces, key=lambda one: one.bytes)
-        if use.bytes > 0:
-            surely, part = (max(0.0, 1 - sent * times / use.bytes) for times in (1 + HEADERS, 1.0))
-            found.append(Unseen(use_of.hostname, use.interface, part * use.bytes, part, surely))
+        for way, known in recorded.get(use_of.rank, {}).items() if use_of.arm == arm else ():
+            use = max((one for one in use_of.interfaces if one.way == way), key=lambda one: one.bytes, default=None)
+            if use is not None and use.bytes > 0 and known is not None:
+                surely, part = (max(0.0, 1 - known * times / use.bytes) for times in (1 + HEADERS, 1.0))
+                found.append(Unseen(use_of.hostname, use.interface, part * use.bytes, part, surely))
     return max(found, key=lambda one: (one.surely, one.part), default=None)
 
 

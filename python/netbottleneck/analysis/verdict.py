@@ -119,18 +119,18 @@ def _too_little(f: Findings) -> Verdict | None:
 
 
 def _providers(f: Findings) -> Verdict | None:
-    kinds: dict[str, dict[str, list[int]]] = {}
+    """The verdict if the ranks differ in the provider of the base's transport."""
+    assert f.base is not None
+    name = f.base.transport
+    providers: dict[str, list[int]] = {}
     for rank in f.trace.ranks:
         for info in rank.transports:
-            if info.provider:
-                kinds.setdefault(info.name, {}).setdefault(info.provider, []).append(rank.rank)
-    for name, providers in kinds.items():
-        if len(providers) > 1:
-            by_rank = "; ".join(f"{provider}: rank {', '.join(map(str, r))}" for provider, r in providers.items())
-            return Verdict(
-                "MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", "Set NETBOTTLENECK_PROVIDER."
-            )
-    return None
+            if info.provider and info.name == name:
+                providers.setdefault(info.provider, []).append(rank.rank)
+    if len(providers) < 2:
+        return None
+    by_rank = "; ".join(f"{provider}: rank {', '.join(map(str, ranks))}" for provider, ranks in providers.items())
+    return Verdict("MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", "Set NETBOTTLENECK_PROVIDER.")
 
 
 # The verdict.
@@ -147,31 +147,17 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         # The other sentences are about the middle half.
         lost = f"{percent(typical)} of the typical step, and {lost.replace('the step', 'the mean of all steps')}"
     doubt = next((one for one in evidence if one.uncertain), None)
-    unknown = facts.not_recorded
     if doubt is not None:
         assert doubt.saving is not None
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
     small = max(share.high, typical) < limits.NETWORK_SHARE_MIN
-    if small and unknown:
-        return Verdict(
-            "INCONCLUSIVE",
-            f"The recorded communication is {lost}. {unknown}",
-            "Measure the other model in a separate run: netbottleneck.attach.",
-            evidence,
-        )
     if small:
-        return Verdict(
-            "NOT_NETWORK",
-            f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
-            f"{as_good_sentence(f)}",
-            f"Do nothing about the network{_bound(f)}.",
-            evidence,
-        )
+        return _small(facts, evidence, lost)
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
-    withheld = handicap_sentence(f) or packet_loss(facts.connected, facts.base)
+    withheld = handicap_sentence(f) or _sentence(facts.missing) or packet_loss(facts.connected, facts.base)
     close = _close_comparison(f)
     if close is not None:
         gain = f"{percent(close.gain.value)} ({percent(close.gain.low)} to {percent(close.gain.high)})"
@@ -188,8 +174,35 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         "INCONCLUSIVE",
         f"Exposed communication and waiting are {lost}, and no rule explains them."
         + (f" {withheld}" if withheld else ""),
-        *_unmeasured(f, evidence),
+        *((ALL_RECORDS, evidence, None) if facts.missing else _unmeasured(f, evidence)),
     )
+
+
+def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
+    """The verdict if no rule fired and communication, as far as it is recorded, is small."""
+    f, unknown = facts.f, facts.not_recorded
+    if facts.missing:
+        why = f"The recorded communication is {lost}. {_sentence(facts.missing)}"
+        return Verdict("INCONCLUSIVE", why, ALL_RECORDS, evidence)
+    if unknown:
+        return Verdict(
+            "INCONCLUSIVE",
+            f"The recorded communication is {lost}. {unknown}",
+            "Measure the other model in a separate run: netbottleneck.attach.",
+            evidence,
+        )
+    return Verdict(
+        "NOT_NETWORK",
+        f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
+        f"{as_good_sentence(f)}",
+        f"Do nothing about the network{_bound(f)}.",
+        evidence,
+    )
+
+
+def _sentence(reason: str) -> str:
+    """A reason of a rule as a sentence; "" for none."""
+    return f"{reason[0].upper()}{reason[1:]}." if reason else ""
 
 
 def _close_comparison(f: Findings) -> Paired | None:
@@ -203,7 +216,8 @@ def _bound(f: Findings) -> str:
     if f.headroom is not None and f.headroom.enough:
         gain = f.headroom.gain
         return f": without communication the step would be {percent(gain.value)} shorter ({f.label})"
-    return f": its share does not include compute that traffic slows (compare with {NULL})"
+    compare = f" (compare with {NULL})" if f.trace.buckets else ""  # without gradients of ours nothing can be left out
+    return f": its share does not include compute that traffic slows{compare}"
 
 
 def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tuple[RuleResult, ...], int | None]:
@@ -229,6 +243,7 @@ def _missing(f: Findings) -> str:
 
 
 LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
+ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
 QUIET = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
 
 

@@ -62,6 +62,7 @@ def _evidence(one: RuleResult) -> dict[str, Any]:
 
 
 def _pair(pair: Paired | None, withheld: bool = False) -> dict[str, Any] | None:
+    """A comparison; without its result if gains are withheld."""
     if pair is None:
         return None
     return {
@@ -70,8 +71,8 @@ def _pair(pair: Paired | None, withheld: bool = False) -> dict[str, Any] | None:
         "pairs": pair.pairs,
         "steps": pair.steps,
         "enough": pair.enough,
-        "difference_s": _interval(pair.difference_ns, 1e-9),
-        "ratio": _interval(pair.ratio),
+        "difference_s": None if withheld else _interval(pair.difference_ns, 1e-9),
+        "ratio": None if withheld else _interval(pair.ratio),
         "gain": None if withheld else _interval(pair.gain),
     }
 

@@ -65,16 +65,19 @@ def integer(low: int, high: int | None = None) -> Kind:
     return Kind(parse, f"a whole number, {low} to {high}" if high is not None else f"a whole number, at least {low}")
 
 
+MOST_S = 2_147_483  # the engine counts milliseconds in 32 bits
+
+
 def seconds(low: float) -> Kind:
-    """A finite number of seconds, at least `low`."""
+    """A number of seconds in [low, MOST_S]."""
 
     def parse(text: str) -> float:
         value = float(text)
-        if not low <= value < float("inf"):
+        if not low <= value <= MOST_S:
             raise ValueError(text)
         return value
 
-    return Kind(parse, f"seconds, at least {low:g}")
+    return Kind(parse, f"seconds, {low:g} to {MOST_S}")
 
 
 def rate(text: str) -> float:

@@ -111,6 +111,26 @@ def test_bad_input_gives_one_error_line_and_writes_nothing(
     assert not folder.exists()
 
 
+def test_a_folder_that_cannot_be_created_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert run("--directory", str(tmp_path / "file" / "p")) == 2
+    assert f"{tmp_path / 'file'} is not a folder: name another folder" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_tables_keeps_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "tables", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("resnet18", "--modelled", "1", "2", "--directory", str(tmp_path / "p"))
+    assert json.loads((tmp_path / "p" / "profile.json").read_text())["profile"]["model"] == "resnet18"
+
+
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     assert run("--directory", str(tmp_path)) == 2

@@ -136,6 +136,46 @@ def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
     assert "_core is not built" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["report", str(TRACE), "--html", "none/x.html"], "--html none/x.html"),
+        (["report", str(TRACE), "--write", "file/x"], "--write file/x"),
+        (["report", str(TRACE), "--export", "prometheus=none/x.prom"], "--export prometheus none/x.prom"),
+        (["compare", str(TRACE), str(TRACE), "--html", "none/x.html"], "--html none/x.html"),
+        (["bench", "--json", "none/x.json"], "--json none/x.json"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    arguments: list[str],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (2, "")
+    assert f"{option}: " in captured.err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("words", ["version", "--help", "env --json", "report --help"])
+def test_a_closed_stdout_is_no_traceback(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    head = [sys.executable, "-m", "netbottleneck", *words.split()]
+    done = subprocess.run(head, stdout=write, stderr=subprocess.PIPE, text=True, timeout=RANKS_LIMIT_S, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *head]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=RANKS_LIMIT_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_strict_returns_code_4_for_an_inconclusive_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from netbottleneck import report
     from netbottleneck.analysis.verdict import Verdict

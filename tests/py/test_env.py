@@ -157,6 +157,8 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
         ("NETBOTTLENECK_TIMEOUT_S", "0", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "nan", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "inf", "seconds"),
+        ("NETBOTTLENECK_TIMEOUT_S", "2147484", "seconds, 0.1 to 2147483"),
+        ("NETBOTTLENECK_STALL_S", "1e300", "seconds, 0 to 2147483"),
         ("NETBOTTLENECK_MASTER", "host", "HOST:PORT"),
         ("NETBOTTLENECK_MASTER", "host:0", "HOST:PORT"),
         ("NETBOTTLENECK_LOG_LEVEL", "loud", "warning"),

@@ -62,6 +62,21 @@ def test_a_running_study_is_read_from_its_complete_cells(tmp_path):
         values.write(tmp_path / "cells" / cell.key / "facts.json", cell)
     (tmp_path / "cells" / "not-done").mkdir()
     assert {cell.key for cell in Evidence.read(tmp_path).cells} == {cell.key for cell in CELLS}
+    (tmp_path / "evidence.json").write_text(FOUND.to_json()[:-9])
+    assert {cell.key for cell in Evidence.read(tmp_path).cells} == {cell.key for cell in CELLS}
+
+
+def test_a_failure_to_write_leaves_the_earlier_evidence(tmp_path, monkeypatch):
+    FOUND.write(tmp_path)
+    before = (tmp_path / "evidence.json").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        Evidence(CELLS[:1]).write(tmp_path)
+    assert (tmp_path / "evidence.json").read_bytes() == before
 
 
 def test_invalid_evidence_is_named(tmp_path):

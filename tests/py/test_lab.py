@@ -516,6 +516,40 @@ def test_the_command_line_ends_all_ranks_when_one_fails() -> None:
     assert "exit codes -9 7" in done.stderr
 
 
+def test_an_interrupt_of_the_command_line_is_code_130_without_a_traceback() -> None:
+    ready = "import sys, time; print('ready', flush=True); time.sleep(1000)"
+    words = [sys.executable, "-m", "netbottleneck.lab", "none", "1", "--", *python(ready)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_the_command_line_ends_quietly_if_its_output_is_closed() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "netbottleneck.lab", "none", "2"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
+    os.close(write)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "1000000"])
+def test_the_command_line_refuses_a_wrong_number_of_ranks_by_its_option(count: str) -> None:
+    done = command_line("none", "2", f"--ranks-per-host={count}", "--", "true")
+    assert done.returncode == 2
+    assert f"--ranks-per-host: '{count}': must be a whole number from 1 to" in done.stderr
+
+
 def test_the_command_line_refuses_a_wrong_rate_by_name() -> None:
     done = command_line("2gb", "2", "--", "true")
     assert done.returncode == 2

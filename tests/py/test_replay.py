@@ -319,7 +319,10 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
         (("TRACE", "--transport", "carrier"), "carrier"),
         (("TRACE", "--scale", "0"), "must be positive"),
         (("TRACE", "--scale", "1/0"), "must be a number or a fraction"),
+        (("TRACE", "--transport", "stock,bare"), "'stock,bare': must be a list of names from stock, tcp, ofi, null"),
         (("TRACE", "--ranks", "0"), "above 0"),
+        (("TRACE", "--ranks", "201"), "--ranks: '201': must be at most 200"),
+        (("TRACE", "--directory", "TRACE/out"), "is not a folder: name another folder"),
         (("TRACE", "--plan", "recorded"), "does not record the buckets"),
         (("TRACE", "--compute-ms", "1", "2"), "--stretch"),
         (("resnet50",), "--compute-ms"),
@@ -335,7 +338,7 @@ def test_bad_input_is_reported_and_nothing_is_written(
     damaged = tmp_path / "d.bk.log"
     damaged.write_text("a log\n1\n2\n5.0,400\n")
     meant = {"TRACE": str(path), "DAMAGED": str(damaged), ".": str(tmp_path)}
-    given = [meant.get(word, word) for word in arguments]
+    given = [meant.get(word, word).replace("TRACE/", f"{path}/") for word in arguments]
     out = [] if "--directory" in given else ["--directory", str(tmp_path / "out")]
     try:
         code = replaying.main([*given, *out])

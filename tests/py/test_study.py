@@ -332,7 +332,13 @@ def recorded(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     "args",
-    [("--networks", "fast"), ("--transports", "carrier-pigeon"), ("--jobs", "digits,digits"), ("--compute", "nap")],
+    [
+        ("--networks", "fast"),
+        ("--transports", "carrier-pigeon"),
+        ("--transports", "bare"),
+        ("--jobs", "digits,digits"),
+        ("--compute", "nap"),
+    ],
 )
 def test_an_invalid_argument_is_quoted_in_the_error(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(args) == 2
@@ -422,6 +428,54 @@ class Loopback:
         """Keep the tasks."""
         self.tasks += tasks
         raise JobError("not run")
+
+
+class Broken(Loopback):
+    """Ranks that fail in a way that nothing expects."""
+
+    def run(self, tasks: Sequence[Task], *_: Any) -> list[Outcome]:
+        """Fail the first time; then as Loopback."""
+        if not self.tasks:
+            self.tasks += tasks
+            raise KeyError("surprise")
+        return super().run(tasks)
+
+
+def test_an_unexpected_error_fails_its_cell_and_the_others_run(tmp_path: Path) -> None:
+    ranks, arguments = Broken(), [str(small(tmp_path, 2, "ab")), "--directory", str(tmp_path / "s")]
+    request = cells.parse_request(command.parser().parse_args(arguments), arguments)
+    assert runner.run(request, lambda _: nullcontext(ranks), "a test", request.spec.cells) == 1
+    assert len(ranks.tasks) == 2
+    failed = json.loads((tmp_path / "s" / "study.json").read_text())["failed"]
+    assert failed == {"a-2-none": "KeyError: 'surprise'", "b-2-none": "not run"}
+
+
+def test_a_folder_has_one_study_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "s"
+    arguments = [str(small(tmp_path, 2, "a")), "--directory", str(folder)]
+    with cells.StudyFolder(folder).held():
+        assert study.main(arguments) == 1
+        assert f"{folder}: process {os.getpid()} runs the study in this folder: wait" in capsys.readouterr().err
+        assert [path.name for path in folder.iterdir()] == [cells.LOCK]
+    with cells.StudyFolder(folder).held():
+        pass
+
+
+def test_ranks_do_not_inherit_the_job_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_MCA_btl", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID"),
+        *("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_MASTER", "NETBOTTLENECK_IFNAME"),
+        *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NETBOTTLENECK_TRANSPORT"),
+    )
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NETBOTTLENECK_TIMEOUT_S", "7")
+    kept = study_ranks.environment({"GLOO_SOCKET_IFNAME": "nb0,nb0"})
+    assert {name for name in names if name in kept} == {"GLOO_SOCKET_IFNAME"}
+    assert (kept["GLOO_SOCKET_IFNAME"], kept["NETBOTTLENECK_TIMEOUT_S"]) == ("nb0,nb0", "7")
+    with Lab(2, "none", ways=("loopback",)) as lab:
+        assert lab.variables(1, study_ranks.environment())["NETBOTTLENECK_IFNAME"] == "=lo"
 
 
 def test_a_run_says_why_its_network_is_not_simulated(tmp_path: Path) -> None:

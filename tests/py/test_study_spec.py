@@ -91,6 +91,7 @@ def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
             "networks: two of them are the same, resnet50-2-1gbit: name each network once",
         ),
         ('transports = ["stock", "pigeon"]\n[[model]]\nname = "resnet50"', 1, "'pigeon': write one of stock, tcp"),
+        ('transports = ["stock", "bare"]\n[[model]]\njob = "digits"', 1, "'bare': write one of stock, tcp, ofi, null"),
         ('rounds = 0\n[[model]]\nname = "resnet50"', 1, "rounds = 0: write a whole number from 1"),
         ('rounds = 1.5\n[[model]]\nname = "resnet50"', 1, "rounds = 1.5: write a whole number"),
         ('title = 3\n[[model]]\nname = "resnet50"', 1, 'title = 3: write a string in "quotes"'),
@@ -201,6 +202,8 @@ def test_tables_are_read_as_they_were_written() -> None:
     for name in ("default", "quick"):
         raw = spec.load((SHIPPED / f"{name}.toml").read_text(), name)
         assert spec.load(spec.dump(raw), name) == raw
+    odd = {"title": 'A \U0001f600 "quoted" \\ name, \x7f\x01\n\u00e9', "model": [{"name": "resnet50", "scale": 0.5}]}
+    assert spec.load(spec.dump(odd), "odd") == odd
 
 
 def test_an_invalid_file_is_reported_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -333,7 +333,14 @@ def test_a_damaged_ring_is_named_and_the_other_ranks_are_shown(fake: Path, capsy
 
 @pytest.mark.parametrize(
     "bad",
-    [["--refresh", "0"], ["--refresh", "inf"], ["--refresh", "nan"], ["--window", "-1"], ["--export", "mlflow"]],
+    [
+        ["--refresh", "0"],
+        ["--refresh", "inf"],
+        ["--refresh", "nan"],
+        ["--refresh", "1e10"],
+        ["--window", "-1"],
+        ["--export", "mlflow"],
+    ],
 )
 def test_bad_arguments_are_refused(fake: Path, bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -13,7 +13,7 @@ from conftest import Ranks
 
 from netbottleneck import _core, config
 from netbottleneck.runtime.nccl import refusal
-from netbottleneck.trace.transports import ALL, NATIVE, OVER_NCCL, WITHOUT_GPU, Arm
+from netbottleneck.trace.transports import ALL, NATIVE, OVER_NCCL, STUDIED, Arm
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "netbottleneck"
 ROW = '    Transport("new", native=True, benched=True, colour="#123456"),\n'
@@ -73,7 +73,7 @@ def test_arms_over_nccl_are_named_in_settings_and_not_in_studies() -> None:
     assert not chosen.observes
     kinds = [(arm.native, arm.over_nccl, arm.own_path, arm.real) for arm in map(Arm.parse, OVER_NCCL)]
     assert kinds == [(False, True, False, True)] * 2
-    assert not set(WITHOUT_GPU) & set(OVER_NCCL)
+    assert not set(STUDIED) & set(OVER_NCCL)
 
 
 OBSERVED = """

@@ -314,6 +314,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
         ('"begin_ns":', '"begin_ns":"soon","x":', "'soon' where int must be"),
         ('"grad_ready":[[', '"grad_ready":[[4000,5],[', "has a gradient 4000; there are 4"),
         ('"bytes":1048576', '"bytes":-1', "parameter conv1.weight has -1 bytes"),
+        ('"bytes":1048576', f'"bytes":{1 << 63}', f"parameter conv1.weight has {1 << 63} bytes: must be from 0 to"),
         ('"size":2', '"size":0', "a run of 0 ranks"),
         ('{"step":{"rank":0,"index":1,', '{"step":{"rank":,', "line"),
     ],
@@ -381,6 +382,26 @@ def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: py
         assert main(["what-if", str(path), "--workers", "2,8"]) == 0
         outputs.append(capsys.readouterr().out)
     assert all("8 workers" in text and "(measured)" in text for text in outputs)
+
+
+def test_json_may_be_a_pipe_or_a_link_which_stay(files: tuple[str, str], tmp_path: Path) -> None:
+    log, _ = files
+    rows, link, pipe = tmp_path / "rows.json", tmp_path / "link", tmp_path / "pipe"
+    rows.write_text("old")
+    rows.chmod(0o640)
+    link.symlink_to(rows)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for target in (link, pipe):
+            words = ("--workers", "2", "--link-gbps", "1", "--compression", "1")
+            assert main(["what-if", log, "--step-s", "1", *words, "--json", str(target)]) == 0
+        assert json.loads(os.read(reader, 1 << 16)) == json.loads(rows.read_text())
+    finally:
+        os.close(reader)
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert rows.stat().st_mode & 0o777 == 0o640
 
 
 def test_json_must_be_a_writable_file_other_than_the_input(

@@ -13,6 +13,7 @@ from netbottleneck.bench.paths import COMPARISONS, load_peers
 from netbottleneck.bench.values import DTYPES, REDUCTIONS, SIZES, Request, Results, parse_lanes, parse_sizes
 from netbottleneck.lab import parse_lab
 from netbottleneck.launch import connect
+from netbottleneck.trace.files import check_file
 from netbottleneck.trace.transports import BENCHED, NATIVE
 
 
@@ -86,6 +87,11 @@ def main(argv: Sequence[str]) -> int:
         made.error(
             f"{place.launcher} started {place.size} ranks: --lab and --ranks, which start their own, cannot be used"
         )
+    if args.json and place.rank == 0:
+        try:
+            check_file("--json", args.json)
+        except ValueError as error:
+            made.error(str(error))
     results = measure(request, settings, place, say) if place.size > 1 else _here(args, request)
     if place.rank != 0:
         return 0

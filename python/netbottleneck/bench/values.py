@@ -17,6 +17,7 @@ from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.bench.paths import COMPARISONS, FROM_A_CHECKOUT, Opener, load_peers
 from netbottleneck.config import size as parse_size
 from netbottleneck.config import streams as parse_streams
+from netbottleneck.trace.files import write_text
 from netbottleneck.trace.transports import BENCHED
 
 # Contents of a benchmark's buffers, and the check of a result.
@@ -376,7 +377,7 @@ class Results:
 
     def write(self, path: Path | str) -> None:
         """Write the JSON file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def _repr_html_(self) -> str:
         head = [f"{name} {unit}".strip() for name, unit, _ in _COLUMNS]

@@ -33,6 +33,7 @@ from netbottleneck.bench.values import DTYPES, SEED, Data, Request, Samples
 from netbottleneck.errors import Error
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch import connect
+from netbottleneck.launch.topology import without_job
 from netbottleneck.runtime import monitor
 from netbottleneck.trace.transports import BENCHED
 
@@ -276,7 +277,7 @@ GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
 PACKAGE = FilePath(__file__).resolve().parents[2]
 MESSAGES = ("open", "left_out", "row", "progress")  # keys of a rank's messages
 # Variables of the caller that the workers must not see: they would act as the caller's ranks.
-_NOT_THEIRS = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_STREAMS", "NETBOTTLENECK_MASTER")
+_NOT_THEIRS = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_STREAMS")
 _INTERFACES = ("NETBOTTLENECK_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -332,8 +333,7 @@ class Workers:
             return subprocess.Popen(command, env=variables, **options)
 
     def _variables(self, rank: int) -> dict[str, str]:
-        left = set(_NOT_THEIRS) | set(_INTERFACES)
-        result = {name: value for name, value in os.environ.items() if name not in left}
+        result = {name: value for name, value in without_job(os.environ).items() if name not in _NOT_THEIRS}
         if self._lab is None:
             result |= dict.fromkeys(_INTERFACES, "lo") | {"MASTER_ADDR": "127.0.0.1", "NETBOTTLENECK_IFNAME": "=lo"}
         result.setdefault("NETBOTTLENECK_START_TIMEOUT_S", "60")

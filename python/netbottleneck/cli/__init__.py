@@ -1,7 +1,7 @@
 """The command line: `netbottleneck COMMAND …`. Each command imports its modules when it runs.
 
-Exit codes: 0 success, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --strict) or not judged
-(compare)."""
+Exit codes: 0 success, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --strict) or not judged (compare), 130
+interrupted by Ctrl-C, 143 a study that was ended by SIGTERM."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def _report(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if a run's verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
+    _check_targets(parser, args.html, args.write, args.export)
     path = Path(args.run)
     from netbottleneck.trace import flight_recorder, kineto
 
@@ -101,6 +102,7 @@ def _report(argv: Sequence[str]) -> int:
             parser.error("--strict: takes a run; netbottleneck study --strict judges the cells of a study")
         return _study_report(path, args)
     from netbottleneck.report import Run
+    from netbottleneck.trace.files import write_text
 
     run = Run(args.run)
     if args.json:
@@ -108,12 +110,32 @@ def _report(argv: Sequence[str]) -> int:
     else:
         run.show()
     if args.html:
-        Path(args.html).write_text(run.html, encoding="utf-8")
+        write_text(args.html, run.html)
     if args.write:
         run.write_all(args.write)
     for name, _, place in (one.partition("=") for one in args.export):
         print(f"Exported to {name}: {run.export(name, place)}", file=sys.stderr)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else SUCCESS
+
+
+def _check_targets(
+    parser: argparse.ArgumentParser, html: str | None, folder: str | None, exports: Sequence[str]
+) -> None:
+    """End with a usage error, before any work, if a result could not be written where the options say."""
+    from netbottleneck.trace.files import check_file, check_folder
+
+    try:
+        if html:
+            check_file("--html", html)
+        if folder:
+            check_folder("--write", folder)
+        for name, _, place in (one.partition("=") for one in exports):
+            if name == "prometheus" and place:
+                check_file(f"--export {name}", place)
+            if name in ("parquet", "tensorboard") and place:
+                check_folder(f"--export {name}", place)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _top(argv: Sequence[str]) -> int:
@@ -138,8 +160,10 @@ def _top(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--of", metavar="PID", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if not 0 < args.refresh < math.inf:
-        parser.error(f"--refresh {args.refresh:g}: must be finite and greater than 0")
+    from netbottleneck.config import MOST_S
+
+    if not 0 < args.refresh <= MOST_S:
+        parser.error(f"--refresh {args.refresh:g}: must be more than 0 and at most {MOST_S} seconds")
     if args.window is not None and args.window < 0:
         parser.error(f"--window {args.window}: must be at least 0")
     for name, _, _ in (one.partition("=") for one in args.export):
@@ -279,6 +303,7 @@ def _rest(following: Following, pause_s: float) -> tuple[bool, bool]:
 def _study_report(path: Path, args: argparse.Namespace) -> int:
     """Report a study from its facts."""
     from netbottleneck.study.evidence import Evidence
+    from netbottleneck.trace.files import write_text
 
     evidence = Evidence.read(path)
     if args.json:
@@ -286,7 +311,7 @@ def _study_report(path: Path, args: argparse.Namespace) -> int:
     else:
         evidence.show()
     if args.html:
-        Path(args.html).write_text(evidence.html, encoding="utf-8")
+        write_text(args.html, evidence.html)
     if args.write:
         evidence.write(args.write)
     return SUCCESS
@@ -313,7 +338,9 @@ def _compare(argv: Sequence[str]) -> int:
     percent = args.max_step_time_regression_pct
     if percent is not None and not math.isfinite(percent):
         parser.error(f"--max-step-time-regression-pct {percent:g}: must be finite")
+    _check_targets(parser, args.html, None, ())
     from netbottleneck.report import compare
+    from netbottleneck.trace.files import write_text
 
     found = compare.compare(args.before, args.after)
     if args.json:
@@ -322,7 +349,7 @@ def _compare(argv: Sequence[str]) -> int:
         compare.show(found)
     limit = None if percent is None else percent / 100
     if args.html:
-        Path(args.html).write_text(compare.page(found, (args.before, args.after), limit), encoding="utf-8")
+        write_text(args.html, compare.page(found, (args.before, args.after), limit))
     return SUCCESS if limit is None else _gate(found, limit)
 
 
@@ -509,7 +536,8 @@ def usage() -> str:
             *lines,
             "",
             "netbottleneck COMMAND --help describes a command. Exit codes: 0 success, 1 failure, 2 usage,",
-            "3 a gate failed, 4 inconclusive (with --strict) or not judged (compare).",
+            "3 a gate failed, 4 inconclusive (with --strict) or not judged (compare), 130 Ctrl-C,",
+            "143 a study ended by SIGTERM.",
         ]
     )
 
@@ -517,6 +545,37 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; report a failure as one line on stderr."""
     command = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if command[:1] == ["run"]:  # the streams are the script's
+            return _run(command[1:])
+        return _with_streams(command)
+    except BrokenPipeError:
+        # The reader of stdout has closed it: nothing may be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        return _report_error(error)
+    except KeyboardInterrupt:
+        print("netbottleneck: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _with_streams(command: list[str]) -> int:
+    """Run a command whose standard streams may be closed, and flush its output here, where a closed pipe is handled."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open to the end
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        code = _dispatched(command)
+    except SystemExit:  # of argparse, after --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
+
+
+def _dispatched(command: list[str]) -> int:
     if not command:
         print(usage(), file=sys.stderr)
         return USAGE
@@ -531,17 +590,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command[0] not in COMMANDS:
         print(f"netbottleneck: unknown command {command[0]!r}: name one of {', '.join(COMMANDS)}", file=sys.stderr)
         return USAGE
-    try:
-        return COMMANDS[command[0]][0](command[1:])
-    except BrokenPipeError:
-        # The reader of stdout has closed it: nothing may be flushed to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILURE
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        return _report_error(error)
-    except KeyboardInterrupt:
-        print("netbottleneck: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return COMMANDS[command[0]][0](command[1:])
 
 
 def _report_error(error: Exception) -> int:

@@ -22,6 +22,7 @@ from netbottleneck.bench import models
 from netbottleneck.launch import connect
 from netbottleneck.trace import layer_log as layerlog
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.files import check_folder, write_text
 from netbottleneck.trace.layer_log import VecTable
 from netbottleneck.units import ms, nbytes
 
@@ -339,6 +340,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} already exists: pass an empty folder as --directory")
+        check_folder("--directory", folder)
         _check(args)
         measured = _run_model(args) if args.model else None
     except ValueError as error:
@@ -348,13 +350,18 @@ def main(argv: Sequence[str]) -> int:
     if measured is not None:
         found = write(folder, *measured)
         document["profile"] = _profile_document(measured[0], found, measured[1])
+        _write_document(folder, document)  # before the tables, which take long
         sys.stdout.write(_summary_line(args.model, found, measured[1]))
     if not args.no_tables:
         document["tables"] = _tables(folder, args.most_bytes)
+        _write_document(folder, document)
         sys.stdout.write(_table_line(document["tables"]))
-    (folder / "profile.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"Written: {folder}\n")
     return SUCCESS
+
+
+def _write_document(folder: Path, document: Mapping[str, Any]) -> None:
+    write_text(folder / "profile.json", json.dumps(document, indent=1) + "\n")
 
 
 def _summary_line(model: str, measured: Profile, how: str) -> str:

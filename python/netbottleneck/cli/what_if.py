@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,7 +18,8 @@ from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
 from netbottleneck.trace import layer_log as layerlog
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.layer_log import LayerLog, VecTable
+from netbottleneck.trace.files import check_file, write_text
+from netbottleneck.trace.layer_log import LONGEST_NS, MOST_BYTES, LayerLog, VecTable
 from netbottleneck.trace.model import Collective, Parameter, Step, Trace
 from netbottleneck.whatif import compat2020, questions, sweeps
 from netbottleneck.whatif.cost import ALGORITHMS, Cost, Link, Table
@@ -30,8 +29,6 @@ from netbottleneck.whatif.questions import Answer, Job, LeastValue
 from netbottleneck.whatif.sweeps import Answers, Codec
 
 # The input as values: a run folder, a trace or a layer log.
-
-LONGEST_NS = 1 << 61  # 73 years
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,10 @@ def _check_indices(where: str, known: Sequence[object], indices: Iterable[int]) 
 
 
 def _check_operation(where: str, operation: Collective) -> None:
-    if operation.tensor_bytes < 0 or (operation.bucket or 0) < 0:
-        raise ValueError(f"{where}: its size or its bucket is below 0")
+    if not 0 <= operation.tensor_bytes <= MOST_BYTES:
+        raise ValueError(f"{where}: its size is {operation.tensor_bytes} bytes: must be from 0 to {MOST_BYTES}")
+    if (operation.bucket or 0) < 0:
+        raise ValueError(f"{where}: its bucket is below 0")
     times = (operation.submit_ns, operation.agreed_ns, operation.start_ns, operation.done_ns)
     _check_times(where, (at for at in times if at is not None))
 
@@ -89,8 +88,12 @@ def _checked(path: Path, trace: Trace) -> Trace:
     for step in trace.steps:
         _check_step(f"{path}: step {step.index} of rank {step.rank}", trace, step)
     for parameter in trace.parameters:
-        if parameter.bytes < 0:
-            raise ValueError(f"{path}: parameter {parameter.name} has {parameter.bytes} bytes")
+        if not 0 <= parameter.bytes <= MOST_BYTES:
+            raise ValueError(
+                f"{path}: parameter {parameter.name} has {parameter.bytes} bytes: must be from 0 to {MOST_BYTES}"
+            )
+    if (total := sum(parameter.bytes for parameter in trace.parameters)) > MOST_BYTES:
+        raise ValueError(f"{path}: the parameters have {total} bytes together: must be at most {MOST_BYTES}")
     for one in trace.collectives:
         _check_operation(f"{path}: operation {one.name or one.key} of rank {one.rank}", one)
     return trace
@@ -588,9 +591,7 @@ def _compat(args: argparse.Namespace, source: Source) -> tuple[compat2020.Predic
 
 def _check_target(target: str, inputs: Sequence[str]) -> Path:
     """Return the path for the rows. Raises ValueError for an unusable path, before any computation."""
-    path = Path(target)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--json {target}: must be a file in an existing folder")
+    path = check_file("--json", target)
     for used in inputs:
         if path.exists() and Path(used).exists() and path.samefile(used):
             raise ValueError(f"--json {target}: is an input of this command: name another file")
@@ -599,16 +600,7 @@ def _check_target(target: str, inputs: Sequence[str]) -> Path:
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write all rows atomically."""
-    text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
-    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_text(path, "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n")
 
 
 def _answer(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any, NoReturn
 
 from netbottleneck.lab.lab import Lab, LabError
 
+MOST_RANKS_PER_HOST = 1024
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. 2: a bad argument, or no lab is possible."""
@@ -23,18 +26,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     args, command = _arguments().parse_args(arguments[:split]), arguments[split + 1 :]
     signal.signal(signal.SIGTERM, _terminated)
+    if sys.stdout is None:  # closed at the start
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open to the end
     try:
-        with Lab(args.hosts, args.lab, args.ranks_per_host, flow=args.flow) as lab:
-            _message(f"lab: {lab.hosts} hosts, {lab.spec}, {lab.how}, flows capped by {lab.flow_cap}")
-            if lab.why:
-                _message(f"lab: {lab.why}")
-            if args.verify or not command:
-                sys.stdout.write(json.dumps(lab.verify(), indent=2) + "\n")
-                sys.stdout.flush()
-            return run(lab, command) if command else 0
+        return _run_lab(args, command)
     except (LabError, ValueError) as error:
         _message(f"lab: {error}")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of stdout has closed it: nothing may be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run_lab(args: argparse.Namespace, command: Sequence[str]) -> int:
+    with Lab(args.hosts, args.lab, args.ranks_per_host, flow=args.flow) as lab:
+        _message(f"lab: {lab.hosts} hosts, {lab.spec}, {lab.how}, flows capped by {lab.flow_cap}")
+        if lab.why:
+            _message(f"lab: {lab.why}")
+        if args.verify or not command:
+            sys.stdout.write(json.dumps(lab.verify(), indent=2) + "\n")
+            sys.stdout.flush()
+        return run(lab, command) if command else 0
 
 
 def run(lab: Lab, command: Sequence[str]) -> int:
@@ -71,6 +86,12 @@ def _message(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
+def _ranks_per_host(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS_PER_HOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to {MOST_RANKS_PER_HOST}")
+    return int(text)
+
+
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m netbottleneck.lab",
@@ -79,7 +100,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("lab", metavar="LINK[/FLOW]", help='such as "2gbit/500mbit", "2gbit/400mbit,100mbit", "none"')
     parser.add_argument("hosts", type=int, help="number of simulated hosts")
-    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="K")
+    parser.add_argument("--ranks-per-host", type=_ranks_per_host, default=1, metavar="K")
     parser.add_argument("--flow", choices=["htb", "pacing"], default="htb", help="mechanism of a single cap per flow")
     parser.add_argument("--verify", action="store_true", help="measure the lab before the command")
     return parser

@@ -106,6 +106,24 @@ LAUNCHERS = (
 HOROVODRUN = LAUNCHERS[0]
 MPI = frozenset(launcher.name for launcher in LAUNCHERS if launcher.mpi)
 EXPLICIT = Launcher("explicit", "NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", methods=("torch", "pmix", "pmi"))
+# Variables of a job apart from the places of its ranks: how they meet, and the interfaces that they use.
+JOB_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+JOB_VARIABLES = frozenset(
+    {
+        *(name for launcher in (EXPLICIT, *LAUNCHERS) for name in launcher.variables()),
+        *("MASTER_ADDR", "MASTER_PORT", "NETBOTTLENECK_MASTER", "NETBOTTLENECK_RENDEZVOUS"),
+        *("NETBOTTLENECK_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    }
+)
+
+
+def without_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of a job, for ranks of another job that this process starts."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in JOB_VARIABLES and not name.startswith(JOB_PREFIXES)
+    }
 
 
 def launcher_named(name: str) -> Launcher:

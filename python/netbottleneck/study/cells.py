@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
 import importlib.util
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,12 @@ from netbottleneck.trace.model import decode
 
 STUDY = "study.toml"
 FORECAST = "forecast.json"
+LOCK = ".lock"
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has no locks
+
+
+class BusyError(RuntimeError):
+    """Another process runs a study in the folder."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,31 @@ class StudyFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / STUDY
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Hold the folder, so that no other process runs the study in it. The kernel releases a dead holder's lock.
+
+        Raises BusyError naming the process that holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / LOCK, "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "(unknown)"
+                raise BusyError(
+                    f"{self.path}: process {holder} runs the study in this folder: wait for its end, or pass another "
+                    "--directory"
+                ) from None
+            except OSError as error:
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
 
     def create(self, text: str) -> None:
         """Create the folder and write the specification, unless it exists."""

@@ -13,8 +13,8 @@ from netbottleneck import config
 from netbottleneck.lab import parse_lab
 from netbottleneck.launch import connect
 from netbottleneck.study import cells, report, spec
-from netbottleneck.study.cells import FAILED, OWN_NETWORK, STUDY, USAGE, parse_request
-from netbottleneck.trace.transports import WITHOUT_GPU
+from netbottleneck.study.cells import FAILED, OWN_NETWORK, STUDY, USAGE, BusyError, parse_request
+from netbottleneck.trace.transports import STUDIED
 
 HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
 
@@ -61,6 +61,9 @@ def _until_signalled(run: Callable[[], int]) -> int:
     before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return run()
+    except BusyError as error:
+        sys.stderr.write(f"netbottleneck study: {error}\n")
+        return FAILED
     except KeyboardInterrupt as signalled:
         return 128 + (signalled.args[0] if signalled.args else signal.SIGINT)
     finally:
@@ -91,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LINK[/FLOW]",
         help="links, comma-separated, such as 2gbit/500mbit,none",
     )
-    add("--transports", type=_listed(WITHOUT_GPU), help="arms that take turns; default: stock,ofi")
+    add("--transports", type=_listed(STUDIED), help="arms that take turns; default: stock,ofi")
     add("--jobs", type=_listed(spec.JOBS), help=f"jobs to run, from {','.join(spec.JOBS)}")
     add("--model", help="model whose gradients are replayed")
     add("--compute", choices=("sleep", "spin"), help="how the replayed model computes")

@@ -21,13 +21,14 @@ from rich.progress import Progress as Bar
 
 from netbottleneck.bench.worker import message_of
 from netbottleneck.lab import Lab, LinkSpec
+from netbottleneck.launch.topology import without_job
 from netbottleneck.study.task import Outcome, Task, to_json
 
 LIMIT_S = 300.0  # without progress of a task
 GRACE_S = 3.0  # after one rank has failed, for the others to report their errors
 SHOWN_LINES = 12
 # Variables that would install our hooks in the ranks, or redirect their records.
-REMOVED_VARIABLES = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_DIR", "LOCAL_RANK", "GROUP_RANK")
+REMOVED_VARIABLES = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_DIR")
 # Errors of a rank that only lost the connection to another rank.
 LOST_PEER_ERRORS = ("PeerError", "ClosedError", "Connection reset", "Connection closed", "Broken pipe")
 
@@ -39,8 +40,8 @@ class JobError(RuntimeError):
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the base environment of a lab's ranks: this process's environment, with one thread each."""
-    variables = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
+    """Return the base environment of a lab's ranks: this process's without its own job, and with one thread each."""
+    variables = {name: value for name, value in without_job(os.environ).items() if name not in REMOVED_VARIABLES}
     return {**variables, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(extra or {})}
 
 

@@ -17,10 +17,12 @@ from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.report import Run
 from netbottleneck.study.evidence.facts import Sent, sent
 from netbottleneck.study.ranks import JobError, Reporter, described_network, run_in_lab
+from netbottleneck.study.spec import MOST_RANKS
 from netbottleneck.study.task import PLAY, Task, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.transports import WITHOUT_GPU
+from netbottleneck.trace.files import check_folder, write_text
+from netbottleneck.trace.transports import STUDIED
 from netbottleneck.units import gbit, ms, percent
 from netbottleneck.whatif.plan import BUCKET_BYTES, FIRST_BYTES, Plan, ReplaySchedule, replay_schedule
 
@@ -69,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if folder.exists():
             raise ValueError(f"{folder} already exists: pass a new folder as --directory")
+        check_folder("--directory", folder)
         link = parse_lab(args.link)
         trace = load_trace(args.input, args.compute_ms)
         schedule = replay_schedule(trace, chosen_plan(trace, args), scale=args.scale, stretch=args.stretch)
@@ -132,7 +135,7 @@ def _replay(
         "split": run.summary["split"],
         "sent": [{**asdict(one), "interface_over_model": one.ratio} for one in bytes_sent],
     }
-    (folder / "replay.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / "replay.json", json.dumps(document, indent=1) + "\n")
     reporter.message(f"Written: {folder / 'replay.json'}, and a report in {outcome.folder}")
     if not outcome.equal:
         sys.stderr.write("netbottleneck replay: the ranks hold different sums\n")
@@ -177,8 +180,8 @@ def _factor(text: str) -> float:
 
 def _listed(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    if len(set(names)) != len(names) or not set(names) <= set(WITHOUT_GPU):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a list of names from {', '.join(WITHOUT_GPU)}, each once")
+    if len(set(names)) != len(names) or not set(names) <= set(STUDIED):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a list of names from {', '.join(STUDIED)}, each once")
     return names
 
 
@@ -186,6 +189,13 @@ def _above_0(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if not 0 < value < 1 << 40:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+    return value
+
+
+def _ranks(text: str) -> int:
+    value = _above_0(text)
+    if value > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at most {MOST_RANKS}")
     return value
 
 
@@ -203,7 +213,7 @@ def _arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("input", metavar="INPUT", help="a run folder, a trace (*.jsonl.gz), a layer log (*.bk.log), or a model's name")
     add("--transport", type=_listed, default=("stock", "tcp"), help="arms that take turns; default: stock,tcp")
-    add("--ranks", type=_above_0, default=2, help="ranks, each on its own simulated host (2)")
+    add("--ranks", type=_ranks, default=2, help="ranks, each on its own simulated host (2)")
     add(
         "--link", default="2gbit/500mbit", help="caps of the simulated links, LINK[/FLOW]; none: no cap (2gbit/500mbit)"
     )

@@ -44,8 +44,13 @@ def run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: 
     """Run the incomplete cells, report the results, and return the exit code.
 
     open_ranks: opens the ranks for all cells of one lab (see spec.lab_key). introduction: describes the network.
-    KeyboardInterrupt is re-raised.
+    KeyboardInterrupt is re-raised. Raises BusyError if another process runs the study in its folder.
     """
+    with request.folder.held():
+        return _run(request, open_ranks, introduction, cells)
+
+
+def _run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: Sequence[Cell]) -> int:
     reporter = Reporter()
     study = Study(request)
     try:
@@ -109,6 +114,8 @@ class _CellRunner:
                 self._cell(group, cell, network, notes)
             except (JobError, ValueError, OSError) as error:
                 self._report_failure(cell, str(error))
+            except Exception as error:  # of this cell alone: the others run
+                self._report_failure(cell, f"{type(error).__name__}: {error}")
             else:
                 self._progress.finished(cell, time.monotonic() - began)
 

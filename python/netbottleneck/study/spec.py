@@ -18,7 +18,7 @@ from typing import Any
 
 from netbottleneck.bench import models
 from netbottleneck.lab import LinkSpec, parse_lab
-from netbottleneck.trace.transports import BARE, NULL, WITHOUT_GPU, Arm
+from netbottleneck.trace.transports import BARE, NULL, STUDIED, Arm
 
 # The tables of study.toml: allowed keys, allowed values, and line numbers. Pure.
 
@@ -43,9 +43,14 @@ def load(text: str, path: str) -> dict[str, Any]:
 
 def dump(raw: Mapping[str, Any]) -> str:
     """Return tables from `load` as TOML."""
-    top = [f"{key} = {json.dumps(value)}\n" for key, value in raw.items() if key != "model"]
-    models = ["\n[[model]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items()) for table in raw["model"]]
+    top = [f"{key} = {_toml(value)}\n" for key, value in raw.items() if key != "model"]
+    models = ["\n[[model]]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items()) for table in raw["model"]]
     return "".join([*top, *models])
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML: JSON, but TOML has no surrogate pairs, and requires an escape for U+007F."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def checked(raw: Mapping[str, Any], lines: Lines) -> None:
@@ -148,7 +153,7 @@ _SHARED: Mapping[str, Check] = MappingProxyType(
         "rounds": _number(1, 10_000, whole=True),
         "block_steps": _number(2, 10_000, whole=True),
         "alone": _number(0, 10_000, whole=True),
-        "transports": _list(_text(*WITHOUT_GPU), '["stock", "ofi"]'),
+        "transports": _list(_text(*STUDIED), '["stock", "ofi"]'),
         "tuned": lambda value: "" if isinstance(value, bool) else "write true or false",
     }
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
+import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,12 +15,27 @@ from typing import BinaryIO
 def whole_file(path: Path | str) -> Generator[BinaryIO]:
     """Open a file for bytes that replaces `path` at the end. If the body raises, `path` stays as it was.
 
-    Raises OSError if the folder of `path` does not exist or cannot be written.
+    A symbolic link stays, and its target is replaced; an existing file keeps its mode. A device, a pipe or a standard
+    stream of this process is written directly. Raises OSError if the folder of `path` does not exist or cannot be
+    written.
     """
-    target = Path(path)
+    status = None
+    with suppress(FileNotFoundError):
+        status = os.stat(path)
+    if status is not None and (stream := _stream(status)) is not None:
+        with open(os.dup(stream), "wb") as file:
+            yield file
+        return
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        with open(path, "wb") as file:
+            yield file
+        return
+    target = Path(os.path.realpath(path))
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with scratch.open("wb") as file:
+            if status is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
             yield file
         scratch.replace(target)
     except BaseException:
@@ -26,7 +43,40 @@ def whole_file(path: Path | str) -> Generator[BinaryIO]:
         raise
 
 
+def _stream(status: os.stat_result) -> int | None:
+    """Return the descriptor of standard output or error if it is the file with this status; its text is flushed."""
+    for descriptor, text in ((1, sys.stdout), (2, sys.stderr)):
+        with suppress(OSError):
+            if os.path.samestat(status, os.fstat(descriptor)):
+                if text is not None:
+                    text.flush()
+                return descriptor
+    return None
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Write a text as UTF-8. Raises as whole_file."""
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+def check_file(option: str, path: Path | str) -> Path:
+    """Return the path of a file that can be written. Raises ValueError naming `option`, the path and the remedy."""
+    target = Path(path)
+    if target.is_dir() or not (target.exists() or Path(os.path.realpath(target)).parent.is_dir()):
+        raise ValueError(f"{option} {path}: must be a file in an existing folder")
+    special = target.exists() and not target.is_file()
+    if not os.access(target if special else Path(os.path.realpath(target)).parent, os.W_OK):
+        raise ValueError(f"{option} {path}: cannot be written by this user: name a file in a writable folder")
+    return target
+
+
+def check_folder(option: str, path: Path | str) -> Path:
+    """Return the path of a folder that can be written or created. Raises ValueError as check_file."""
+    target = Path(path).absolute()
+    existing = next(folder for folder in (target, *target.parents) if folder.exists() or folder.is_symlink())
+    if not existing.is_dir():
+        raise ValueError(f"{option} {path}: {existing} is not a folder: name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: {existing} cannot be written by this user: name another folder")
+    return Path(path)

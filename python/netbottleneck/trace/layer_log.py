@@ -23,6 +23,9 @@ from netbottleneck.trace.transports import SINGLE
 
 MARK = "netbottleneck layer log"
 SUFFIXES = (".bk.log", ".log", ".csv", ".txt")
+# Limits of a time in ns, 73 years, and of the bytes of a batch: sums and products with them stay within 64 bits.
+LONGEST_NS = 1 << 61
+MOST_BYTES = 1 << 50
 T = TypeVar("T")
 
 Tensors = tuple[tuple[float, int], ...]
@@ -46,9 +49,10 @@ class LayerLog:
                 raise ValueError(f"layer log {self.name!r}: a batch without a tensor")
             for wait_s, size in batch:
                 _seconds(wait_s, "wait")
-                if size < 0:
-                    raise ValueError(f"size {size}: must be 0 or more bytes")
-        if self.batch_s is not None and not (math.isfinite(self.batch_s) and self.batch_s > 0):
+                _size(size)
+            _seconds(math.fsum(wait_s for wait_s, _ in batch), "sum of the waits")
+            _size(sum(size for _, size in batch), "sum of the sizes")
+        if self.batch_s is not None and not _seconds(self.batch_s, "step") > 0:
             raise ValueError(f"step {self.batch_s!r}: must be more than 0 seconds")
 
     @property
@@ -83,9 +87,19 @@ class VecTable:
             _seconds(seconds, "time")
 
 
-def _seconds(value: float, what: str) -> float:
+def _seconds(value: float, what: str, unit_ns: float = 1e9) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{what} {value!r}: must be a finite number, 0 or more")
+    if value * unit_ns > LONGEST_NS:
+        raise ValueError(f"{what} {value!r}: must be at most {LONGEST_NS / unit_ns:g}")
+    return value
+
+
+def _size(value: int, what: str = "size") -> int:
+    if value < 0:
+        raise ValueError(f"{what} {value}: must be 0 or more bytes")
+    if value > MOST_BYTES:
+        raise ValueError(f"{what} {value}: must be at most {MOST_BYTES} bytes")
     return value
 
 
@@ -132,11 +146,7 @@ def _pair(line: str, names: tuple[str, str]) -> tuple[str, str]:
 
 def _tensor(line: str) -> tuple[float, int]:
     wait_us, size = _pair(line, ("wait_us", "bytes"))
-    wait_s = _seconds(_number(float, wait_us, "wait"), "wait") / 1e6
-    nbytes = _number(int, size, "size")
-    if nbytes < 0:
-        raise ValueError(f"size {nbytes}: must be 0 or more bytes")
-    return wait_s, nbytes
+    return _seconds(_number(float, wait_us, "wait"), "wait", 1e3) / 1e6, _size(_number(int, size, "size"))
 
 
 def _count(line: str, what: str) -> int:
@@ -184,6 +194,8 @@ def _table(lines: _Lines) -> VecTable:
             continue
         size, seconds = _pair(line, ("bytes", "seconds"))
         sizes.append(_number(int, size, "size"))
+        if sizes[-1] > MOST_BYTES:
+            _size(sizes[-1])
         times.append(_seconds(_number(float, seconds, "time"), "time"))
         if sizes[-1] < 0 or (len(sizes) > 1 and sizes[-1] <= sizes[-2]):
             raise ValueError(f"size {sizes[-1]}: sizes must be 0 or more and rise")

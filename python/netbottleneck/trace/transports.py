@@ -46,7 +46,8 @@ COMPRESSIONS: tuple[str, ...] = ()
 SCHEDULES: tuple[str, ...] = ()
 
 SELECTABLE = tuple(one.name for one in ALL if one.selectable)
-WITHOUT_GPU = tuple(one.name for one in ALL if one.selectable and not one.over_nccl)
+# Arms that a study or a replay may name; a study adds bare and single itself.
+STUDIED = tuple(one.name for one in ALL if one.selectable and not one.over_nccl and one.name != "bare")
 BENCHED = tuple(one.name for one in ALL if one.benched)
 OVER_NCCL = tuple(one.name for one in ALL if one.over_nccl)
 NATIVE = tuple(one.name for one in ALL if one.native)

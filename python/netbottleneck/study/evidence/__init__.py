@@ -14,6 +14,7 @@ from netbottleneck.study.evidence import chain, facts, figures, page, values
 from netbottleneck.study.evidence.chain import Claim
 from netbottleneck.study.evidence.figures import Figure
 from netbottleneck.study.evidence.values import CellFacts
+from netbottleneck.trace.files import write_text
 from netbottleneck.trace.model import decode, encode
 
 __all__ = ["Evidence", "Picture"]
@@ -21,6 +22,7 @@ __all__ = ["Evidence", "Picture"]
 FORMAT = "netbottleneck-evidence"
 VERSION = 1
 FILE = "evidence.json"
+FACTS = "cells/*/facts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Picture:
 
     def write(self, path: Path | str) -> None:
         """Write the SVG to a file."""
-        Path(path).write_text(self.svg, encoding="utf-8")
+        write_text(path, self.svg)
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -47,13 +49,23 @@ class Evidence:
     def read(cls, path: Path | str) -> Evidence:
         """Read evidence.json, or a study's folder: its evidence.json, else the facts of its completed cells.
 
-        Raises FileNotFoundError if neither exists, and ValueError naming the file if it is not valid evidence.
+        Raises FileNotFoundError if neither exists, and ValueError naming the file if it is not valid evidence, and is
+        not in a folder with facts.
         """
-        file = Path(path)
-        if file.is_dir():
-            if not (file / FILE).exists():
-                return cls.of_cells(file)
-            file /= FILE
+        folder = Path(path)
+        if not folder.is_dir():
+            return cls._of_file(folder)
+        if not (folder / FILE).exists():
+            return cls.of_cells(folder)
+        try:
+            return cls._of_file(folder / FILE)
+        except ValueError:
+            if not any(folder.glob(FACTS)):
+                raise
+            return cls.of_cells(folder)
+
+    @classmethod
+    def _of_file(cls, file: Path) -> Evidence:
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
@@ -66,7 +78,7 @@ class Evidence:
     @classmethod
     def of_cells(cls, folder: Path | str, title: str = "") -> Evidence:
         """Read the facts of a study's completed cells. Raises FileNotFoundError if there are none."""
-        paths = sorted(Path(folder).glob("cells/*/facts.json"))
+        paths = sorted(Path(folder).glob(FACTS))
         if not paths:
             raise FileNotFoundError(f"{folder}: no {FILE} and no complete cell")
         return cls([values.read(path) for path in paths], title)
@@ -135,7 +147,7 @@ class Evidence:
         for name, text in files.items():
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
         return [target / name for name in files]
 
     def _repr_html_(self) -> str:

@@ -523,7 +523,7 @@ static char *link_arriving(struct nb_link *link, uint32_t id, size_t total, cons
     }
     request->bytes = total;
     copy_lines(request->data, data, bytes);
-    request->flow.moved_ns = nb_now_ns();
+    request->flow = (struct nb_flow){.moved_ns = nb_now_ns()}; // no blocks: it is not on the lanes
     nb_list_remove(&request->link);
     nb_list_insert(&comm->active, &request->link);
     comm->arriving = request;
@@ -830,7 +830,7 @@ static bool uses(const struct nb_list *requests, const struct nb_net_memory *mem
 static bool on_lanes(const struct nb_net_comm *comm, const struct nb_net_memory *memory) {
     NB_LIST_EACH(it, &comm->active) {
         const struct nb_net_request *request = NB_CONTAINER(it, const struct nb_net_request, link);
-        if (request != comm->arriving && overlaps(memory, request->data, request->bytes)) {
+        if (request->flow.blocks > 0 && overlaps(memory, request->data, request->bytes)) {
             return true;
         }
     }

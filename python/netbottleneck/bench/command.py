@@ -87,11 +87,8 @@ def main(argv: Sequence[str]) -> int:
         made.error(
             f"{place.launcher} started {place.size} ranks: --lab and --ranks, which start their own, cannot be used"
         )
-    if args.json and place.rank == 0:
-        try:
-            check_file("--json", args.json)
-        except ValueError as error:
-            made.error(str(error))
+    if place.rank == 0:
+        _check_target(made, args.json)
     results = measure(request, settings, place, say) if place.size > 1 else _here(args, request)
     if place.rank != 0:
         return 0
@@ -100,6 +97,15 @@ def main(argv: Sequence[str]) -> int:
     if results.wrong:
         sys.stderr.write(f"netbottleneck: {results.wrong} elements were wrong\n")
     return 1 if results.wrong else 0
+
+
+def _check_target(made: argparse.ArgumentParser, target: str | None) -> None:
+    """End with a usage error, before any work, if the rows cannot be written there."""
+    if target:
+        try:
+            check_file("--json", target)
+        except ValueError as error:
+            made.error(str(error))
 
 
 def _here(args: argparse.Namespace, request: Request) -> Results:

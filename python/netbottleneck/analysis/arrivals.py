@@ -12,6 +12,7 @@ import numpy as np
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
 from netbottleneck.analysis.intervals import Split
 from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
+from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import (
     COMPLETED,
     ENDED,
@@ -27,7 +28,7 @@ from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, nbytes
 
 # Clocks from wall times, or not compared at all, may be off by milliseconds.
-UNSURE_METHODS = ("wall", "none")
+UNSURE_METHODS = ("wall", "none", JUMPED)
 # Clocks without an error: rank 0's own, and the same clock of one host.
 EXACT_METHODS = ("rank 0", "same clock")
 # The method of a clock that is aligned by the ends of operations.
@@ -65,9 +66,10 @@ def aligned(trace: Trace) -> Trace:
     """The trace with uncertain clocks aligned by the ends of its operations.
 
     The clocks whose error is not known are aligned if all ranks recorded an operation; their method is then
-    "operations". Simulated traces have one clock.
+    "operations". A clock that has jumped stays as it is. Simulated traces have one clock.
     """
-    unsure = [rank.rank for rank in trace.ranks if rank.rank and math.isinf(_error_ns(rank.clock))]
+    steady = [rank for rank in trace.ranks if rank.rank and rank.clock.method != JUMPED]
+    unsure = [rank.rank for rank in steady if math.isinf(_error_ns(rank.clock))]
     groups = _matched(trace) if unsure and trace.origin == "measured" else []
     if not groups or 0 not in groups[0]:
         return trace

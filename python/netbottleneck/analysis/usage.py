@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import HEADERS, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
-from netbottleneck.trace.model import Collective, Connection, Counters, End, Samples, Trace, TransportInfo
+from netbottleneck.trace.model import Clock, Collective, Connection, Counters, End, Samples, Trace, TransportInfo
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import nbytes, percent
@@ -159,11 +159,11 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
     Interfaces without traffic are left out; the busiest comes first.
     """
     ids = {rank.rank: rank.host_id for rank in trace.ranks}
-    clocks = {rank.rank: rank.clock.offset_ns for rank in trace.ranks}
+    clocks = {rank.rank: rank.clock for rank in trace.ranks}
     steps = counted(trace, warmup)
     uses = []
     for sample in samples:
-        mine = sample.on_clock(clocks.get(sample.rank, 0))
+        mine = sample.on_rank_0(clocks.get(sample.rank, Clock()))
         local = {rank for rank, host in ids.items() if host == ids.get(sample.rank)} or {sample.rank}
         for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
             whole = intervals((s.begin_ns, s.end_ns) for s in steps if s.rank in local and s.arm == arm)
@@ -494,8 +494,8 @@ class _Arms:
 
 def _all_connections(trace: Trace, samples: Sequence[Samples]) -> list[Connection]:
     """Return the recorded connections on rank 0's clock, each with two readings or more."""
-    clocks = {rank.rank: rank.clock.offset_ns for rank in trace.ranks}
-    tables = [sample.on_clock(clocks.get(sample.rank, 0)).tcp for sample in samples]
+    clocks = {rank.rank: rank.clock for rank in trace.ranks}
+    tables = [sample.on_rank_0(clocks.get(sample.rank, Clock())).tcp for sample in samples]
     found = [one for table in tables if table is not None for one in recorded_connections(table)]
     return [one for one in found if len(one.time_ns) > 1]
 

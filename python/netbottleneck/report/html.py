@@ -47,7 +47,7 @@ from netbottleneck.report.drawing import (
     short_name,
     with_unit,
 )
-from netbottleneck.trace.model import Collective, Counters, Samples, Step, Trace
+from netbottleneck.trace.model import Clock, Collective, Counters, Samples, Step, Trace
 from netbottleneck.trace.transports import MEANING, TRANSPORT_COLOURS, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 
@@ -594,11 +594,11 @@ HOSTS_MOST = 8
 
 
 def _host_pictures(findings: Findings, recorded: Recorded) -> Iterator[Picture]:
-    clocks = {rank.rank: rank.clock.offset_ns for rank in findings.trace.ranks}
+    clocks = {rank.rank: rank.clock for rank in findings.trace.ranks}
     base_last = sorted(reversed(recorded.hosts), key=lambda use: use.arm == findings.base)
     uses = {use.rank: use for use in base_last}  # of base, else of the first arm
     for samples in recorded.samples[:HOSTS_MOST]:
-        mine, use = samples.on_clock(clocks.get(samples.rank, 0)), uses.get(samples.rank)
+        mine, use = samples.on_rank_0(clocks.get(samples.rank, Clock())), uses.get(samples.rank)
         if use is None:
             continue
         if mine.net is not None and len(mine.net.time_ns) > 2 and use.interfaces:

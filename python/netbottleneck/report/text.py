@@ -21,6 +21,7 @@ from netbottleneck.analysis.rules import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
+from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import MEANING, NATIVE, NULL, PSEUDO, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
@@ -169,7 +170,9 @@ def _about_rank(rank: Rank, origin: str) -> list[str]:
         found.append(f"rank {rank.rank} failed: {rank.error}")
     elif not rank.finished and origin == "measured":
         found.append(f"rank {rank.rank} did not finish cleanly.")
-    if rank.clock.method in UNSURE_METHODS and rank.rank != 0:
+    if rank.clock.method == JUMPED:
+        found.append(f"rank {rank.rank}: its clock jumped against rank 0's: what compares their times is not judged.")
+    elif rank.clock.method in UNSURE_METHODS and rank.rank != 0:
         found.append(f"rank {rank.rank}: its clock is not synchronised: cross-rank waits may be wrong by milliseconds.")
     if rank.clock.method == BY_OPERATIONS:
         error = ms(rank.clock.error_ns or 0)

@@ -104,12 +104,25 @@ class TransportInfo:
 class Clock:
     """The offset of a rank's clock to rank 0's, and how it was found.
 
-    method: "rank 0", "heartbeat", "same clock", "wall" or "none". offset_ns: this clock minus rank 0's. error_ns: half
-    the round trip, None if not known."""
+    method: "rank 0", "heartbeat", "jumped", "same clock", "wall" or "none". offset_ns: this clock minus rank 0's, where
+    it is best known. error_ns: None if not known. points: of a clock that drifts, its time and its offset then."""
 
     method: str = "none"
     offset_ns: int = 0
     error_ns: int | None = None
+    points: tuple[tuple[int, int], ...] = ()
+
+    def to_rank_0(self, time_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return times of this clock as times of rank 0's. Before and after the points the mean drift goes on."""
+        if len(self.points) < 2:
+            return time_ns - self.offset_ns
+        (begin, first), (end, last) = self.points[0], self.points[-1]
+        drift = (last - first) / (end - begin)
+        at = np.array([at - begin for at, _ in self.points], float)
+        bent = np.array([offset - first for _, offset in self.points], float) - drift * at
+        since = (time_ns - begin).astype(float)
+        moved: NDArray[np.int64] = np.rint(drift * since + np.interp(since, at, bent)).astype(np.int64)
+        return time_ns - (first + moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,9 +566,9 @@ class Counters:
         """Return the owners of the columns that end in `what`: interfaces for "rx_bytes", cores for "user"."""
         return tuple(name.rpartition(":")[0] for name in self.columns if name.rpartition(":")[2] == what)
 
-    def on_clock(self, offset_ns: int) -> Counters:
-        """Return the counters on a clock that is `offset_ns` behind this host's, such as rank 0's: see Clock."""
-        return replace(self, time_ns=self.time_ns - offset_ns)
+    def on_rank_0(self, clock: Clock) -> Counters:
+        """Return the counters on rank 0's clock. clock: that of the rank that recorded them."""
+        return replace(self, time_ns=clock.to_rank_0(self.time_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,10 +582,10 @@ class Samples:
     host: Counters | None = None
     tcp: Counters | None = None
 
-    def on_clock(self, offset_ns: int) -> Samples:
-        """Return the counters on another clock, as Counters.on_clock."""
+    def on_rank_0(self, clock: Clock) -> Samples:
+        """Return the counters on rank 0's clock, as Counters.on_rank_0."""
         moved = {kind: getattr(self, kind) for kind in (NET, HOST, TCP)}
-        return replace(self, **{kind: each and each.on_clock(offset_ns) for kind, each in moved.items()})
+        return replace(self, **{kind: each and each.on_rank_0(clock) for kind, each in moved.items()})
 
 
 def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:

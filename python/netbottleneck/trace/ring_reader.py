@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.events import Event, signed
+from netbottleneck.trace.heartbeats import HEARTBEAT, clock_of
 from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.transports import STOCK, Arm
 
@@ -452,10 +453,6 @@ _LEFT_OUT = tuple(EVENTS[name] for name in ("OP_NAME", "OP_READY", "OP_PACK"))
 
 # Monotonic clocks with wall anchors this close are the same clock: no two hosts boot within this time.
 SAME_CLOCK_NS = 20_000_000
-# Heartbeats whose round trip is above this multiple of the best are not used.
-ROUND_TRIP_FACTOR = 2
-# With this many good heartbeats, a straight line is fitted to the drift.
-DRIFT_SAMPLES = 8
 
 TRAIN = "train"
 NCCL = "nccl"  # the ring of NCCL's profiler plugin
@@ -477,50 +474,29 @@ class _RankFiles:
         return next((r.opened_wall_ns - r.opened_mono_ns for r in self.rings.values()), None)
 
 
-def _by_heartbeats(beats: NDArray[Any]) -> tuple[tr.Clock, NDArray[np.float64]]:
-    """Return the clock by the heartbeat with the shortest round trip, and the drift through all good ones."""
-    offset, trip = beats["a"].astype("i8"), beats["b"]
-    good = trip <= ROUND_TRIP_FACTOR * trip.min()
-    best = int(np.argmin(trip))
-    clock = tr.Clock("heartbeat", int(offset[best]), int(trip[best]) // 2)
-    if good.sum() < DRIFT_SAMPLES:
-        return clock, np.zeros(2)
-    at = float(beats["time_ns"][best])
-    slope, _ = np.polyfit(beats["time_ns"][good] - at, (offset[good] - offset[best]).astype(float), 1)
-    return clock, np.array([slope, at])
-
-
-def _clock_line(files: _RankFiles, reference_ns: int | None) -> tuple[tr.Clock, NDArray[np.float64]]:
-    """Return this rank's clock relative to rank 0's, and the drift (slope, at) around clock.offset_ns."""
-    still = np.zeros(2)
+def _clock(files: _RankFiles, reference_ns: int | None) -> tr.Clock:
+    """Return this rank's clock relative to rank 0's."""
     if files.rank == 0:
-        return tr.Clock("rank 0", 0, 0), still
+        return tr.Clock("rank 0", 0, 0)
     events, anchor = files.events(), files.anchor_ns()
     beats = events[events["kind"] == EVENTS["CLOCK"]]
     by_wall = None if anchor is None or reference_ns is None else reference_ns - anchor
     same = by_wall is not None and abs(by_wall) <= SAME_CLOCK_NS
     if len(beats):
-        clock, drift = _by_heartbeats(beats)
+        clock = clock_of(beats, int(events["time_ns"].min()), int(events["time_ns"].max()))
         agrees = abs(clock.offset_ns) <= (clock.error_ns or 0)
-        return (tr.Clock("same clock", 0, 0), still) if same and agrees else (clock, drift)
+        return tr.Clock("same clock", 0, 0) if same and agrees else clock
     known = [t["clock_offset_ns"] for t in files.meta.get("transports", {}).values() if t.get("clock_offset_ns")]
     if known:
-        return tr.Clock("heartbeat", int(known[0]), None), still
+        return tr.Clock(HEARTBEAT, int(known[0]), None)
     if by_wall is None:
-        return tr.Clock(), still
-    return (tr.Clock("same clock", 0, 0) if same else tr.Clock("wall", by_wall, None)), still
+        return tr.Clock()
+    return tr.Clock("same clock", 0, 0) if same else tr.Clock("wall", by_wall, None)
 
 
-def _on_rank_0(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> NDArray[Any]:
-    events = ring.events.copy()
-    moved = np.rint(drift[0] * (events["time_ns"] - drift[1])).astype("i8") if drift[0] else 0
-    events["time_ns"] -= clock.offset_ns + moved
-    return events
-
-
-def _named_events(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> list[Event]:
-    rows = _on_rank_0(ring, clock, drift)
-    rows = rows[~np.isin(rows["kind"], _LEFT_OUT)]
+def _named_events(ring: Ring, clock: tr.Clock) -> list[Event]:
+    rows = ring.events[~np.isin(ring.events["kind"], _LEFT_OUT)]
+    rows["time_ns"] = clock.to_rank_0(rows["time_ns"].astype("i8"))
     return [
         Event(_NAMES.get(kind, str(kind)), *rest)
         for kind, *rest in rows[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
@@ -681,8 +657,8 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
     parts = []
     for files in everyone:
-        clock, drift = _clock_line(files, reference)
-        named = {name: _named_events(ring, clock, drift) for name, ring in files.rings.items()}
+        clock = _clock(files, reference)
+        named = {name: _named_events(ring, clock) for name, ring in files.rings.items()}
         parts.append(_rank_trace(head, files, clock, named, run.get("plan")))
     return replace(tr.merge(parts), epoch_wall_ns=reference or 0)
 

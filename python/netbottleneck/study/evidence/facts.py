@@ -44,7 +44,7 @@ from netbottleneck.study.evidence.values import (
     Parts,
 )
 from netbottleneck.trace import model
-from netbottleneck.trace.model import Collective, Counters, Network, Step, Trace
+from netbottleneck.trace.model import Clock, Collective, Counters, Network, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, PSEUDO, SINGLE, Arm
 from netbottleneck.units import gbit
 from netbottleneck.whatif import questions, sweeps
@@ -125,8 +125,8 @@ def _nets(run: Run) -> dict[int, Counters]:
     trace = run.trace
     if len({rank.host_id for rank in trace.ranks}) < len(trace.ranks) or not run.path.is_dir():
         return {}
-    clocks = {rank.rank: rank.clock.offset_ns for rank in trace.ranks}
-    found = {sample.rank: sample.on_clock(clocks.get(sample.rank, 0)).net for sample in model.of_run(run.path)}
+    clocks = {rank.rank: rank.clock for rank in trace.ranks}
+    found = {sample.rank: sample.on_rank_0(clocks.get(sample.rank, Clock())).net for sample in model.of_run(run.path)}
     return {rank: net for rank, net in found.items() if net is not None}
 
 

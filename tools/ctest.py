@@ -65,7 +65,7 @@ WRAPPED = {
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
     "test_leave": (
         *("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),
-        *("nb_control_broadcast", "nb_watchdog_tick"),
+        *("nb_fold_direct", "nb_control_broadcast", "nb_watchdog_tick"),
     ),
     "test_cancel": ("nb_work_start", "nb_lanes_add"),
     "test_stall": ("nb_stall_over", "nb_stall_tick"),

@@ -65,7 +65,7 @@ WRAPPED = {
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
     "test_leave": (
         *("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),
-        *("nb_control_broadcast", "nb_watchdog_tick"),
+        *("nb_fold_direct", "nb_control_broadcast", "nb_watchdog_tick"),
     ),
     "test_cancel": ("nb_work_start", "nb_lanes_add"),
     "test_stall": ("nb_stall_over", "nb_stall_tick"),
@@ -85,7 +85,7 @@ WRAPPED = {
         *("nb_shm_wake", "nb_shm_pipe_write", "nb_shm_pipe_read", "nb_fold_direct", "nb_pair_kernel"),
         *("nb_fold_fill", "nb_fold_reduce", "nb_fold_empty", "nb_fold_sum", "nb_fold_spread"),
     ),
-    "test_shm": ("nb_fold_direct", "nb_shm_rendezvous"),
+    "test_shm": ("nb_fold_direct", "nb_shm_rendezvous", "nb_fdpass_receive"),
     "test_sock": ("getifaddrs", "freeifaddrs"),
     "test_twolevel_faults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }

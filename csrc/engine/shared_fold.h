@@ -45,6 +45,7 @@ struct shared {
     struct rails *rails; // between hosts; NULL: one host
     size_t piece_bytes;  // two levels: size of a full piece
     bool broken;         // operations were cancelled: nothing moves any more
+    int revoker;         // the rank that revoked this rank's writes to its memory; -1: none
     bool peer_may_write; // if so: a rank of this host may still write to the memory of operations
     bool private_told;   // reported: an arena is copied
     bool limit_reported; // reported: the limit of shared arenas

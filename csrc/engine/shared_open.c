@@ -144,6 +144,7 @@ static int shared_make(struct nb_job *job, struct nb_shm *shm, const struct host
     job->shared = l;
     l->job = job;
     l->shm = shm;
+    l->revoker = -1;
     l->rank = shm->rank;
     l->size = shm->size;
     l->hosts = hosts->count;

@@ -160,7 +160,7 @@ static bool direct_step(struct shared *l, struct nb_work *work) {
     size_t left = part.bytes - work->shared.at;
     size_t take = left < PASS_BYTES ? left : PASS_BYTES;
     if (take > 0) {
-        if (!nb_shm_write_begin(l->shm)) {
+        if (!nb_shm_write_begin(l->shm, &l->revoker)) {
             return false; // a rank has given up: the control connection will report it
         }
         nb_fold_direct(l, work, (struct nb_range){.offset = part.offset + work->shared.at, .bytes = take});
@@ -427,6 +427,9 @@ static bool may_still_write(const struct shared *l, const struct nb_work *work, 
     const uint64_t index = work->shared.index;
     const struct nb_shm_area *mine = own_area(l);
     const struct nb_shm_area *area = nb_shared_area(l, rank);
+    if (rank == l->revoker) {
+        return true; // this rank's share cannot be done any more
+    }
     if (work->shared.stage == NB_SHARED_SHARE_DONE) {
         return !work->shared.staged && atomic_load(&area->done) <= index;
     }
@@ -443,7 +446,7 @@ static bool may_still_write(const struct shared *l, const struct nb_work *work, 
 // Sets the peers that an operation waits for: work->in.peer and work->out.peer. This rank itself if no other is late:
 // the others may leave.
 static void awaited_peers_set(const struct shared *l, struct nb_work *work) {
-    if (l->rails != NULL && nb_two_level_waits(l, work)) {
+    if (l->revoker < 0 && l->rails != NULL && nb_two_level_waits(l, work)) {
         return;
     }
     int late = l->rank;
@@ -479,9 +482,14 @@ void nb_shared_tick(struct nb_job *job, int64_t now) {
     l->pulses = pulses;
 }
 
+// nb_shared_tick() sets one late rank, or ranks of other hosts: several may be late.
 static bool waits_for(struct nb_work *work, int peer, int64_t *moved_ns) {
-    bool found =
-        work->in.left > 0 && (work->in.peer == peer || work->out.peer == peer); // nb_shared_tick() has set them
+    const struct shared *l = work->comm->job->shared;
+    bool late = work->in.peer == peer || work->out.peer == peer;
+    for (int r = 0; r < l->size && !late; r++) {
+        late = job_rank(l, r) == peer && r != l->rank && may_still_write(l, work, r);
+    }
+    bool found = work->in.left > 0 && late;
     *moved_ns = found && work->in.moved_ns > *moved_ns ? work->in.moved_ns : *moved_ns;
     return found;
 }

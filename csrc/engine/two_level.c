@@ -260,7 +260,7 @@ static bool fold_next(struct shared *l) {
     }
     bool staged = piece->work->shared.staged;
     uint64_t window = piece->work->shared.window + piece->first + piece->folded;
-    if ((staged && NB_LEAST(l, l->size, filled) <= window) || !nb_shm_write_begin(l->shm)) {
+    if ((staged && NB_LEAST(l, l->size, filled) <= window) || !nb_shm_write_begin(l->shm, &l->revoker)) {
         return false;
     }
     nb_fold_sum(l, piece->work, piece->first + piece->folded);
@@ -284,7 +284,8 @@ static bool spread_next(struct shared *l) {
     }
     bool staged = piece->work->shared.staged;
     uint64_t window = piece->work->shared.window + piece->first + piece->spread;
-    if ((staged && window >= NB_LEAST(l, l->size, emptied) + NB_SHM_STAGES) || !nb_shm_write_begin(l->shm)) {
+    if ((staged && window >= NB_LEAST(l, l->size, emptied) + NB_SHM_STAGES) ||
+        !nb_shm_write_begin(l->shm, &l->revoker)) {
         return false;
     }
     nb_fold_spread(l, piece->work, piece->first + piece->spread);

@@ -181,7 +181,7 @@ static void peer_ready(struct nb_watch *watch, uint32_t events) {
     if (rc == 0) {
         arena_take(peer, &gift, fd);
         nb_fork_close(fd);
-    } else if (rc != -EAGAIN) { // the peer has left; its control connection reports whether in good order
+    } else if (rc != -EAGAIN && rc != NB_EWIRE) { // it has left; its control connection reports whether in good order
         nb_loop_remove(peer->shm->loop, watch);
         nb_shm_fd_close(&watch->fd);
     }
@@ -337,12 +337,14 @@ void nb_shm_mark_awake(struct nb_shm *shm) {
     }
 }
 
-bool nb_shm_write_begin(struct nb_shm *shm) {
-    atomic_store(&shm->peers[shm->rank].area->busy, 1);
+bool nb_shm_write_begin(struct nb_shm *shm, int *revoker) {
+    _Atomic uint32_t *busy = &shm->peers[shm->rank].area->busy;
+    atomic_store(busy, 1);
     atomic_thread_fence(memory_order_seq_cst);
     for (int r = 0; r < shm->size; r++) {
         if (atomic_load_explicit(&shm->peers[r].area->revoked, memory_order_relaxed) != 0) {
-            nb_shm_write_end(shm);
+            atomic_store_explicit(busy, 0, memory_order_release);
+            *revoker = r;
             return false;
         }
     }

@@ -139,8 +139,8 @@ void nb_shm_wake_one(struct nb_shm *shm, int rank);
 void nb_shm_mark_asleep(struct nb_shm *shm);
 void nb_shm_mark_awake(struct nb_shm *shm);
 
-// Enters and leaves a section of writes to other ranks' memory: false if a rank has revoked it.
-bool nb_shm_write_begin(struct nb_shm *shm);
+// Enters and leaves a section of writes to other ranks' memory: false if a rank has revoked it, *revoker.
+bool nb_shm_write_begin(struct nb_shm *shm, int *revoker);
 void nb_shm_write_end(struct nb_shm *shm);
 // Revokes write access: no rank begins to write to this rank's memory any more. Waits for writes in progress until
 // deadline_ns at most. False: a rank is still writing, or was stopped in the middle and may continue later.

@@ -136,6 +136,7 @@ static void *revoke_access(void *arg) {
 static void check_wake_and_revoke(struct member *members) {
     struct nb_shm *first = members[0].shm;
     struct nb_shm *last = members[2].shm;
+    int revoker = -1;
     nb_shm_wake(first);
     CHECK(!was_woken(&members[2]), "a rank that does not sleep is woken");
     nb_shm_mark_asleep(last);
@@ -143,7 +144,7 @@ static void check_wake_and_revoke(struct member *members) {
     nb_shm_wake(first);
     CHECK(was_woken(&members[2]) && !was_woken(&members[2]) && !was_woken(&members[1]),
           "a sleeping rank is not woken exactly once");
-    CHECK(nb_shm_write_begin(first), "write access is refused before it is revoked");
+    CHECK(nb_shm_write_begin(first, &revoker), "write access is refused before it is revoked");
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, revoke_access, &members[2]) == 0, "thread");
     while (atomic_load(&first->peers[2].area->revoked) == 0) {
@@ -154,7 +155,7 @@ static void check_wake_and_revoke(struct member *members) {
           "the revocation does not wait for the writer");
     nb_shm_write_end(first);
     CHECK(pthread_join(thread, NULL) == 0, "join");
-    CHECK(!nb_shm_write_begin(first) && atomic_load(&first->peers[0].area->busy) == 0,
+    CHECK(!nb_shm_write_begin(first, &revoker) && revoker == 2 && atomic_load(&first->peers[0].area->busy) == 0,
           "write access is granted after it was revoked");
 }
 

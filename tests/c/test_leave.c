@@ -15,6 +15,7 @@
 #include "engine/shared.h"
 #include "engine/shared_fold.h"
 #include "job.h"
+#include "sums.h"
 
 enum { SIZE = 3, HOLDER = 1, SLOW = 2, WORDS = 1000 };
 
@@ -143,6 +144,46 @@ static void leave_during_operation(struct test_rank *me) {
           err.text);
 }
 
+static _Atomic bool waits_for_leaver; // rank 0 is in the middle of its share until rank 1 leaves
+
+void __real_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
+
+void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range) {
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    __real_nb_fold_direct(l, work, range);
+    while (l->rank == 0 && atomic_load(&waits_for_leaver) && atomic_load(&nb_shared_area(l, HOLDER)->revoked) == 0) {
+        CHECK(nb_now_ns() < until, "rank %d does not leave", HOLDER);
+        nb_pause();
+    }
+}
+
+// Rank 1 has done its share of an operation in shared arenas, and leaves. Rank 0 may not finish its own share, as it
+// would write to rank 1's memory: its error names rank 1.
+static void leave_after_own_share(struct test_rank *me) {
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    struct nb_segment all = {.base = arena_share(me), .bytes = ARENA_BYTES};
+    struct nb_error err = {0};
+    const _Atomic uint64_t *done = &nb_shared_area(me->job->shared, HOLDER)->done;
+    uint64_t before = atomic_load(done);
+    test_barrier(me, "both are here");
+    atomic_store(&waits_for_leaver, true);
+    struct nb_work *work = test_submit(me, test_op("direct", NB_OP_ALLREDUCE, &all));
+    if (me->rank == HOLDER) {
+        while (atomic_load(done) == before) {
+            CHECK(nb_now_ns() < until, "rank %d does not do its share", HOLDER);
+            nb_pause();
+        }
+        nb_job_close(me->job);
+        me->job = NULL;
+        CHECK(test_finish(work, &err) == NB_ECLOSED, "%s", err.text);
+        return;
+    }
+    int rc = test_finish(work, &err);
+    CHECK(rc == NB_EPEER && err.peer == HOLDER && strstr(err.text, "left the job before 'direct'") != NULL, "%d %s", rc,
+          err.text);
+}
+
 int main(void) {
     struct test_rank template = test_on("shm");
     template.size = SIZE;
@@ -151,6 +192,9 @@ int main(void) {
     atomic_store(&holder_idle, true);
     template.size = 2;
     template.run = leave_during_operation;
+    rc = rc == 0 ? test_job(&template) : rc;
+    atomic_store(&holder_idle, false);
+    template.run = leave_after_own_share;
     rc = rc == 0 ? test_job(&template) : rc;
     atomic_store(&leave_is_late, true);
     template = test_on("tcp");

@@ -12,7 +12,9 @@
 
 #include "base/arena.h"
 #include "base/dtype.h"
+#include "base/error.h"
 #include "base/fdpass.h"
+#include "base/fork.h"
 #include "engine/shared_fold.h"
 #include "sums.h"
 #include "transport/shm.h"
@@ -316,6 +318,33 @@ static void arena_detached(struct test_rank *me) {
     CHECK(rc == 0 || rc == -EBUSY, "rank %d: %d %s", me->rank, rc, err.text); // another rank's result may be complete
 }
 
+static _Atomic bool lose_next; // the next arena that arrives is lost, as where no descriptor is free
+
+int __real_nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count);
+int __wrap_nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count);
+int __wrap_nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count) {
+    int rc = __real_nb_fdpass_receive(fd, message, bytes, fds, count);
+    if (rc == 0 && atomic_exchange(&lose_next, false)) {
+        nb_fork_close(fds[0]);
+        return NB_EWIRE;
+    }
+    return rc;
+}
+
+// An arena is lost on its way. Its operations are staged, and later arenas arrive.
+static void arena_lost(struct test_rank *me) {
+    struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+    test_barrier(me, "before");
+    atomic_store(&lose_next, true);
+    char *lost = arena_share(me);
+    CHECK(!atomic_load(&lose_next), "no arena arrives");
+    check_operation(me, op, lost, KINDS_COUNT, contiguous);
+    uint64_t staged = job_info(me).shm_staged_bytes;
+    CHECK(staged > 0, "a lost arena is used");
+    check_operation(me, op, arena_share(me), KINDS_COUNT, contiguous);
+    CHECK(job_info(me).shm_staged_bytes == staged, "no arena arrives after a lost one");
+}
+
 int main(void) {
     struct test_rank template = two_ranks;
     without_memfd(NB_SHM_AUTO, works_with_notice); // first, because a process with threads should not fork
@@ -331,6 +360,8 @@ int main(void) {
     CHECK(test_job(&template) == 0, "undescribed buffers");
     template.run = arena_detached;
     CHECK(test_job(&template) == 0, "a detached arena");
+    template.run = arena_lost;
+    CHECK(test_job(&template) == 0, "a lost arena");
     template.run = rank_leaves;
     CHECK(test_job(&template) == 0, "a rank that leaves");
     sharing_is_off();

@@ -93,10 +93,10 @@ char *__wrap_nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_s
     return __real_nb_shm_memory(shm, rank, piece);
 }
 
-bool __real_nb_shm_write_begin(struct nb_shm *shm);
-bool __wrap_nb_shm_write_begin(struct nb_shm *shm);
-bool __wrap_nb_shm_write_begin(struct nb_shm *shm) {
-    bool allowed = __real_nb_shm_write_begin(shm);
+bool __real_nb_shm_write_begin(struct nb_shm *shm, int *revoker);
+bool __wrap_nb_shm_write_begin(struct nb_shm *shm, int *revoker);
+bool __wrap_nb_shm_write_begin(struct nb_shm *shm, int *revoker) {
+    bool allowed = __real_nb_shm_write_begin(shm, revoker);
     step("write section, begun");
     return allowed;
 }

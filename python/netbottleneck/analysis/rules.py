@@ -481,7 +481,7 @@ def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
 
 
 def straggler(facts: Facts) -> RuleResult:
-    """One rank arrives last, step after step."""
+    """One rank, or all ranks of one host, arrive last, step after step."""
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
@@ -492,7 +492,9 @@ def straggler(facts: Facts) -> RuleResult:
     saving = _beside_clocks(late.persistent_ns, error_ns)
     name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
     phase, more = max(late.longer.items(), key=lambda row: row[1])
-    cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
+    its = f"The {phase} of its ranks" if late.whole_host else f"Its {phase}"
+    cause = f" {its} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
+    where = late.who if late.whole_host else f"rank {rank}'s host{f' ({name})' if name else ''}"
     look = {"input": "its data loader and its disk"}.get(phase, "its clock speed, its cores, what else runs there")
     return facts.evidence(
         "straggler",
@@ -500,9 +502,9 @@ def straggler(facts: Facts) -> RuleResult:
         applies=not unsure,
         saving=saving,
         rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
-        why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
-        f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
-        next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
+        why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
+        f"({late.steps} steps; chance {late.chance:.0e}).{cause}",
+        next=f"Look at {where}: {look}.",
         **facts.more_steps(late.persistent_ns, error_ns),
     )
 
@@ -525,7 +527,7 @@ def imbalance(facts: Facts) -> RuleResult:
         rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
         why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
         f"{ms(saving.high)}) a step"
-        + (". No rank is last persistently." if late.last is None else f", beside the wait for rank {late.last}."),
+        + (". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
         **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else needs),
     )

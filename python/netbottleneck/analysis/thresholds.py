@@ -51,6 +51,8 @@ FIT_SIZES_RATIO_MIN = 2.0
 CHANCE_MAX = 0.001
 # The rank that is last is a straggler only if its own work is longer by at least this part of the wait for it.
 STRAGGLER_OWN = 0.5
+# A host is a straggler only if each of its ranks is late by at least this part of the wait for its latest one.
+STRAGGLER_HOST = 0.5
 # Fewest steps for the test of a persistent straggler.
 STRAGGLER_STEPS_MIN = 7
 # Fewest steps for imbalance: of fewer, the test may not tell a straggler from chance.

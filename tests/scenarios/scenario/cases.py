@@ -188,6 +188,24 @@ def sleeping_rank(draw: Draw) -> Case[Job]:
 
 
 @case
+def slow_host(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(2)
+    ranks = range(4 * slow, 4 * slow + 4)
+    job = replace(NOISY, ranks=8, ranks_per_host=4, jitter=0.02, slower=dict.fromkeys(ranks, draw.uniform(1.12, 1.3)))
+    return Case(
+        "all ranks of one host are slower",
+        job,
+        ("STRAGGLER",),
+        replace(job, slower={}),
+        "STRAGGLER",
+        never=("IMBALANCE", "LINK_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+        says=f"Host host{slow} (ranks {ranks[0]} to {ranks[-1]}) makes the others wait",
+        advises=f"Look at host host{slow}",
+    )
+
+
+@case
 def slow_input_of_one_rank(draw: Draw) -> Case[Job]:
     slow = draw.randrange(4)
     job = replace(NOISY, ranks=4, input_of_ms={slow: draw.uniform(25, 60)})

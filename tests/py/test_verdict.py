@@ -564,16 +564,16 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
 
 
 @pytest.mark.parametrize(
-    ("busy_cores", "meta", "share", "code"),
+    ("busy_cores", "meta", "share", "busy"),
     [
-        (1.9, {"cores": [2, 3]}, 0.95, "HOST_LIMITED"),  # a machine each
-        (1.0, {"cores": [2, 3]}, 0.5, "INCONCLUSIVE"),
-        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, "HOST_LIMITED"),
-        (1.9, {}, None, "INCONCLUSIVE"),  # no rank recorded its cores
-        (None, {"cores": [2, 3]}, None, "INCONCLUSIVE"),  # nor of their processor time
+        (1.9, {"cores": [2, 3]}, 0.95, True),  # a machine each
+        (1.0, {"cores": [2, 3]}, 0.5, False),
+        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, True),
+        (1.9, {}, None, False),  # no rank recorded its cores
+        (None, {"cores": [2, 3]}, None, False),  # nor of their processor time
     ],
 )
-def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores, meta, share, code):
+def test_a_machine_whose_cores_are_all_busy_may_be_a_host_limit(tmp_path, busy_cores, meta, share, busy):
     fast = {"how": "a lab", "link_bps": 1e10}
     numbers = findings_of(
         tmp_path,
@@ -585,23 +585,53 @@ def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores
         run={"network": fast},
     )
     assert numbers.cores_busy == (None if share is None else pytest.approx(share, rel=1e-3))
-    assert verdict.decide(numbers).code == code
+    assert rule_of("HOST_LIMITED", numbers).uncertain == busy
+    starved = replace(numbers, starved=Estimate(10e6, 9e6, 11e6))
+    assert rule_of("HOST_LIMITED", starved).fired == busy
+    assert verdict.decide(starved).code == ("HOST_LIMITED" if busy else "INCONCLUSIVE")
 
 
-def test_compute_that_lacks_a_core_counts_once(tmp_path):
-    numbers = findings_of(
+def busy_machine(tmp_path):
+    return findings_of(
         tmp_path, transports=("stock",), blocks=1, block_steps=12, busy_cores=1.9, meta={"cores": [2, 3]}
     )
 
-    def saving_ms(slower_ms, starved_ms):
-        ends = [Estimate(at * 1e6, at * 1e6 - 1e5, at * 1e6 + 1e5) for at in (slower_ms, starved_ms)]
-        slowed = Paired(Arm("null"), Arm("stock"), 4, 40, ends[0], Estimate(1.3, 1.2, 1.4))
-        facts = rules.Facts(replace(numbers, slowed=slowed, starved=ends[1]), Arm("stock"), rules.Predicted(), ())
-        return rules.host(facts).saving.value / 1e6
 
-    neither = saving_ms(0, 0)
-    assert saving_ms(8, 5) == pytest.approx(neither + 8)
-    assert saving_ms(5, 8) == pytest.approx(neither + 8)
+def beside_traffic(more_ms, error_ms=0.1):
+    """Forward and backward that take so many ms longer than without traffic."""
+    more = Estimate(more_ms * 1e6, (more_ms - error_ms) * 1e6, (more_ms + error_ms) * 1e6)
+    return Paired(Arm("null"), Arm("stock"), 4, 40, more, Estimate(1.3, 1.2, 1.4))
+
+
+def test_cores_that_threads_keep_busy_while_they_wait_are_no_host_limit(tmp_path):
+    numbers = busy_machine(tmp_path)
+
+    def result(slowed):
+        return rule_of("HOST_LIMITED", replace(numbers, slowed=slowed, starved=Estimate(0.0, 0.0, 0.0)))
+
+    unknown, none, sure, unsure = map(result, (None, beside_traffic(0), beside_traffic(8), beside_traffic(8, 12)))
+    assert (unknown.fired, unknown.uncertain, unknown.saving.low) == (False, True, 0.0)
+    assert unknown.rests == "cores 95 % busy: threads may spin while they wait"
+    assert unknown.needs.startswith("Measure NETBOTTLENECK_TRANSPORT=stock,null")
+    assert (none.fired, none.uncertain, none.saving.value) == (False, False, 0.0)
+    assert none.rests.endswith("but traffic does not slow compute: threads may spin while they wait")
+    assert sure.fired
+    assert sure.rests.endswith("cores 95 % busy")
+    assert (unsure.fired, unsure.uncertain) == (False, True)
+
+
+def test_compute_that_lacks_a_core_counts_once(tmp_path):
+    numbers = busy_machine(tmp_path)
+
+    def saving_ms(slower_ms, starved_ms):
+        starved = Estimate(*((starved_ms + error) * 1e6 for error in (0, -0.1, 0.1)))
+        found = replace(numbers, slowed=beside_traffic(slower_ms), starved=starved)
+        return rule_of("HOST_LIMITED", found).saving.value / 1e6
+
+    exposed = saving_ms(8, 0) - 8
+    assert exposed > 100
+    assert saving_ms(8, 6) == pytest.approx(exposed + 8)
+    assert saving_ms(6, 8) == pytest.approx(exposed + 8)
 
 
 def test_a_simulated_step_keeps_no_core_busy(tmp_path):

@@ -202,6 +202,7 @@ class Facts:
         return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
 
 
+NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
 
@@ -397,45 +398,65 @@ def buckets(facts: Facts) -> RuleResult:
     )
 
 
+def _busy_cores(facts: Facts, slowed: Estimate | None) -> tuple[Estimate | None, str]:
+    """(ns that a step loses because all cores are busy, None if that is not so, and what it rests on).
+
+    It is compute without a core, and exposed time. Threads that spin while they wait keep cores busy, too. So exposed
+    time counts surely only if compute surely lacks cores, and not at all if it surely does not. slowed: compute beside
+    traffic against compute without, None if that was not measured.
+    """
+    f, limit, idle = facts.f, limits.GAIN_MIN * facts.step_ns, facts.moving
+    busy = f.cores_busy or 0.0
+    if busy < limits.CORES_BUSY:
+        return None, ""
+    rests, spin = f"cores {percent(busy)} busy", "threads may spin while they wait"
+    lacks = [one for one in (slowed, f.starved) if one is not None] or [NOTHING_SAVED]
+    if slowed is not None and all(one.high <= limit for one in lacks):
+        return None, f"{rests}, but traffic does not slow compute: {spin}"
+    # Compute without a core is longer, and so is part of the difference to steps without traffic.
+    lost = max(lacks, key=lambda one: one.value)
+    # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
+    least = max(0.0, 1 - (1 - min(busy, 1.0)) * facts.step_ns / idle.value) if idle.value > 0 else 0.0
+    sure = any(one.low > limit for one in lacks)
+    low = lost.low + idle.low * least * sure
+    saving = Estimate(lost.value + idle.value * (1 + least) / 2, low, lost.high + idle.high)
+    return saving, rests if sure else f"{rests}: {spin}"
+
+
 def host(facts: Facts) -> RuleResult:
     """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
-    f, step = facts.f, facts.step_ns
-    busy = f.cores_busy or 0.0
-    slowed = f.slowed if f.slowed is not None and f.slowed.enough else None
-    saving = Estimate(0.0, 0.0, 0.0)
+    f = facts.f
+    pair = f.slowed if f.slowed is not None and f.slowed.enough else None
+    slowed = None if pair is None else pair.difference_ns
+    busy, rests = _busy_cores(facts, slowed)
     sources, reasons = [], []
-    if slowed is not None:
-        more = saving = slowed.difference_ns
-        sources.append(f"{f.label}: {slowed.pairs} pairs with {NULL}")
+    if pair is not None:
+        more = pair.difference_ns
+        sources.append(f"{f.label}: {pair.pairs} pairs with {NULL}")
         reasons.append(
             f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
             "travel than without."
         )
-    idle = f.parts_ns["moving"]
-    if busy >= limits.CORES_BUSY:
-        # Compute without a core is longer, and so is part of the difference to steps without traffic.
-        saving = max((one for one in (saving, f.starved) if one is not None), key=lambda one: one.value)
-        # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
-        least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
-        saving = Estimate(
-            saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
-        )
-        sources.append(f"cores {percent(busy)} busy")
+    if rests:
+        sources.append(rests)
+    if busy is not None:
         reasons.append(
-            f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "
-            f"communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a core."
+            f"The ranks of one machine keep {percent(f.cores_busy or 0.0)} of its cores busy over the whole step, also "
+            f"while communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a "
+            "core."
         )
+    saving = busy or slowed or NOTHING_SAVED
     return facts.evidence(
         "host contention",
         "HOST_LIMITED",
-        applies=bool(sources),
-        saving=saving if sources else None,
+        applies=bool(reasons),
+        saving=saving if reasons else None,
         rests="; ".join(sources)
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
         why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter."
         f"{as_good_sentence(f)}",
         next="Give the ranks more cores, or fewer threads to the model.",
-        **(facts.more_steps(saving) if slowed is not None else {"needs": without_traffic(f)}),
+        **(facts.more_steps(saving) if pair is not None else {"needs": without_traffic(f)}),
     )
 
 

@@ -15,6 +15,7 @@ from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, Network
 from netbottleneck.trace.transports import Arm
+from netbottleneck.units import percent
 from ringwriter import BUCKETS, FakeRun
 
 
@@ -717,9 +718,63 @@ def test_delays_are_not_known_if_most_steps_are_above_a_fastest_quarter_without_
         return findings._delays(rows)
 
     usual = [1 + 0.01 * i for i in range(19)]
-    assert delays(*usual, 201).value == pytest.approx(10e6, rel=0.01)
+    assert delays(*usual, 201).mean_ns.value == pytest.approx(10e6, rel=0.01)
     assert delays(*[1] * 10, *usual) is None  # most are above the fastest ones, and may be the usual ones
-    assert delays(*[1] * 10, 2).value == pytest.approx(1e6 / 11)
+    assert delays(*[1] * 10, 2).mean_ns.value == pytest.approx(1e6 / 11)
+
+
+LOSSY = usage.ConnectionUse(0, 1, Arm("stock"), ("a", 1), ("b", 2), 1.0, 1e9, 70_000.0, 1400.0)
+
+
+def delayed_at_times(tmp_path, part):
+    """A run of which this part of the steps waits for a timeout of 200 ms."""
+
+    def transfer(_, __, index):
+        return 1, 40 + index * 3 % 10 / 10 + 200 * (index * 7 % 20 < 20 * part)
+
+    run = Varying(tmp_path, transfer, transports=("stock",), blocks=1, block_steps=41).write()
+    found = findings.find(ring_reader.load(run))
+    did = found.achieved["stock"].active_bps
+    return replace(found, achievable=Achievable("tcp", ((1, did), (4, 10 * did)), (4, 10 * did)), latency_share=0.9)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.4, 0.6])
+def test_lost_packets_are_named_with_their_part_of_the_mean_step(tmp_path, part):
+    numbers, connected = delayed_at_times(tmp_path, part), usage.Connected((LOSSY,))
+    found = rule_of("PACKET_LOSS", numbers, connected=connected)
+    steps = [step.duration_ns for step in intervals.counted(numbers.trace)]
+    mean_ns = sum(steps) / len(steps)
+    assert found.saving.value == pytest.approx(part * 200e6, rel=0.03)
+    assert found.step_ns == pytest.approx(mean_ns, rel=0.001)
+    assert f"{percent(found.saving.value / mean_ns)} of the step (" in found.why
+    v = verdict.decide(numbers, connected=connected)
+    assert v.code == "PACKET_LOSS"
+    # The other rules are about the steps without these delays.
+    rate = rule_of("TRANSPORT_LIMITED", numbers, connected=connected)
+    assert rate.saving.value < 0.95 * 41e6
+    fixed = rule_of("LATENCY_LIMITED", numbers, connected=connected)
+    assert not fixed.applies
+    assert fixed.rests.startswith("packets are lost, and the time until")
+    assert rule_of("LATENCY_LIMITED", numbers).applies
+
+
+def test_packet_loss_that_delays_most_steps_is_not_judged(tmp_path):
+    numbers, connected = delayed_at_times(tmp_path, 0.8), usage.Connected((LOSSY,))
+    assert numbers.delays is None
+    for code in ("PACKET_LOSS", "TRANSPORT_LIMITED", "LATENCY_LIMITED"):
+        found = rule_of(code, numbers, connected=connected)
+        assert not found.applies
+        assert found.rests.endswith(rules.UNKNOWN_DELAYS)
+    v = verdict.decide(numbers, connected=connected)
+    assert v.code == "INCONCLUSIVE"
+    assert "Packet loss: stock sent 2.0 % of 70000 segments" in v.why
+    assert rule_of("TRANSPORT_LIMITED", numbers).applies
+
+
+def test_lost_packets_that_cost_little_leave_latency_to_be_judged(tmp_path):
+    numbers = delayed_at_times(tmp_path, 0)
+    assert numbers.delays.mean_ns.value < 1e6
+    assert rule_of("LATENCY_LIMITED", numbers, connected=usage.Connected((LOSSY,))).applies
 
 
 def test_no_arm_is_asked_for_where_no_gradients_can_be_moved(tmp_path):

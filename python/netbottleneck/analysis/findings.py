@@ -46,7 +46,7 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
-from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX, LINK_EXCEEDED
+from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX, LINK_EXCEEDED, TIMEOUT_NS
 from netbottleneck.trace.model import Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
@@ -90,6 +90,19 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Delays:
+    """How much longer than usual single steps move data, in ns a step.
+
+    mean_ns: over all steps; rest_ns: the mean of all steps without it. moving_ns: exposed communication and waiting
+    after the last rank arrived, without it, over the middle half of the steps.
+    """
+
+    mean_ns: Estimate
+    rest_ns: float
+    moving_ns: Estimate
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """The numbers of a run.
 
@@ -103,9 +116,9 @@ class Findings:
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
     achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
-    torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays_ns: ns a
-    step by which single steps move data for longer than usual; None if the usual ones cannot be told.
-    nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
+    torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays: of single
+    steps of base; None if the usual steps cannot be told. nccl: split of the operations that NCCL reported within
+    steps. joins: the operations of a flight recorder's dumps.
     """
 
     trace: Trace
@@ -134,7 +147,7 @@ class Findings:
     latency_share: float | None = None
     cores_busy: float | None = None
     starved: Estimate | None = None
-    delays_ns: Estimate | None = None
+    delays: Delays | None = None
     layers: tuple[Layer, ...] = ()
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
@@ -185,18 +198,22 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
 }
 
 
-def _delays(splits: Sequence[Split]) -> Estimate | None:
-    """Ns a step, of all steps, by which single steps move data for longer than usual; None if that is not known.
+def _delays(splits: Sequence[Split]) -> Delays | None:
+    """By how much single steps move data for longer than usual; None if that is not known.
 
     Usual is up to DELAYED times the distance of the 10th from the 25th percentile above that. Without a distance, any
-    step above it counts: if most do, they may be the usual ones.
+    step above it counts: if most do, they may be the usual ones. If none is above, and neither a timeout nor the usual
+    time once more would be, most steps may be delayed.
     """
-    moving = np.asarray(_over_steps(splits, PARTS["moving"]))
+    moving, lengths = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("moving", "step"))
     low, quarter = np.percentile(moving, [10, 25])
-    delayed = moving > quarter + DELAYED * (quarter - low)
-    if quarter <= low and 2 * np.count_nonzero(delayed) > len(moving):
+    spread = DELAYED * (quarter - low)
+    delayed = moving > quarter + spread
+    most = quarter <= low and 2 * np.count_nonzero(delayed) > len(moving)
+    if most or (not delayed.any() and spread > max(TIMEOUT_NS, quarter)):
         return None
-    return mean_of_delays(np.where(delayed, moving - quarter, 0.0))
+    later = np.where(delayed, moving - quarter, 0.0)
+    return Delays(mean_of_delays(later), float((lengths - later).mean()), mean_of_typical(moving - later, lengths))
 
 
 def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Estimate:
@@ -358,7 +375,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         base=base,
         share=_share(splits),
         parts_ns=_parts_ns(splits),
-        delays_ns=_delays(splits),
+        delays=_delays(splits),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),

@@ -138,8 +138,18 @@ class Facts:
 
     @property
     def moving(self) -> Estimate:
-        """Ns a step of exposed communication and waiting after the last rank arrived."""
-        return self.f.parts_ns["moving"]
+        """Ns a step of exposed communication and waiting after the last rank arrived, without that of lost packets."""
+        return self.f.delays.moving_ns if self.lost and self.f.delays is not None else self.f.parts_ns["moving"]
+
+    @property
+    def lost(self) -> str:
+        """Sentence: the packet loss of base; "" if there is none."""
+        return packet_loss(self.connected, self.base)
+
+    @property
+    def delays_unknown(self) -> str:
+        """Why lost packets may delay typical steps; "" if they do not."""
+        return f"packets are lost, and {UNKNOWN_DELAYS}" if self.lost and self.f.delays is None else ""
 
     @property
     def coarse_clocks(self) -> bool:
@@ -195,14 +205,16 @@ class Facts:
         text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
         return {"needs": text, "more": more}
 
-    def share(self, saving: Estimate, *, beside: bool = False) -> str:
-        """A saving as text. beside: of the mean of all steps, which has it on top of the typical step."""
+    def share(self, saving: Estimate, rest_ns: float | None = None) -> str:
+        """A saving as text. rest_ns: what the mean of all steps has beside it; None: it is of the typical step."""
         ends = (saving.value, saving.low, saving.high)
-        value, low, high = (percent(end / (self.step_ns + beside * end)) for end in ends)
+        steps = [self.step_ns if rest_ns is None else rest_ns + end for end in ends]
+        value, low, high = (percent(end / step) for end, step in zip(ends, steps, strict=True))
         return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
 
 
 NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)
+UNKNOWN_DELAYS = "most steps may be delayed, so single delayed ones cannot be told"
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
 
@@ -262,7 +274,7 @@ def transport(facts: Facts) -> RuleResult:
 def _probe(facts: Facts) -> RuleResult:
     f, base = facts.f, facts.base
     did, can = f.achieved.get(base), f.achievable
-    unknown = facts.rates_known
+    unknown = facts.rates_known or facts.delays_unknown
     if did is None or can is None or unknown:
         return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
     count, rate = can.best
@@ -348,12 +360,20 @@ def _small_share(facts: Facts) -> tuple[float, str] | None:
     return max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
 
 
+def _timeouts(facts: Facts) -> str:
+    """Why time that does not depend on size may be that of lost packets; "" if it is not."""
+    delays = facts.f.delays
+    if not facts.lost or (delays is not None and delays.mean_ns.low <= limits.GAIN_MIN * facts.step_ns):
+        return ""
+    return facts.delays_unknown or "packets are lost, and the time until they are sent again does not depend on size"
+
+
 def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
     f, base = facts.f, facts.base
     parts, unknown = f.parts[base], facts.rates_known
-    if facts.missing:
-        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing)
+    if facts.missing or _timeouts(facts):
+        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing or _timeouts(facts))
     share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
     small = None if unknown else _small_share(facts)
     if share is None and small is not None:
@@ -669,23 +689,23 @@ def other_traffic(facts: Facts) -> RuleResult:
 
 def loss(facts: Facts) -> RuleResult:
     """Connections lose packets, and some steps wait until they are sent again."""
-    lost, saving = packet_loss(facts.connected, facts.base), facts.f.delays_ns
-    if not lost or saving is None:
-        rests = "no connection lost packets" if facts.connected.ends else "no connections were recorded"
-        rests = (
-            "most steps move data for longer than the fastest quarter, so delayed ones cannot be told"
-            if lost
-            else rests
-        )
+    lost, delays = facts.lost, facts.f.delays
+    if not lost:
+        some = percent(limits.LOSS_SHARE)
+        rests = f"no connection lost {some} of its packets" if facts.connected.ends else "no connections were recorded"
         return facts.evidence("packet loss", "PACKET_LOSS", rests=rests)
+    if delays is None:
+        return facts.evidence("packet loss", "PACKET_LOSS", rests=UNKNOWN_DELAYS)
+    saving = delays.mean_ns
     return facts.evidence(
         "packet loss",
         "PACKET_LOSS",
+        delays.rest_ns + saving.value,
         applies=True,
         saving=saving,
         rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
         why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
-        f"{facts.share(saving, beside=True)} shorter.",
+        f"{facts.share(saving, delays.rest_ns)} shorter.",
         next="Find where packets are dropped on the way between these ranks: counters of interfaces (ethtool -S), of "
         "switch ports, and of queues (tc -s qdisc).",
         needs=MORE_STEPS,

@@ -65,5 +65,7 @@ QUEUE_RATIO = 2.0
 LOSS_SHARE = 0.01
 # A step is delayed beyond this multiple of the distance from the 10th to the 25th percentile, above the latter.
 DELAYED = 6.0
+# A lost packet that is sent again after a timeout delays its step by at least this, ns: the least timeout of Linux.
+TIMEOUT_NS = 200_000_000
 # Packet loss is named from this number of sent segments on.
 LOSS_SEGMENTS = 1000

@@ -255,6 +255,45 @@ def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("provider", "certain"),
+    [("gloo", True), ("cpu:gloo", True), ("nccl", False), ("cpu:gloo,cuda:nccl", False), ("horovod over MPI", False)],
+)
+def test_a_slow_interface_counts_only_if_the_gradients_travel_there(tmp_path, provider, certain):
+    about = {
+        "stock": {"provider": provider, "interface": "eno1", "link_bps": 10**9},
+        "tcp": {"interface": "eth1", "link_bps": 10**11},
+    }
+    settings = {"transports": ("stock", "tcp"), "blocks": 4, "run": {"network": None}, "about": about, "probe": []}
+    numbers = findings_of(tmp_path, **settings)
+    moved = 10 * sum(bucket["bytes"] for bucket in BUCKETS)  # two blocks of five counted steps
+
+    def configured(*bytes_moved):
+        uses = [
+            usage.HostUse(
+                rank,
+                f"host{rank}",
+                Arm("stock"),
+                1.0,
+                1.0,
+                10.0,
+                (usage.Use("eno1", "tx", 0.0, None, part * moved, 0.0),),
+            )
+            for rank, part in enumerate(bytes_moved)
+        ]
+        predicted = usage.faster(numbers.trace, Arm("stock"), uses)
+        found = rules.configuration(rules.Facts(numbers, numbers.base, rules.Predicted(), uses))
+        assert (usage.FASTER_INTERFACE in predicted) == found.applies
+        return found
+
+    assert configured(1.0, 1.0).fired
+    assert configured(0.01, 0.01).applies == certain
+    assert configured().applies == certain
+    assert configured(0.01, 0.6).fired
+    if not certain:
+        assert configured().rests == "no bytes on eno1 show that stock uses it (NETBOTTLENECK_MONITOR_HZ=10)"
+
+
+@pytest.mark.parametrize(
     ("link_bps", "meta", "advised"),
     [(None, {}, True), (10**11, {}, False), (None, {"host_id": "one"}, False)],
 )

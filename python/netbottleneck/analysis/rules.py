@@ -615,7 +615,7 @@ VARIABLES = {STOCK: "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"}
 def configuration(facts: Facts) -> RuleResult:
     """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it."""
     f, base = facts.f, facts.base
-    slow = slow_interface(f.trace, base)
+    slow = slow_interface(f.trace, base, facts.hosts)
     if slow is None:
         return _buffers(facts)
     used, there = rating(slow[0]), rating(slow[1])
@@ -648,7 +648,11 @@ def _buffers(facts: Facts) -> RuleResult:
     """The receive windows or send buffers of the base's connections are full for a large part of communication."""
     found = limited(facts.connected, facts.base)
     if found is None or found.share < limits.BUFFER_SHARE:
-        return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
+        perhaps = slow_interface(facts.f.trace, facts.base)
+        rests = "no faster interface is recorded"
+        if perhaps is not None:
+            rests = f"no bytes on {perhaps[0].interface} show that {facts.base} uses it (NETBOTTLENECK_MONITOR_HZ=10)"
+        return facts.evidence("configuration", "MISCONFIGURED", rests=rests)
     saving, share = facts.moving.scaled(found.share), percent(found.share)
     return facts.evidence(
         "configuration",

@@ -28,6 +28,8 @@ INPUT_SHARE = 0.10
 OPTIMIZER_SHARE = 0.20
 # The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
 OTHER_TRAFFIC = 0.20
+# An interface of the stock path, unless that is gloo's, is known from this on: its bytes, over those between hosts.
+INTERFACE_CARRIES = 0.5
 # The configuration rule applies to buffers from this on: time in which they limit connections, over communication time.
 BUFFER_SHARE = 0.20
 # Rates are not judged if the error of the clocks exceeds this part of the transfer time.

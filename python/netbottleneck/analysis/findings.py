@@ -11,7 +11,13 @@ import numpy as np
 
 from netbottleneck.analysis import nccl
 from netbottleneck.analysis.arrivals import Join, Lateness, aligned, clock_error_ns, joins, lateness
-from netbottleneck.analysis.bandwidth import Achievable, Achieved, achievable_bandwidth, achieved_bandwidth
+from netbottleneck.analysis.bandwidth import (
+    Achievable,
+    Achieved,
+    achievable_bandwidth,
+    achieved_bandwidth,
+    bus_factor,
+)
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
@@ -46,8 +52,15 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
-from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX, LINK_EXCEEDED, TIMEOUT_NS
-from netbottleneck.trace.model import Rank, Step, Trace
+from netbottleneck.analysis.thresholds import (
+    DELAYED,
+    GAIN_MIN,
+    HANDICAP_MAX,
+    LINK_EXCEEDED,
+    LINK_EXCEEDED_AT_TIMES,
+    TIMEOUT_NS,
+)
+from netbottleneck.trace.model import Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
 
@@ -304,22 +317,36 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     return max(shares, default=None)
 
 
+def _of_transport(trace: Trace, arm: Arm | None) -> list[TransportInfo]:
+    """What the ranks recorded about the transport of an arm."""
+    return [info for rank in trace.ranks for info in rank.transports if arm is not None and info.name == arm.transport]
+
+
 def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
     """The link's rate, and a note if a stated one is too low to be true.
 
     It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved:
-    the bandwidth of base. More than a stated rate over whole steps disproves it.
+    the bandwidth of base. More than a stated rate over whole steps disproves it. If base may not use the interface, so
+    does much more in transfer, as far as any algorithm sends it between hosts.
     """
     if trace.network is not None:
         return trace.network.link_bps, ""
-    if base is None or trace.origin != "measured" or len({rank.host_id for rank in trace.ranks}) < 2:
+    hosts = len({rank.host_id for rank in trace.ranks})
+    infos = _of_transport(trace, base)
+    if trace.origin != "measured" or hosts < 2:
         return None, ""
-    rated = [info.link_bps for rank in trace.ranks for info in rank.transports if info.name == base.transport]
-    rate = min((bps for bps in rated if bps), default=None) if all(rated) else None
-    if rate is None or moved is None or moved.average_bps <= LINK_EXCEEDED * rate:
+    rate = min((info.link_bps or 0 for info in infos), default=0)
+    if not rate or moved is None:
+        return rate or None, ""
+    between = moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
+    if moved.average_bps > LINK_EXCEEDED * rate:
+        seen = f"{gbit(moved.average_bps)} over whole steps"
+    elif between > LINK_EXCEEDED_AT_TIMES * rate and not all(info.interface_known for info in infos):
+        seen = f"{gbit(between)} between hosts in transfer"
+    else:
         return rate, ""
     return None, (
-        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {gbit(moved.average_bps)} over whole steps. "
+        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {seen}. "
         "Set NETBOTTLENECK_LINK_GBPS to the true rate"
     )
 

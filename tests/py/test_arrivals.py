@@ -106,6 +106,77 @@ def test_the_wait_for_a_straggler_is_apart_from_jitter():
     assert 0 < late.jitter_ns.value < 5 * MS
 
 
+HOSTS = Job(ranks=8, ranks_per_host=4, jitter=0.01, block_steps=20)
+SLOW_HOST = replace(HOSTS, slower=dict.fromkeys(range(4, 8), 1.15))
+
+
+def test_a_host_whose_ranks_are_all_late_is_a_straggler():
+    found = findings.find(trace_of(SLOW_HOST))
+    late, judged = found.lateness, verdict.decide(found)
+    assert late.ranks == (4, 5, 6, 7)
+    assert late.straggler in late.ranks
+    assert late.persistent_ns.value == pytest.approx(0.15 * 90 * MS, rel=0.06)
+    assert late.longer["compute"] == pytest.approx(0.15 * 90 * MS, rel=0.06)
+    assert 0 < late.jitter_ns.value < 3 * MS
+    assert judged.code == "STRAGGLER"
+    assert judged.why.startswith("Host host1 (ranks 4 to 7) makes the others wait ")
+    assert "The compute of its ranks takes " in judged.why
+    assert judged.next.startswith("Look at host host1 (ranks 4 to 7): its clock speed")
+
+
+def test_a_slow_rank_beside_others_of_its_host_is_the_straggler_alone():
+    for ranks_per_host in (4, 2):
+        job = replace(HOSTS, ranks_per_host=ranks_per_host, slower={5: 1.15})
+        judged = verdict.decide(findings.find(trace_of(job)))
+        assert judged.code == "STRAGGLER"
+        assert judged.why.startswith("Rank 5 makes the others wait ")
+
+
+def test_a_host_that_is_hardly_late_does_not_hide_a_slow_rank_of_another():
+    job = replace(HOSTS, blocks=4, slower=dict.fromkeys(range(4), 1.01) | {5: 1.15})
+    trace = trace_of(job)
+    late = findings.find(trace).lateness
+    assert late.ranks == (5,)
+    alone = replace(trace, ranks=tuple(replace(r, host_id=str(r.rank)) for r in trace.ranks))
+    assert findings.find(alone).lateness.persistent_ns == late.persistent_ns
+
+
+def test_equal_hosts_with_random_steps_are_not_balanced():
+    found = findings.find(trace_of(replace(HOSTS, jitter=0.1)))
+    assert (found.lateness.last, found.lateness.ranks) == (None, ())
+    assert verdict.decide(found).code == "IMBALANCE"
+
+
+def test_a_host_is_not_told_where_a_rank_recorded_none():
+    trace = trace_of(SLOW_HOST)
+    unknown = replace(trace, ranks=(replace(trace.ranks[0], host_id=""), *trace.ranks[1:]))
+    assert not findings.find(unknown).lateness.whole_host
+
+
+def test_hosts_whose_ranks_are_late_together_at_random_are_not_stragglers():
+    hosts = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    random = np.random.default_rng(4)
+    runs = [random.normal(size=(40, 2)).repeat(4, axis=1) + random.normal(size=(40, 8)) / 10 for _ in range(2000)]
+    alarms = sum(len(arrivals._last_host(run, hosts)[0]) > 0 for run in runs)
+    assert alarms <= 8
+    late = [run + np.repeat([0, 2], 4) for run in runs[:20]]
+    assert all(arrivals._last_host(run, hosts)[0] == hosts[1] for run in late)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hostname", "who"),
+    [
+        ((2,), "", "rank 2"),
+        ((4, 5, 6), "h1", "host h1 (ranks 4 to 6)"),
+        ((1, 2), "h1", "host h1 (ranks 1, 2)"),
+        ((0, 2, 5), "", "the host of ranks 0, 2, 5"),
+    ],
+)
+def test_a_straggler_is_named_by_its_ranks(ranks, hostname, who):
+    late = replace(findings.find(trace_of(Job(blocks=1))).lateness, last=2, ranks=ranks, hostname=hostname)
+    assert late.who == who
+
+
 def test_a_rank_whose_communication_ends_later_is_not_a_straggler():
     job = Job(sleeps_ms={1: 40.0}, jitter=0.004)
     late = findings.find(trace_of(job)).lateness

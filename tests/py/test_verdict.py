@@ -15,6 +15,7 @@ from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, Network
 from netbottleneck.trace.transports import Arm
+from netbottleneck.units import percent
 from ringwriter import BUCKETS, FakeRun
 
 
@@ -138,6 +139,20 @@ def test_a_stated_rate_is_not_used_if_more_moved_over_whole_steps(tmp_path, part
     assert any("stated rate" in note for note in numbers.trace.notes) != believed
 
 
+@pytest.mark.parametrize(("provider", "believed"), [("gloo", True), ("nccl", False)])
+def test_the_rate_of_an_interface_that_nccl_may_not_use_is_not_that_of_faster_transfers(tmp_path, provider, believed):
+    settings = {"transports": ("stock",), "run": {"network": None}, "blocks": 1, "block_steps": 12, "probe": []}
+    settings |= {"transfer_ms": {"stock": (2, 30)}}
+    moved = findings_of(tmp_path / "free", **settings).achieved[Arm("stock")]
+    stated = int(moved.active_bps / 1.51)
+    assert stated > moved.average_bps
+    about = {"stock": {"link_bps": stated, "interface": "eth0", "provider": provider}}
+    numbers = findings_of(tmp_path / "stated", about=about, **settings)
+    assert (numbers.link_bps is not None) == believed
+    assert any("between hosts in transfer" in note for note in numbers.trace.notes) != believed
+    assert (verdict.decide(numbers).code == "LINK_LIMITED") == believed
+
+
 def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, transfer_ms={"stock": (9.9, 34.6), "ofi": (8.5, 29.7)}, bare_ms=66, probe=[]
@@ -251,6 +266,45 @@ def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
     assert v.next.startswith("Look at the interface, cable and switch port of the host of rank 1")
     same = Mixed(tmp_path / "one", meta={"host_id": "one"}, **settings).write()
     assert verdict.decide(findings.find(ring_reader.load(same))).next.endswith("=eth0.")
+
+
+@pytest.mark.parametrize(
+    ("provider", "certain"),
+    [("gloo", True), ("cpu:gloo", True), ("nccl", False), ("cpu:gloo,cuda:nccl", False), ("horovod over MPI", False)],
+)
+def test_a_slow_interface_counts_only_if_the_gradients_travel_there(tmp_path, provider, certain):
+    about = {
+        "stock": {"provider": provider, "interface": "eno1", "link_bps": 10**9},
+        "tcp": {"interface": "eth1", "link_bps": 10**11},
+    }
+    settings = {"transports": ("stock", "tcp"), "blocks": 4, "run": {"network": None}, "about": about, "probe": []}
+    numbers = findings_of(tmp_path, **settings)
+    moved = 10 * sum(bucket["bytes"] for bucket in BUCKETS)  # two blocks of five counted steps
+
+    def configured(*bytes_moved):
+        uses = [
+            usage.HostUse(
+                rank,
+                f"host{rank}",
+                Arm("stock"),
+                1.0,
+                1.0,
+                10.0,
+                (usage.Use("eno1", "tx", 0.0, None, part * moved, 0.0),),
+            )
+            for rank, part in enumerate(bytes_moved)
+        ]
+        predicted = usage.faster(numbers.trace, Arm("stock"), uses)
+        found = rules.configuration(rules.Facts(numbers, numbers.base, rules.Predicted(), uses))
+        assert (usage.FASTER_INTERFACE in predicted) == found.applies
+        return found
+
+    assert configured(1.0, 1.0).fired
+    assert configured(0.01, 0.01).applies == certain
+    assert configured().applies == certain
+    assert configured(0.01, 0.6).fired
+    if not certain:
+        assert configured().rests == "no bytes on eno1 show that stock uses it (NETBOTTLENECK_MONITOR_HZ=10)"
 
 
 @pytest.mark.parametrize(
@@ -564,16 +618,16 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
 
 
 @pytest.mark.parametrize(
-    ("busy_cores", "meta", "share", "code"),
+    ("busy_cores", "meta", "share", "busy"),
     [
-        (1.9, {"cores": [2, 3]}, 0.95, "HOST_LIMITED"),  # a machine each
-        (1.0, {"cores": [2, 3]}, 0.5, "INCONCLUSIVE"),
-        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, "HOST_LIMITED"),
-        (1.9, {}, None, "INCONCLUSIVE"),  # no rank recorded its cores
-        (None, {"cores": [2, 3]}, None, "INCONCLUSIVE"),  # nor of their processor time
+        (1.9, {"cores": [2, 3]}, 0.95, True),  # a machine each
+        (1.0, {"cores": [2, 3]}, 0.5, False),
+        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, True),
+        (1.9, {}, None, False),  # no rank recorded its cores
+        (None, {"cores": [2, 3]}, None, False),  # nor of their processor time
     ],
 )
-def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores, meta, share, code):
+def test_a_machine_whose_cores_are_all_busy_may_be_a_host_limit(tmp_path, busy_cores, meta, share, busy):
     fast = {"how": "a lab", "link_bps": 1e10}
     numbers = findings_of(
         tmp_path,
@@ -585,23 +639,53 @@ def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores
         run={"network": fast},
     )
     assert numbers.cores_busy == (None if share is None else pytest.approx(share, rel=1e-3))
-    assert verdict.decide(numbers).code == code
+    assert rule_of("HOST_LIMITED", numbers).uncertain == busy
+    starved = replace(numbers, starved=Estimate(10e6, 9e6, 11e6))
+    assert rule_of("HOST_LIMITED", starved).fired == busy
+    assert verdict.decide(starved).code == ("HOST_LIMITED" if busy else "INCONCLUSIVE")
 
 
-def test_compute_that_lacks_a_core_counts_once(tmp_path):
-    numbers = findings_of(
+def busy_machine(tmp_path):
+    return findings_of(
         tmp_path, transports=("stock",), blocks=1, block_steps=12, busy_cores=1.9, meta={"cores": [2, 3]}
     )
 
-    def saving_ms(slower_ms, starved_ms):
-        ends = [Estimate(at * 1e6, at * 1e6 - 1e5, at * 1e6 + 1e5) for at in (slower_ms, starved_ms)]
-        slowed = Paired(Arm("null"), Arm("stock"), 4, 40, ends[0], Estimate(1.3, 1.2, 1.4))
-        facts = rules.Facts(replace(numbers, slowed=slowed, starved=ends[1]), Arm("stock"), rules.Predicted(), ())
-        return rules.host(facts).saving.value / 1e6
 
-    neither = saving_ms(0, 0)
-    assert saving_ms(8, 5) == pytest.approx(neither + 8)
-    assert saving_ms(5, 8) == pytest.approx(neither + 8)
+def beside_traffic(more_ms, error_ms=0.1):
+    """Forward and backward that take so many ms longer than without traffic."""
+    more = Estimate(more_ms * 1e6, (more_ms - error_ms) * 1e6, (more_ms + error_ms) * 1e6)
+    return Paired(Arm("null"), Arm("stock"), 4, 40, more, Estimate(1.3, 1.2, 1.4))
+
+
+def test_cores_that_threads_keep_busy_while_they_wait_are_no_host_limit(tmp_path):
+    numbers = busy_machine(tmp_path)
+
+    def result(slowed):
+        return rule_of("HOST_LIMITED", replace(numbers, slowed=slowed, starved=Estimate(0.0, 0.0, 0.0)))
+
+    unknown, none, sure, unsure = map(result, (None, beside_traffic(0), beside_traffic(8), beside_traffic(8, 12)))
+    assert (unknown.fired, unknown.uncertain, unknown.saving.low) == (False, True, 0.0)
+    assert unknown.rests == "cores 95 % busy: threads may spin while they wait"
+    assert unknown.needs.startswith("Measure NETBOTTLENECK_TRANSPORT=stock,null")
+    assert (none.fired, none.uncertain, none.saving.value) == (False, False, 0.0)
+    assert none.rests.endswith("but traffic does not slow compute: threads may spin while they wait")
+    assert sure.fired
+    assert sure.rests.endswith("cores 95 % busy")
+    assert (unsure.fired, unsure.uncertain) == (False, True)
+
+
+def test_compute_that_lacks_a_core_counts_once(tmp_path):
+    numbers = busy_machine(tmp_path)
+
+    def saving_ms(slower_ms, starved_ms):
+        starved = Estimate(*((starved_ms + error) * 1e6 for error in (0, -0.1, 0.1)))
+        found = replace(numbers, slowed=beside_traffic(slower_ms), starved=starved)
+        return rule_of("HOST_LIMITED", found).saving.value / 1e6
+
+    exposed = saving_ms(8, 0) - 8
+    assert exposed > 100
+    assert saving_ms(8, 6) == pytest.approx(exposed + 8)
+    assert saving_ms(6, 8) == pytest.approx(exposed + 8)
 
 
 def test_a_simulated_step_keeps_no_core_busy(tmp_path):
@@ -687,9 +771,63 @@ def test_delays_are_not_known_if_most_steps_are_above_a_fastest_quarter_without_
         return findings._delays(rows)
 
     usual = [1 + 0.01 * i for i in range(19)]
-    assert delays(*usual, 201).value == pytest.approx(10e6, rel=0.01)
+    assert delays(*usual, 201).mean_ns.value == pytest.approx(10e6, rel=0.01)
     assert delays(*[1] * 10, *usual) is None  # most are above the fastest ones, and may be the usual ones
-    assert delays(*[1] * 10, 2).value == pytest.approx(1e6 / 11)
+    assert delays(*[1] * 10, 2).mean_ns.value == pytest.approx(1e6 / 11)
+
+
+LOSSY = usage.ConnectionUse(0, 1, Arm("stock"), ("a", 1), ("b", 2), 1.0, 1e9, 70_000.0, 1400.0)
+
+
+def delayed_at_times(tmp_path, part):
+    """A run of which this part of the steps waits for a timeout of 200 ms."""
+
+    def transfer(_, __, index):
+        return 1, 40 + index * 3 % 10 / 10 + 200 * (index * 7 % 20 < 20 * part)
+
+    run = Varying(tmp_path, transfer, transports=("stock",), blocks=1, block_steps=41).write()
+    found = findings.find(ring_reader.load(run))
+    did = found.achieved["stock"].active_bps
+    return replace(found, achievable=Achievable("tcp", ((1, did), (4, 10 * did)), (4, 10 * did)), latency_share=0.9)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.4, 0.6])
+def test_lost_packets_are_named_with_their_part_of_the_mean_step(tmp_path, part):
+    numbers, connected = delayed_at_times(tmp_path, part), usage.Connected((LOSSY,))
+    found = rule_of("PACKET_LOSS", numbers, connected=connected)
+    steps = [step.duration_ns for step in intervals.counted(numbers.trace)]
+    mean_ns = sum(steps) / len(steps)
+    assert found.saving.value == pytest.approx(part * 200e6, rel=0.03)
+    assert found.step_ns == pytest.approx(mean_ns, rel=0.001)
+    assert f"{percent(found.saving.value / mean_ns)} of the step (" in found.why
+    v = verdict.decide(numbers, connected=connected)
+    assert v.code == "PACKET_LOSS"
+    # The other rules are about the steps without these delays.
+    rate = rule_of("TRANSPORT_LIMITED", numbers, connected=connected)
+    assert rate.saving.value < 0.95 * 41e6
+    fixed = rule_of("LATENCY_LIMITED", numbers, connected=connected)
+    assert not fixed.applies
+    assert fixed.rests.startswith("packets are lost, and the time until")
+    assert rule_of("LATENCY_LIMITED", numbers).applies
+
+
+def test_packet_loss_that_delays_most_steps_is_not_judged(tmp_path):
+    numbers, connected = delayed_at_times(tmp_path, 0.8), usage.Connected((LOSSY,))
+    assert numbers.delays is None
+    for code in ("PACKET_LOSS", "TRANSPORT_LIMITED", "LATENCY_LIMITED"):
+        found = rule_of(code, numbers, connected=connected)
+        assert not found.applies
+        assert found.rests.endswith(rules.UNKNOWN_DELAYS)
+    v = verdict.decide(numbers, connected=connected)
+    assert v.code == "INCONCLUSIVE"
+    assert "Packet loss: stock sent 2.0 % of 70000 segments" in v.why
+    assert rule_of("TRANSPORT_LIMITED", numbers).applies
+
+
+def test_lost_packets_that_cost_little_leave_latency_to_be_judged(tmp_path):
+    numbers = delayed_at_times(tmp_path, 0)
+    assert numbers.delays.mean_ns.value < 1e6
+    assert rule_of("LATENCY_LIMITED", numbers, connected=usage.Connected((LOSSY,))).applies
 
 
 def test_no_arm_is_asked_for_where_no_gradients_can_be_moved(tmp_path):

@@ -1,4 +1,4 @@
-"""Arrivals of ranks at their operations: clocks aligned by operations, a persistent straggler, jitter of all. Pure."""
+"""Arrivals of ranks at their operations: clocks aligned by operations, a straggling rank or host, jitter. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
-from netbottleneck.analysis.intervals import Split
-from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
+from netbottleneck.analysis.intervals import Split, host_count
+from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_HOST, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import (
     COMPLETED,
@@ -160,12 +160,13 @@ def _error_ns(clock: Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """What uneven arrival costs a step, and whether one rank causes it.
+    """What uneven arrival costs a step, and whether one rank or one host causes it.
 
-    last: the rank that arrives last persistently, None if there is none. chance: probability that ranks of equal speed
-    differ as much. persistent_ns: saved if it were as fast as the typical other rank; jitter_ns: saved on top if all
-    steps of all ranks were equally long. longer: how much longer than on the typical other rank its input, compute and
-    optimizer are, in ns a step; own_ns: the same of all that is not communication.
+    last: the rank that arrives last persistently, None if there is none. ranks: that rank, or all ranks of its host if
+    the whole host is last; hostname: of that host. chance: probability that ranks of equal speed differ as much.
+    persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if all steps of all
+    ranks were equally long. longer: how much longer than on the typical other rank the input, compute and optimizer of
+    `ranks` are, in ns a step; own_ns: the same of all that is not communication.
     """
 
     steps: int
@@ -175,6 +176,8 @@ class Lateness:
     jitter_ns: Estimate
     longer: Mapping[str, float]
     own_ns: float
+    ranks: tuple[int, ...] = ()
+    hostname: str = ""
 
     @property
     def straggler(self) -> int | None:
@@ -182,11 +185,31 @@ class Lateness:
         return self.last if self.own_ns >= STRAGGLER_OWN * self.persistent_ns.value else None
 
     @property
+    def whole_host(self) -> bool:
+        """True if all ranks of a host are last, not one rank alone."""
+        return len(self.ranks) > 1
+
+    @property
+    def who(self) -> str:
+        """The rank that is last, or the host with its ranks: "rank 2", "host h1 (ranks 4 to 7)"."""
+        if not self.whole_host:
+            return f"rank {self.last}"
+        first, end = self.ranks[0], self.ranks[-1]
+        in_turn = len(self.ranks) == end - first + 1 > 2
+        ranks = f"ranks {first} to {end}" if in_turn else f"ranks {', '.join(map(str, self.ranks))}"
+        return f"host {self.hostname} ({ranks})" if self.hostname else f"the host of {ranks}"
+
+    @property
+    def waited(self) -> str:
+        """Begin of a sentence: who makes the others wait, and how long."""
+        return f"{self.who[0].upper()}{self.who[1:]} makes the others wait {ms(self.persistent_ns.value)}"
+
+    @property
     def no_straggler(self) -> str:
         """Why no rank is a straggler; "" if one is."""
         if self.last is None:
             return "no rank is last more often than chance allows"
-        follows = f"rank {self.last} is last by {ms(self.persistent_ns.value)}, and not by its own work: its"
+        follows = f"{self.who} is last by {ms(self.persistent_ns.value)}, and not by its own work: its"
         return f"{follows} communication ends later" if self.straggler is None else ""
 
 
@@ -236,8 +259,64 @@ def _places(arrived: Floats) -> Floats:
     return places
 
 
-def _longer(splits: Sequence[Split], rank: int) -> dict[str, float]:
-    """By phase, and of OWN, all but communication: how much longer than on the median of the others, in ns a step."""
+def _by_host(trace: Trace, ranks: Sequence[int]) -> list[list[int]]:
+    """The columns of `ranks` by host; empty if a host is not known, or there are no two hosts."""
+    hosts = {rank.rank: rank.host_id for rank in trace.ranks}
+    columns: dict[str, list[int]] = defaultdict(list)
+    for column, rank in enumerate(ranks):
+        columns[hosts[rank]].append(column)
+    return list(columns.values()) if (host_count(trace) or 0) > 1 else []
+
+
+def _delays(arrived: Floats, members: Sequence[int]) -> Floats:
+    """How much later than the median of the other ranks each member arrives: the median over the steps, at least 0."""
+    others = np.median(np.delete(arrived, members, axis=1), axis=1, keepdims=True)
+    delays: Floats = np.maximum(np.median(arrived[:, members] - others, axis=0), 0.0)
+    return delays
+
+
+def _last_host(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[Sequence[int], float]:
+    """(columns of the host whose ranks all arrive last persistently, chance of that); no columns if there is none.
+
+    A host arrives with its median rank. The places of whole hosts are compared, because what slows a single step of one
+    rank may slow the other ranks of its host, too.
+    """
+    if all(len(own) == 1 for own in hosts):
+        return (), 1.0
+    places = _places(np.stack([np.median(arrived[:, own], axis=1) for own in hosts], axis=1))
+    own, chance = hosts[int(places.mean(axis=0).argmax())], _chance(places)
+    delays = _delays(arrived, own)
+    whole = len(own) > 1 and 0 < STRAGGLER_HOST * delays.max() <= delays.min()
+    return (own if whole and chance <= CHANCE_MAX else ()), chance
+
+
+def _evened(arrived: Floats, members: Sequence[int]) -> Floats:
+    """The arrivals if these members were as fast as the typical other rank."""
+    evened = arrived.copy()
+    if members:
+        evened[:, members] -= _delays(arrived, members)
+    return evened
+
+
+def _last(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[Sequence[int], float]:
+    """(columns of the rank or host that arrives last persistently, chance of that); no columns if there is none.
+
+    If both are found, it is the one that saves more.
+    """
+    if len(arrived) < STRAGGLER_STEPS_MIN:
+        return (), 1.0
+    places = _places(arrived)
+    worst, chance = int(places.mean(axis=0).argmax()), _chance(places)
+    rank = [worst] if chance <= CHANCE_MAX else []
+    found = [one for one in (_last_host(arrived, hosts), (rank, chance)) if one[0]]
+    return min(found, key=lambda one: float(_evened(arrived, one[0]).max(axis=1).mean()), default=((), chance))
+
+
+def _longer(splits: Sequence[Split], ranks: Sequence[int]) -> dict[str, float]:
+    """By phase, and of OWN, all but communication: how much longer the median of `ranks` is than that of the others.
+
+    In ns a step.
+    """
     means: dict[str, dict[int, float]] = defaultdict(dict)
     for member in {split.rank for split in splits}:
         own = [split for split in splits if split.rank == member]
@@ -246,9 +325,15 @@ def _longer(splits: Sequence[Split], rank: int) -> dict[str, float]:
         means["compute"][member] = float(np.mean([s.compute_ns - s.optimizer_ns for s in own]))
         means[OWN][member] = float(np.mean([s.compute_ns + s.other_ns for s in own]))
     return {
-        phase: means[phase][rank] - float(np.median([ns for other, ns in means[phase].items() if other != rank]))
+        phase: float(np.median([means[phase][rank] for rank in ranks]))
+        - float(np.median([ns for other, ns in means[phase].items() if other not in ranks]))
         for phase in (*PHASES, OWN)
     }
+
+
+def _hostname(trace: Trace, ranks: Sequence[int]) -> str:
+    """The name of the host of some ranks; "" if they are not several."""
+    return next((rank.hostname for rank in trace.ranks if len(ranks) > 1 and rank.rank in ranks), "")
 
 
 def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None:
@@ -265,26 +350,24 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     ranks = sorted(rank.rank for rank in trace.ranks)
     waited = np.array([[idle[index][rank] for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
-    places = _places(arrived)
-    chance = _chance(places) if len(arrived) >= STRAGGLER_STEPS_MIN else 1.0
-    worst = int(places.mean(axis=0).argmax())
-    others = np.delete(arrived, worst, axis=1)
-    evened = arrived.copy()
-    found = chance <= CHANCE_MAX
-    if found:
-        evened[:, worst] -= max(0.0, float(np.median(arrived[:, worst] - np.median(others, axis=1))))
-    of_others = np.delete(waited, worst, axis=1).mean(axis=1)
+    members, chance = _last(arrived, _by_host(trace, ranks))
+    evened = _evened(arrived, members)
+    of_others = np.delete(waited, members, axis=1).mean(axis=1)
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
     jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
-    longer = _longer(splits, ranks[worst]) if found else {}
+    last = tuple(ranks[column] for column in members)
+    longer = _longer(splits, last) if last else {}
+    latest = max(members, key=lambda column: float(arrived[:, column].mean()), default=None)
     return Lateness(
         len(arrived),
-        ranks[worst] if found else None,
+        None if latest is None else ranks[latest],
         chance,
         mean_of_steps(persistent),
         mean_of_steps(jitter),
-        {phase: longer[phase] for phase in PHASES if found},
+        {phase: longer[phase] for phase in PHASES if last},
         longer.get(OWN, 0.0),
+        last,
+        _hostname(trace, last),
     )
 
 

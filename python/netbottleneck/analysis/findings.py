@@ -11,7 +11,13 @@ import numpy as np
 
 from netbottleneck.analysis import nccl
 from netbottleneck.analysis.arrivals import Join, Lateness, aligned, clock_error_ns, joins, lateness
-from netbottleneck.analysis.bandwidth import Achievable, Achieved, achievable_bandwidth, achieved_bandwidth
+from netbottleneck.analysis.bandwidth import (
+    Achievable,
+    Achieved,
+    achievable_bandwidth,
+    achieved_bandwidth,
+    bus_factor,
+)
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
@@ -46,8 +52,15 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
-from netbottleneck.analysis.thresholds import DELAYED, GAIN_MIN, HANDICAP_MAX, LINK_EXCEEDED
-from netbottleneck.trace.model import Rank, Step, Trace
+from netbottleneck.analysis.thresholds import (
+    DELAYED,
+    GAIN_MIN,
+    HANDICAP_MAX,
+    LINK_EXCEEDED,
+    LINK_EXCEEDED_AT_TIMES,
+    TIMEOUT_NS,
+)
+from netbottleneck.trace.model import Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
 
@@ -90,6 +103,19 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Delays:
+    """How much longer than usual single steps move data, in ns a step.
+
+    mean_ns: over all steps; rest_ns: the mean of all steps without it. moving_ns: exposed communication and waiting
+    after the last rank arrived, without it, over the middle half of the steps.
+    """
+
+    mean_ns: Estimate
+    rest_ns: float
+    moving_ns: Estimate
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """The numbers of a run.
 
@@ -103,9 +129,9 @@ class Findings:
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
     achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
-    torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays_ns: ns a
-    step by which single steps move data for longer than usual; None if the usual ones cannot be told.
-    nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
+    torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays: of single
+    steps of base; None if the usual steps cannot be told. nccl: split of the operations that NCCL reported within
+    steps. joins: the operations of a flight recorder's dumps.
     """
 
     trace: Trace
@@ -134,7 +160,7 @@ class Findings:
     latency_share: float | None = None
     cores_busy: float | None = None
     starved: Estimate | None = None
-    delays_ns: Estimate | None = None
+    delays: Delays | None = None
     layers: tuple[Layer, ...] = ()
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
@@ -185,18 +211,22 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
 }
 
 
-def _delays(splits: Sequence[Split]) -> Estimate | None:
-    """Ns a step, of all steps, by which single steps move data for longer than usual; None if that is not known.
+def _delays(splits: Sequence[Split]) -> Delays | None:
+    """By how much single steps move data for longer than usual; None if that is not known.
 
     Usual is up to DELAYED times the distance of the 10th from the 25th percentile above that. Without a distance, any
-    step above it counts: if most do, they may be the usual ones.
+    step above it counts: if most do, they may be the usual ones. If none is above, and neither a timeout nor the usual
+    time once more would be, most steps may be delayed.
     """
-    moving = np.asarray(_over_steps(splits, PARTS["moving"]))
+    moving, lengths = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("moving", "step"))
     low, quarter = np.percentile(moving, [10, 25])
-    delayed = moving > quarter + DELAYED * (quarter - low)
-    if quarter <= low and 2 * np.count_nonzero(delayed) > len(moving):
+    spread = DELAYED * (quarter - low)
+    delayed = moving > quarter + spread
+    most = quarter <= low and 2 * np.count_nonzero(delayed) > len(moving)
+    if most or (not delayed.any() and spread > max(TIMEOUT_NS, quarter)):
         return None
-    return mean_of_delays(np.where(delayed, moving - quarter, 0.0))
+    later = np.where(delayed, moving - quarter, 0.0)
+    return Delays(mean_of_delays(later), float((lengths - later).mean()), mean_of_typical(moving - later, lengths))
 
 
 def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Estimate:
@@ -287,22 +317,36 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     return max(shares, default=None)
 
 
+def _of_transport(trace: Trace, arm: Arm | None) -> list[TransportInfo]:
+    """What the ranks recorded about the transport of an arm."""
+    return [info for rank in trace.ranks for info in rank.transports if arm is not None and info.name == arm.transport]
+
+
 def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
     """The link's rate, and a note if a stated one is too low to be true.
 
     It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved:
-    the bandwidth of base. More than a stated rate over whole steps disproves it.
+    the bandwidth of base. More than a stated rate over whole steps disproves it. If base may not use the interface, so
+    does much more in transfer, as far as any algorithm sends it between hosts.
     """
     if trace.network is not None:
         return trace.network.link_bps, ""
-    if base is None or trace.origin != "measured" or len({rank.host_id for rank in trace.ranks}) < 2:
+    hosts = len({rank.host_id for rank in trace.ranks})
+    infos = _of_transport(trace, base)
+    if trace.origin != "measured" or hosts < 2:
         return None, ""
-    rated = [info.link_bps for rank in trace.ranks for info in rank.transports if info.name == base.transport]
-    rate = min((bps for bps in rated if bps), default=None) if all(rated) else None
-    if rate is None or moved is None or moved.average_bps <= LINK_EXCEEDED * rate:
+    rate = min((info.link_bps or 0 for info in infos), default=0)
+    if not rate or moved is None:
+        return rate or None, ""
+    between = moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
+    if moved.average_bps > LINK_EXCEEDED * rate:
+        seen = f"{gbit(moved.average_bps)} over whole steps"
+    elif between > LINK_EXCEEDED_AT_TIMES * rate and not all(info.interface_known for info in infos):
+        seen = f"{gbit(between)} between hosts in transfer"
+    else:
         return rate, ""
     return None, (
-        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {gbit(moved.average_bps)} over whole steps. "
+        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {seen}. "
         "Set NETBOTTLENECK_LINK_GBPS to the true rate"
     )
 
@@ -358,7 +402,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         base=base,
         share=_share(splits),
         parts_ns=_parts_ns(splits),
-        delays_ns=_delays(splits),
+        delays=_delays(splits),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),

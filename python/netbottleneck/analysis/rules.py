@@ -138,8 +138,18 @@ class Facts:
 
     @property
     def moving(self) -> Estimate:
-        """Ns a step of exposed communication and waiting after the last rank arrived."""
-        return self.f.parts_ns["moving"]
+        """Ns a step of exposed communication and waiting after the last rank arrived, without that of lost packets."""
+        return self.f.delays.moving_ns if self.lost and self.f.delays is not None else self.f.parts_ns["moving"]
+
+    @property
+    def lost(self) -> str:
+        """Sentence: the packet loss of base; "" if there is none."""
+        return packet_loss(self.connected, self.base)
+
+    @property
+    def delays_unknown(self) -> str:
+        """Why lost packets may delay typical steps; "" if they do not."""
+        return f"packets are lost, and {UNKNOWN_DELAYS}" if self.lost and self.f.delays is None else ""
 
     @property
     def coarse_clocks(self) -> bool:
@@ -195,13 +205,16 @@ class Facts:
         text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
         return {"needs": text, "more": more}
 
-    def share(self, saving: Estimate, *, beside: bool = False) -> str:
-        """A saving as text. beside: of the mean of all steps, which has it on top of the typical step."""
+    def share(self, saving: Estimate, rest_ns: float | None = None) -> str:
+        """A saving as text. rest_ns: what the mean of all steps has beside it; None: it is of the typical step."""
         ends = (saving.value, saving.low, saving.high)
-        value, low, high = (percent(end / (self.step_ns + beside * end)) for end in ends)
+        steps = [self.step_ns if rest_ns is None else rest_ns + end for end in ends]
+        value, low, high = (percent(end / step) for end, step in zip(ends, steps, strict=True))
         return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
 
 
+NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)
+UNKNOWN_DELAYS = "most steps may be delayed, so single delayed ones cannot be told"
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
 
@@ -261,7 +274,7 @@ def transport(facts: Facts) -> RuleResult:
 def _probe(facts: Facts) -> RuleResult:
     f, base = facts.f, facts.base
     did, can = f.achieved.get(base), f.achievable
-    unknown = facts.rates_known
+    unknown = facts.rates_known or facts.delays_unknown
     if did is None or can is None or unknown:
         return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
     count, rate = can.best
@@ -347,12 +360,20 @@ def _small_share(facts: Facts) -> tuple[float, str] | None:
     return max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
 
 
+def _timeouts(facts: Facts) -> str:
+    """Why time that does not depend on size may be that of lost packets; "" if it is not."""
+    delays = facts.f.delays
+    if not facts.lost or (delays is not None and delays.mean_ns.low <= limits.GAIN_MIN * facts.step_ns):
+        return ""
+    return facts.delays_unknown or "packets are lost, and the time until they are sent again does not depend on size"
+
+
 def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
     f, base = facts.f, facts.base
     parts, unknown = f.parts[base], facts.rates_known
-    if facts.missing:
-        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing)
+    if facts.missing or _timeouts(facts):
+        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing or _timeouts(facts))
     share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
     small = None if unknown else _small_share(facts)
     if share is None and small is not None:
@@ -397,45 +418,65 @@ def buckets(facts: Facts) -> RuleResult:
     )
 
 
+def _busy_cores(facts: Facts, slowed: Estimate | None) -> tuple[Estimate | None, str]:
+    """(ns that a step loses because all cores are busy, None if that is not so, and what it rests on).
+
+    It is compute without a core, and exposed time. Threads that spin while they wait keep cores busy, too. So exposed
+    time counts surely only if compute surely lacks cores, and not at all if it surely does not. slowed: compute beside
+    traffic against compute without, None if that was not measured.
+    """
+    f, limit, idle = facts.f, limits.GAIN_MIN * facts.step_ns, facts.moving
+    busy = f.cores_busy or 0.0
+    if busy < limits.CORES_BUSY:
+        return None, ""
+    rests, spin = f"cores {percent(busy)} busy", "threads may spin while they wait"
+    lacks = [one for one in (slowed, f.starved) if one is not None] or [NOTHING_SAVED]
+    if slowed is not None and all(one.high <= limit for one in lacks):
+        return None, f"{rests}, but traffic does not slow compute: {spin}"
+    # Compute without a core is longer, and so is part of the difference to steps without traffic.
+    lost = max(lacks, key=lambda one: one.value)
+    # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
+    least = max(0.0, 1 - (1 - min(busy, 1.0)) * facts.step_ns / idle.value) if idle.value > 0 else 0.0
+    sure = any(one.low > limit for one in lacks)
+    low = lost.low + idle.low * least * sure
+    saving = Estimate(lost.value + idle.value * (1 + least) / 2, low, lost.high + idle.high)
+    return saving, rests if sure else f"{rests}: {spin}"
+
+
 def host(facts: Facts) -> RuleResult:
     """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
-    f, step = facts.f, facts.step_ns
-    busy = f.cores_busy or 0.0
-    slowed = f.slowed if f.slowed is not None and f.slowed.enough else None
-    saving = Estimate(0.0, 0.0, 0.0)
+    f = facts.f
+    pair = f.slowed if f.slowed is not None and f.slowed.enough else None
+    slowed = None if pair is None else pair.difference_ns
+    busy, rests = _busy_cores(facts, slowed)
     sources, reasons = [], []
-    if slowed is not None:
-        more = saving = slowed.difference_ns
-        sources.append(f"{f.label}: {slowed.pairs} pairs with {NULL}")
+    if pair is not None:
+        more = pair.difference_ns
+        sources.append(f"{f.label}: {pair.pairs} pairs with {NULL}")
         reasons.append(
             f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
             "travel than without."
         )
-    idle = f.parts_ns["moving"]
-    if busy >= limits.CORES_BUSY:
-        # Compute without a core is longer, and so is part of the difference to steps without traffic.
-        saving = max((one for one in (saving, f.starved) if one is not None), key=lambda one: one.value)
-        # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
-        least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
-        saving = Estimate(
-            saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
-        )
-        sources.append(f"cores {percent(busy)} busy")
+    if rests:
+        sources.append(rests)
+    if busy is not None:
         reasons.append(
-            f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "
-            f"communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a core."
+            f"The ranks of one machine keep {percent(f.cores_busy or 0.0)} of its cores busy over the whole step, also "
+            f"while communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a "
+            "core."
         )
+    saving = busy or slowed or NOTHING_SAVED
     return facts.evidence(
         "host contention",
         "HOST_LIMITED",
-        applies=bool(sources),
-        saving=saving if sources else None,
+        applies=bool(reasons),
+        saving=saving if reasons else None,
         rests="; ".join(sources)
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
         why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter."
         f"{as_good_sentence(f)}",
         next="Give the ranks more cores, or fewer threads to the model.",
-        **(facts.more_steps(saving) if slowed is not None else {"needs": without_traffic(f)}),
+        **(facts.more_steps(saving) if pair is not None else {"needs": without_traffic(f)}),
     )
 
 
@@ -481,7 +522,7 @@ def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
 
 
 def straggler(facts: Facts) -> RuleResult:
-    """One rank arrives last, step after step."""
+    """One rank, or all ranks of one host, arrive last, step after step."""
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
@@ -492,7 +533,9 @@ def straggler(facts: Facts) -> RuleResult:
     saving = _beside_clocks(late.persistent_ns, error_ns)
     name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
     phase, more = max(late.longer.items(), key=lambda row: row[1])
-    cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
+    its = f"The {phase} of its ranks" if late.whole_host else f"Its {phase}"
+    cause = f" {its} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
+    where = late.who if late.whole_host else f"rank {rank}'s host{f' ({name})' if name else ''}"
     look = {"input": "its data loader and its disk"}.get(phase, "its clock speed, its cores, what else runs there")
     return facts.evidence(
         "straggler",
@@ -500,9 +543,9 @@ def straggler(facts: Facts) -> RuleResult:
         applies=not unsure,
         saving=saving,
         rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
-        why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
-        f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
-        next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
+        why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
+        f"({late.steps} steps; chance {late.chance:.0e}).{cause}",
+        next=f"Look at {where}: {look}.",
         **facts.more_steps(late.persistent_ns, error_ns),
     )
 
@@ -525,7 +568,7 @@ def imbalance(facts: Facts) -> RuleResult:
         rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
         why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
         f"{ms(saving.high)}) a step"
-        + (". No rank is last persistently." if late.last is None else f", beside the wait for rank {late.last}."),
+        + (". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
         **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else needs),
     )
@@ -572,7 +615,7 @@ VARIABLES = {STOCK: "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"}
 def configuration(facts: Facts) -> RuleResult:
     """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it."""
     f, base = facts.f, facts.base
-    slow = slow_interface(f.trace, base)
+    slow = slow_interface(f.trace, base, facts.hosts)
     if slow is None:
         return _buffers(facts)
     used, there = rating(slow[0]), rating(slow[1])
@@ -605,7 +648,11 @@ def _buffers(facts: Facts) -> RuleResult:
     """The receive windows or send buffers of the base's connections are full for a large part of communication."""
     found = limited(facts.connected, facts.base)
     if found is None or found.share < limits.BUFFER_SHARE:
-        return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
+        perhaps = slow_interface(facts.f.trace, facts.base)
+        rests = "no faster interface is recorded"
+        if perhaps is not None:
+            rests = f"no bytes on {perhaps[0].interface} show that {facts.base} uses it (NETBOTTLENECK_MONITOR_HZ=10)"
+        return facts.evidence("configuration", "MISCONFIGURED", rests=rests)
     saving, share = facts.moving.scaled(found.share), percent(found.share)
     return facts.evidence(
         "configuration",
@@ -646,23 +693,23 @@ def other_traffic(facts: Facts) -> RuleResult:
 
 def loss(facts: Facts) -> RuleResult:
     """Connections lose packets, and some steps wait until they are sent again."""
-    lost, saving = packet_loss(facts.connected, facts.base), facts.f.delays_ns
-    if not lost or saving is None:
-        rests = "no connection lost packets" if facts.connected.ends else "no connections were recorded"
-        rests = (
-            "most steps move data for longer than the fastest quarter, so delayed ones cannot be told"
-            if lost
-            else rests
-        )
+    lost, delays = facts.lost, facts.f.delays
+    if not lost:
+        some = percent(limits.LOSS_SHARE)
+        rests = f"no connection lost {some} of its packets" if facts.connected.ends else "no connections were recorded"
         return facts.evidence("packet loss", "PACKET_LOSS", rests=rests)
+    if delays is None:
+        return facts.evidence("packet loss", "PACKET_LOSS", rests=UNKNOWN_DELAYS)
+    saving = delays.mean_ns
     return facts.evidence(
         "packet loss",
         "PACKET_LOSS",
+        delays.rest_ns + saving.value,
         applies=True,
         saving=saving,
         rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
         why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
-        f"{facts.share(saving, beside=True)} shorter.",
+        f"{facts.share(saving, delays.rest_ns)} shorter.",
         next="Find where packets are dropped on the way between these ranks: counters of interfaces (ethtool -S), of "
         "switch ports, and of queues (tc -s qdisc).",
         needs=MORE_STEPS,

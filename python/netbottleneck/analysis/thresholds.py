@@ -10,6 +10,8 @@ NETWORK_SHARE_MIN = 0.10
 LINK_UTILISATION = 0.80
 # Above this, a stated rate of the link is wrong: rate over whole steps, over the link's. No burst lasts that long.
 LINK_EXCEEDED = 1.05
+# So is that of an interface which the stock path may not use, above this: rate in transfer between hosts, over it.
+LINK_EXCEEDED_AT_TIMES = 1.50
 # The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
 PROBE_RATIO = 1.30
 # The latency rule applies above this: part of transfer time that does not depend on size.
@@ -28,6 +30,8 @@ INPUT_SHARE = 0.10
 OPTIMIZER_SHARE = 0.20
 # The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
 OTHER_TRAFFIC = 0.20
+# An interface of the stock path, unless that is gloo's, is known from this on: its bytes, over those between hosts.
+INTERFACE_CARRIES = 0.5
 # The configuration rule applies to buffers from this on: time in which they limit connections, over communication time.
 BUFFER_SHARE = 0.20
 # Rates are not judged if the error of the clocks exceeds this part of the transfer time.
@@ -51,6 +55,8 @@ FIT_SIZES_RATIO_MIN = 2.0
 CHANCE_MAX = 0.001
 # The rank that is last is a straggler only if its own work is longer by at least this part of the wait for it.
 STRAGGLER_OWN = 0.5
+# A host is a straggler only if each of its ranks is late by at least this part of the wait for its latest one.
+STRAGGLER_HOST = 0.5
 # Fewest steps for the test of a persistent straggler.
 STRAGGLER_STEPS_MIN = 7
 # Fewest steps for imbalance: of fewer, the test may not tell a straggler from chance.
@@ -63,5 +69,7 @@ QUEUE_RATIO = 2.0
 LOSS_SHARE = 0.01
 # A step is delayed beyond this multiple of the distance from the 10th to the 25th percentile, above the latter.
 DELAYED = 6.0
+# A lost packet that is sent again after a timeout delays its step by at least this, ns: the least timeout of Linux.
+TIMEOUT_NS = 200_000_000
 # Packet loss is named from this number of sent segments on.
 LOSS_SEGMENTS = 1000

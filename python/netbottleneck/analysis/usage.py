@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
-from netbottleneck.analysis.thresholds import HEADERS, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
-from netbottleneck.trace.model import Clock, Collective, Connection, Counters, End, Samples, Trace, TransportInfo
+from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
+from netbottleneck.trace.model import Clock, Collective, Connection, Counters, End, Rank, Samples, Trace, TransportInfo
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import nbytes, percent
@@ -246,12 +246,45 @@ def rating(info: TransportInfo) -> int:
     return info.link_bps or 0
 
 
-def slow_interface(trace: Trace, arm: Arm) -> tuple[TransportInfo, TransportInfo] | None:
-    """An arm's interface on one rank, and a faster one: of another transport there, else of this arm elsewhere."""
-    rated = [(r.rank, i) for r in trace.ranks for i in r.transports if i.link_bps and i.interface]
-    own = [(rank, info) for rank, info in rated if info.name == arm.transport]
+def _carriers(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> set[tuple[str, str]]:
+    """(host, interface) of the interfaces whose bytes, in the counted steps of an arm, show that its data travel there.
+
+    An interface must have moved INTERFACE_CARRIES of the bytes that an algorithm sends from host to host at least.
+    """
+    count = host_count(trace) or 0
+    hosts = {rank.rank: rank.host_id for rank in trace.ranks}
+    steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
+    least: dict[int, float] = defaultdict(float)
+    for c in trace.collectives:
+        if c.arm == arm and (c.rank, c.step) in steps:
+            least[c.rank] += c.tensor_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count))
+    return {
+        (hosts[of.rank], use.interface)
+        for of in uses
+        for use in of.interfaces
+        if of.arm == arm and 0 < INTERFACE_CARRIES * least[of.rank] <= use.bytes
+    }
+
+
+def _rated(rank: Rank) -> list[TransportInfo]:
+    """A rank's transports whose interface has a rated speed."""
+    return [info for info in rank.transports if info.link_bps and info.interface]
+
+
+def slow_interface(
+    trace: Trace, arm: Arm, uses: Sequence[HostUse] | None = None
+) -> tuple[TransportInfo, TransportInfo] | None:
+    """An arm's interface on one rank, and a faster one: of another transport there, else of this arm elsewhere.
+
+    uses: of the hosts. An interface that is not known for certain counts if its bytes show that the arm uses it; None:
+    it counts anyway.
+    """
+    own = [(rank, info) for rank in trace.ranks for info in _rated(rank) if info.name == arm.transport]
+    if uses is not None:
+        seen = _carriers(trace, arm, uses)
+        own = [(rank, info) for rank, info in own if info.interface_known or (rank.host_id, info.interface) in seen]
     for rank, info in own:
-        there = max((other for of, other in rated if of == rank), key=rating)
+        there = max(_rated(rank), key=rating)
         if rating(there) > rating(info):
             return info, there
     infos = sorted((info for _, info in own), key=rating)
@@ -263,7 +296,7 @@ FASTER_INTERFACE, NO_OTHERS = "faster interface", "no other traffic"
 
 def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
     """By change, the largest factor of an arm's rate: over the faster interface; without the traffic of others."""
-    slow, others = slow_interface(trace, arm), unseen(trace, arm, uses)
+    slow, others = slow_interface(trace, arm, uses), unseen(trace, arm, uses)
     found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
     return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}
 

@@ -23,7 +23,7 @@ from netbottleneck.analysis.rules import (
     steps_to_decide,
     without_traffic,
 )
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, packet_loss, unseen
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
 from netbottleneck.trace.model import NOT_TIMED
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import percent
@@ -157,7 +157,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         return _small(facts, evidence, lost)
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
-    withheld = handicap_sentence(f) or _sentence(facts.missing) or packet_loss(facts.connected, facts.base)
+    withheld = handicap_sentence(f) or _sentence(facts.missing) or facts.lost
     close = _close_comparison(f)
     if close is not None:
         gain = f"{percent(close.gain.value)} ({percent(close.gain.low)} to {percent(close.gain.high)})"

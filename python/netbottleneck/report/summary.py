@@ -293,10 +293,11 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _straggler(late: Lateness | None) -> dict[str, Any] | None:
-    """The rank that arrives last persistently; None if there is none, or it is not known."""
+    """The rank or host that arrives last persistently; None if there is none, or it is not known."""
     if late is None or late.straggler is None:
         return None
-    return {"rank": late.straggler, "others_wait_s": _interval(late.persistent_ns, 1e-9), "chance": late.chance}
+    who = {"rank": late.straggler, "ranks": list(late.ranks)}
+    return {**who, "others_wait_s": _interval(late.persistent_ns, 1e-9), "chance": late.chance}
 
 
 def _costs(found: Costs) -> dict[str, Any]:

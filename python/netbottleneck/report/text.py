@@ -58,7 +58,7 @@ def sentences(findings: Findings) -> list[str]:
     if late is not None and late.straggler is not None:
         waited_ns = late.persistent_ns.value
         if waited_ns >= max(LATE_SHARE_MIN * parts.step_ns, findings.clock_error_ns):
-            texts.append(f"Rank {late.straggler} makes the others wait {ms(waited_ns)} ({findings.label}).")
+            texts.append(f"{late.waited} ({findings.label}).")
     return texts
 
 

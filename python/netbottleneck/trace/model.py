@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace.files import whole_file
-from netbottleneck.trace.transports import Arm
+from netbottleneck.trace.transports import OWN_PATH, Arm
 
 VERSION = 3
 FORMAT = "netbottleneck-trace"
@@ -98,6 +98,15 @@ class TransportInfo:
     probe: tuple[Probe, ...] = ()
     costs: tuple[float, ...] = ()
     ports: tuple[int, ...] = ()
+
+    @property
+    def interface_known(self) -> bool:
+        """True if its data travel over `interface`. For the script's own path that is the address of the host's name.
+
+        Gloo uses that address. NCCL and MPI choose their network themselves, for example InfiniBand.
+        """
+        backends = (self.provider or "").split(",")  # such as gloo, or cpu:gloo,cuda:nccl
+        return self.name not in OWN_PATH or all(one.rpartition(":")[2] == "gloo" for one in backends)
 
 
 @dataclass(frozen=True, slots=True)

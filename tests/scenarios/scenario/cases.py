@@ -188,6 +188,24 @@ def sleeping_rank(draw: Draw) -> Case[Job]:
 
 
 @case
+def slow_host(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(2)
+    ranks = range(4 * slow, 4 * slow + 4)
+    job = replace(NOISY, ranks=8, ranks_per_host=4, jitter=0.02, slower=dict.fromkeys(ranks, draw.uniform(1.12, 1.3)))
+    return Case(
+        "all ranks of one host are slower",
+        job,
+        ("STRAGGLER",),
+        replace(job, slower={}),
+        "STRAGGLER",
+        never=("IMBALANCE", "LINK_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+        says=f"Host host{slow} (ranks {ranks[0]} to {ranks[-1]}) makes the others wait",
+        advises=f"Look at host host{slow}",
+    )
+
+
+@case
 def slow_input_of_one_rank(draw: Draw) -> Case[Job]:
     slow = draw.randrange(4)
     job = replace(NOISY, ranks=4, input_of_ms={slow: draw.uniform(25, 60)})
@@ -330,8 +348,57 @@ def contention_larger_than_the_link(draw: Draw) -> Case[Job]:
 
 @case
 def busy_cores(draw: Draw) -> Case[Job]:
+    crowded = replace(_big(draw), ranks=4, ranks_per_host=4, shared_cores=2, link_bps=1e11, flow_bps=2e10)
+    job = replace(crowded, busy=draw.uniform(0.475, 0.5))
+    return Case(
+        "four ranks on two cores",
+        job,
+        ("HOST_LIMITED",),
+        replace(job, busy=0.25),
+        "HOST_LIMITED",
+        says="a step for a core",
+    )
+
+
+@case
+def spinning_cores(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), busy=draw.uniform(1.9, 2.0), link_bps=2e10, flow_bps=3e9)
-    return Case("all cores busy", job, ("HOST_LIMITED",), replace(job, busy=1.0), "HOST_LIMITED")
+    return Case(
+        "all cores busy, perhaps by waiting",
+        job,
+        ("INCONCLUSIVE",),
+        never=("HOST_LIMITED",),
+        says="threads may spin",
+        advises="NETBOTTLENECK_TRANSPORT=stock,null",
+    )
+
+
+@case
+def spinning_cores_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), busy=draw.uniform(1.9, 2.0), arms=("stock", "null"), blocks=5, link_bps=3e9)
+    return Case(
+        "full link, and cores that spin while they wait",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        never=("HOST_LIMITED",),
+        saves=True,
+    )
+
+
+@case
+def busy_cores_beside_traffic(draw: Draw) -> Case[Job]:
+    contended = replace(_overlapped(draw), contention=draw.uniform(1.3, 1.8), flow_bps=4e9)
+    job = replace(contended, busy=draw.uniform(1.9, 2.0))
+    return Case(
+        "traffic slows compute, all cores busy",
+        job,
+        ("HOST_LIMITED",),
+        replace(job, contention=1.0, busy=1.0),
+        "HOST_LIMITED",
+        says="also while communication is exposed",
+    )
 
 
 @case

@@ -41,8 +41,8 @@ class Job:
     rank's compute from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all
     ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
     every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
-    busy, of two. other_share: part of the interface's bytes that is not recorded. lost: part of the operations that
-    wait RESEND_MS until a lost packet is sent again.
+    busy, of two of its own, or of the shared_cores of its host. other_share: part of the interface's bytes that is
+    not recorded. lost: part of the operations that wait RESEND_MS until a lost packet is sent again.
     """
 
     ranks: int = 2
@@ -70,6 +70,7 @@ class Job:
     link_known: bool = True
     probe: bool = False
     busy: float | None = None
+    shared_cores: int = 0
     other_share: float | None = None
     providers: tuple[str, ...] = ("gloo",)
     interfaces: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -255,7 +256,7 @@ def _rank(job: Job, rank: int) -> Rank:
         f"h{host}",
         finished=True,
         clock=clock,
-        cores=(2 * rank, 2 * rank + 1),
+        cores=tuple(range(job.shared_cores)) or (2 * rank, 2 * rank + 1),
         transports=tuple(_transport(job, rank, name) for name in dict.fromkeys(names)),
     )
 

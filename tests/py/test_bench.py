@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -45,6 +46,7 @@ from netbottleneck.bench.values import (  # noqa: E402
 from netbottleneck.bench.worker import Workers  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 from netbottleneck.lab import Lab, LabError  # noqa: E402
+from netbottleneck.lab.lab import find_tool  # noqa: E402
 from netbottleneck.launch import connect  # noqa: E402
 
 PEERS = str(BENCHMARKS / "peers")
@@ -466,7 +468,7 @@ def run_pair(lab: Lab, *args: str) -> tuple[list[str], list[str]]:
             lines.append(line.rstrip("\n"))
             if line.startswith("netbottleneck bench --connect"):
                 break
-        second = lab.popen(1, [*command, *lines[-1].split()], environ, **options)
+        second = lab.popen(1, [*command, *shlex.split(lines[-1])], environ, **options)
         theirs, _ = second.communicate(timeout=LIMIT_S)
         ours, _ = first.communicate(timeout=LIMIT_S)
     finally:
@@ -487,6 +489,44 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     assert "one tcp stream moves" in theirs[-1]
     # A flow has a quarter of the link, so there is a gain; its size depends on the machine.
     assert "leaves a factor of" in theirs[-1]
+
+
+@pytest.mark.parametrize("second_has_both", [False, True])
+def test_hosts_of_which_one_has_ipv6_alone_are_measured(second_has_both: bool) -> None:
+    try:
+        with Lab(2, "none", ways=("root", "user")) as made:
+            for rank in range(2):
+                changes = [["-6", "addr", "add", f"fd00::{rank + 1}/64", "dev", made.interface, "nodad"]]
+                changes += [["-4", "addr", "flush", "dev", made.interface]] if rank == 0 or not second_has_both else []
+                for words in changes:
+                    assert made.popen(rank, [find_tool("ip"), *words], os.environ).wait(LIMIT_S) == 0
+            ours, theirs = run_pair(made, "--transports", "tcp", "--streams", "1,2", "--sizes", "1M")
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    assert "listening at [fd00::1]:" in ours[0]
+    assert [line.split()[1] for line in theirs if line.split()[:1] == ["tcp"]] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("127.0.0.1", f"127.0.0.1:{pair.PORT}"),
+        ("127.0.0.1:5", "127.0.0.1:5"),
+        ("[::1]:5", "[::1]:5"),
+        ("[::1]", f"[::1]:{pair.PORT}"),
+        ("fd00::1", f"[fd00::1]:{pair.PORT}"),
+    ],
+)
+def test_the_other_host_may_be_given_in_every_form(given: str, expected: str) -> None:
+    assert pair._target(given) == expected
+
+
+@pytest.mark.parametrize(
+    "given", ["", ":5", "host:", "host:0", "host:65536", "host:x", "[::1", "[]:5", "[::1]5", "[10.0.0.1]:5", "a::g"]
+)
+def test_what_names_no_host_is_refused_with_its_text(given: str) -> None:
+    with pytest.raises(ValueError, match=f"^--connect {re.escape(given)}"):
+        pair._target(given)
 
 
 # A process that was started in the background may ignore the signal, and so would its children.

@@ -6,7 +6,9 @@ Both sides measure the same all-reduces, and both print the results.
 
 from __future__ import annotations
 
+import re
 import secrets
+import shlex
 import socket
 import statistics
 import struct
@@ -247,13 +249,18 @@ class Pair:
 
 
 def _interface(address: str, rank: int) -> str | None:
-    """Return the interface (in the settings' syntax) that has the listening address, or the route to it."""
+    """Return the interface (in the settings' syntax) that has the listening address, or the route to it.
+
+    None for an address of IPv6: the lanes then use the addresses of the first connection, as an interface may have one
+    of IPv4, too, which the other host cannot reach.
+    """
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    if host.startswith("["):
+        return None
     if rank != 0:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((socket.gethostbyname(host), int(port)))
+                probe.connect((host, int(port)))
             except OSError as error:
                 raise Error(error.errno or 0, f"no route to {host}: {error.strerror or error}") from error
             host = probe.getsockname()[0]
@@ -278,7 +285,7 @@ def listen(settings: Settings, port: int | None, say: Say, **options: Any) -> li
             f"# listening at {listener.address}; on the other host run"
             + ("" if drawn else ", with the same NETBOTTLENECK_SECRET")
         )
-        say(f"netbottleneck bench --connect {listener.address}{key}{_same(options)}")
+        say(f"netbottleneck bench --connect {shlex.quote(listener.address)}{key}{_same(options)}")
         if settings.ports == (0, 0):
             say("# behind a firewall: open a range of ports, and set NETBOTTLENECK_PORTS=LOW-HIGH to it on both")
         pair = Pair(settings, 0, say, secret, listener=listener, address=listener.address, **options)
@@ -302,17 +309,22 @@ def _same(options: dict[str, Any]) -> str:
 
 
 def connect(settings: Settings, address: str, say: Say, **options: Any) -> list[Point]:
-    """Connect to a listening host and measure. address: "HOST" or "HOST:PORT"."""
+    """Connect to a listening host and measure. address: "HOST" or "HOST:PORT"; an address of IPv6 may have brackets."""
     if settings.secret is None:
         raise ValueError("--connect needs the secret that --listen printed: --secret S, or NETBOTTLENECK_SECRET")
-    host, colon, port = address.rpartition(":")
-    host, port = (host, port) if colon else (address, str(PORT))
-    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"--connect {address}: must be HOST or HOST:PORT")
-    try:
-        where = f"{socket.gethostbyname(host)}:{port}"
-    except OSError as error:
-        raise ValueError(f"--connect {address}: no such host: {error}") from error
-    points = Pair(settings, 1, say, settings.secret, address=where, **options).run()
+    points = Pair(settings, 1, say, settings.secret, address=_target(address), **options).run()
     say(verdict(points))
     return points
+
+
+def _target(address: str) -> str:
+    """Return the "HOST:PORT" of --connect, with the host's address."""
+    plain_six = address.count(":") > 1 and not address.startswith("[")
+    match = re.fullmatch(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?", f"[{address}]" if plain_six else address)
+    port = int(match[2] or PORT) if match else 0
+    if match is None or not 1 <= port <= 65535:
+        raise ValueError(f"--connect {address}: must be HOST, HOST:PORT or [IPV6]:PORT")
+    try:
+        return launch.resolved(f"{match[1]}:{port}")
+    except ValueError as error:
+        raise ValueError(f"--connect {address}: {error}") from error

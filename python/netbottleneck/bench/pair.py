@@ -42,7 +42,8 @@ NEARLY = 0.95  # part of the best rate from which fewer streams are preferred
 class Point:
     """The rate of `streams` streams: bits a second, one way, the median of `count` all-reduces of `bytes`.
 
-    cpu_s_per_gb: CPU time of all threads of both sides per 10^9 bytes of the tensor, as in Samples.row.
+    low_bits_per_s, high_bits_per_s: of the slowest and of the fastest of them. cpu_s_per_gb: CPU time of all threads of
+    both sides per 10^9 bytes of the tensor, as in Samples.row.
     """
 
     transport: str
@@ -50,7 +51,38 @@ class Point:
     bytes: int
     count: int
     bits_per_s: float
+    low_bits_per_s: float
+    high_bits_per_s: float
     cpu_s_per_gb: float
+
+    @classmethod
+    def of(cls, transport: str, streams: int, nbytes: int, took_s: Sequence[float], cpu_s: float) -> Point:
+        """Return the point of all-reduces of `nbytes` each. took_s: of each; cpu_s: of both sides for all of them."""
+        median, slowest, fastest = (8 * nbytes / s for s in (statistics.median(took_s), max(took_s), min(took_s)))
+        count = len(took_s)
+        return cls(transport, streams, nbytes, count, median, slowest, fastest, cpu_s / (count * nbytes / 1e9))
+
+    @property
+    def line(self) -> str:
+        """The point as a line below HEADING."""
+        cells = (
+            self.transport,
+            str(self.streams),
+            f"{self.bytes / 1e6:.0f} MB",
+            gbit(self.bits_per_s),
+            f"{self.low_bits_per_s / 1e9:.2f}-{self.high_bits_per_s / 1e9:.2f}",
+            str(self.count),
+            f"{self.cpu_s_per_gb:.2f}",
+        )
+        return _row(cells)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+
+
+WIDTHS = (10, 8, 10, 16, 16, 5, 11)
+HEADING = _row(("transport", "streams", "size", "moved one way", "least-most", "runs", "cpu (s/GB)"))
 
 
 def verdict(points: Sequence[Point]) -> str:
@@ -63,7 +95,7 @@ def verdict(points: Sequence[Point]) -> str:
     fewest = [_fewest(curve) for curve in curves.values()]
     top, single = _fastest(points), _fastest(fewest)
     plain = next((point for point in fewest if point.transport == "tcp"), single)
-    head = "; ".join(map(_moved, fewest))
+    head = f"Measured: {'; '.join(map(_moved, fewest))}"
     if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
         return f"{head}; {_small_gain(points, plain)}"
     best, lanes = single, str(single.streams)
@@ -86,7 +118,7 @@ def _small_gain(points: Sequence[Point], plain: Point) -> str:
     amount = f"{percent(gain, digits=1)} here, less than {percent(NOTEWORTHY - 1, digits=0)}"
     found = f"{what} gain {amount}" if gain > 0 else f"{what} bring no gain here"
     kept = "one plain connection, as in a stock job" if _like_stock(plain) else _amount(plain)
-    best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)})"
+    best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} {_spread(top)} with {_amount(top)}"
     return f"{best}: {found}. Keep {kept}."
 
 
@@ -108,7 +140,15 @@ def _amount(point: Point) -> str:
 
 
 def _moved(point: Point) -> str:
-    return f"{_amount(point)} {'moves' if point.streams == 1 else 'move'} {gbit(point.bits_per_s)}"
+    verb = "moves" if point.streams == 1 else "move"
+    return f"{_amount(point)} {verb} {gbit(point.bits_per_s)} {_spread(point)}"
+
+
+def _spread(point: Point) -> str:
+    """The number of runs behind a rate, and its spread."""
+    if point.count == 1:
+        return "(one run)"
+    return f"({point.count} runs, {point.low_bits_per_s / 1e9:.2f} to {point.high_bits_per_s / 1e9:.2f})"
 
 
 # The two sides of the measurement.
@@ -153,7 +193,8 @@ class Pair:
             usable = self._usable(control)
             memory = core.Arena(max(self.bytes, WARM_BYTES))
             plan = [(transport, lanes) for transport in usable for lanes in self.streams]
-            self.say(f"{'transport':>10} {'streams':>8} {'size':>10} {'moved one way':>16} {'cpu (s/GB)':>11}")
+            self.say("# measured: the median of the runs, with the slowest and the fastest of them in Gbit/s")
+            self.say(HEADING)
             for index, (transport, lanes) in enumerate(plan):
                 made = self._join(transport, lanes)
                 try:
@@ -161,10 +202,7 @@ class Pair:
                 finally:
                     made.close()
                 self.points.append(point)
-                size = f"{point.bytes / 1e6:.0f} MB"
-                self.say(
-                    f"{transport:>10} {lanes:>8} {size:>10} {gbit(point.bits_per_s):>16} {point.cpu_s_per_gb:>11.2f}"
-                )
+                self.say(point.line)
             return self.points
         finally:
             control.close()
@@ -218,7 +256,7 @@ class Pair:
         nbytes, count = self._choose(rate, left)
         nbytes, count = struct.unpack("<qq", control.exchange(struct.pack("<qq", nbytes, count))[0])
         took, spent = zip(*(self._together(control, made, memory, nbytes) for _ in range(count)), strict=True)
-        return Point(*what, nbytes, count, 8 * nbytes / statistics.median(took), sum(spent) / (count * nbytes / 1e9))
+        return Point.of(*what, nbytes, took, sum(spent))
 
     def _choose(self, bytes_per_s: float, left: int) -> tuple[int, int]:
         """Return size and number of the next point's all-reduces, from the time left."""

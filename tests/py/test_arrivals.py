@@ -45,6 +45,40 @@ def test_a_clock_without_operations_has_no_bound():
     assert arrivals.clock_error_ns(trace) == math.inf
 
 
+def beside(trace, kind, ranks=None):
+    """The trace with an operation of another kind in each step, shorter than the others: rank 0 ends it 9 ms early."""
+    gradients = [one for one in trace.collectives if one.bucket == 0]
+    others = [
+        replace(one, key=99, kind=kind, ranks=ranks, bucket=None, phase="other", start_ns=at, submit_ns=at, done_ns=at)
+        for one in gradients
+        for at in [one.submit_ns - (0 if one.rank else 9 * MS)]
+    ]
+    return replace(trace, collectives=(*trace.collectives, *others))
+
+
+@pytest.mark.parametrize("phase", ["reduce", "other"])
+@pytest.mark.parametrize("kind", ["broadcast", "reduce", "gather", "scatter", "send", "recv", "other"])
+def test_operations_that_a_rank_may_end_before_others_begin_do_not_align_clocks(kind, phase):
+    plain = trace_of(APART)
+    trace = beside(plain, kind)
+    trace = replace(trace, collectives=tuple(replace(one, phase=phase) for one in trace.collectives))
+    assert clock(arrivals.aligned(trace)) == clock(arrivals.aligned(plain))
+    alone = replace(trace, collectives=tuple(one for one in trace.collectives if one.kind == kind))
+    assert arrivals.aligned(alone) is alone
+
+
+@pytest.mark.parametrize("kind", ["allgather", "reducescatter", "alltoall", "barrier"])
+def test_operations_that_wait_for_every_rank_align_clocks(kind):
+    plain = trace_of(APART)
+    trace = replace(plain, collectives=tuple(replace(one, kind=kind, phase="other") for one in plain.collectives))
+    assert clock(arrivals.aligned(trace)) == clock(arrivals.aligned(plain))
+
+
+def test_an_operation_of_some_ranks_does_not_align_clocks():
+    plain = trace_of(replace(APART, ranks=3, clock_ms={1: 12.0, 2: 5.0}))
+    assert clock(arrivals.aligned(beside(plain, "allreduce", 2))) == clock(arrivals.aligned(plain))
+
+
 def heartbeat(trace, rank, error_ns):
     clock = Clock("heartbeat", 0, error_ns)
     return replace(trace, ranks=tuple(replace(one, clock=clock) if one.rank == rank else one for one in trace.ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -45,6 +46,7 @@ from netbottleneck.bench.values import (  # noqa: E402
 from netbottleneck.bench.worker import Workers  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 from netbottleneck.lab import Lab, LabError  # noqa: E402
+from netbottleneck.lab.lab import find_tool  # noqa: E402
 from netbottleneck.launch import connect  # noqa: E402
 
 PEERS = str(BENCHMARKS / "peers")
@@ -301,13 +303,19 @@ def test_auto_keeps_the_curve_of_the_probe() -> None:
 
 def test_results_are_displayed_and_survive_json(tmp_path: Path) -> None:
     row = {"transport": "tcp <&>", "streams": "auto", "streams_used": 4, "bytes": 4, "count": 1, "dtype": "float32"}
-    row |= {"redop": "sum", "time_s": {"median": 1e-3}, "algbw_bytes_per_s": 4e3, "busbw_bytes_per_s": 4e3}
+    row |= {
+        "redop": "sum",
+        "time_s": {"median": 1e-3, "p10": 5e-4, "p90": 2e-3, "n": 7},
+        "algbw_bytes_per_s": 4e3,
+        "busbw_bytes_per_s": 4e3,
+    }
     results = Results(
         {"ranks": 2}, [{**row, "wire_bits_per_s": None, "cpu_s_per_gb": None, "wrong": 0}], ["ofi left out: no library"]
     )
     assert "tcp &lt;&amp;&gt;" in results._repr_html_()
     assert "ofi left out" in results._repr_html_()
     assert cells(results.rows[0])[1] == "auto (4)"
+    assert cells(results.rows[0])[6:9] == ("1000.0", "500.0-2000.0", "7")
     results.write(tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == results.rows
     with pytest.raises(KeyError, match="no row of stock"):
@@ -466,7 +474,7 @@ def run_pair(lab: Lab, *args: str) -> tuple[list[str], list[str]]:
             lines.append(line.rstrip("\n"))
             if line.startswith("netbottleneck bench --connect"):
                 break
-        second = lab.popen(1, [*command, *lines[-1].split()], environ, **options)
+        second = lab.popen(1, [*command, *shlex.split(lines[-1])], environ, **options)
         theirs, _ = second.communicate(timeout=LIMIT_S)
         ours, _ = first.communicate(timeout=LIMIT_S)
     finally:
@@ -487,6 +495,44 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     assert "one tcp stream moves" in theirs[-1]
     # A flow has a quarter of the link, so there is a gain; its size depends on the machine.
     assert "leaves a factor of" in theirs[-1]
+
+
+@pytest.mark.parametrize("second_has_both", [False, True])
+def test_hosts_of_which_one_has_ipv6_alone_are_measured(second_has_both: bool) -> None:
+    try:
+        with Lab(2, "none", ways=("root", "user")) as made:
+            for rank in range(2):
+                changes = [["-6", "addr", "add", f"fd00::{rank + 1}/64", "dev", made.interface, "nodad"]]
+                changes += [["-4", "addr", "flush", "dev", made.interface]] if rank == 0 or not second_has_both else []
+                for words in changes:
+                    assert made.popen(rank, [find_tool("ip"), *words], os.environ).wait(LIMIT_S) == 0
+            ours, theirs = run_pair(made, "--transports", "tcp", "--streams", "1,2", "--sizes", "1M")
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    assert "listening at [fd00::1]:" in ours[0]
+    assert [line.split()[1] for line in theirs if line.split()[:1] == ["tcp"]] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("127.0.0.1", f"127.0.0.1:{pair.PORT}"),
+        ("127.0.0.1:5", "127.0.0.1:5"),
+        ("[::1]:5", "[::1]:5"),
+        ("[::1]", f"[::1]:{pair.PORT}"),
+        ("fd00::1", f"[fd00::1]:{pair.PORT}"),
+    ],
+)
+def test_the_other_host_may_be_given_in_every_form(given: str, expected: str) -> None:
+    assert pair._target(given) == expected
+
+
+@pytest.mark.parametrize(
+    "given", ["", ":5", "host:", "host:0", "host:65536", "host:x", "[::1", "[]:5", "[::1]5", "[10.0.0.1]:5", "a::g"]
+)
+def test_what_names_no_host_is_refused_with_its_text(given: str) -> None:
+    with pytest.raises(ValueError, match=f"^--connect {re.escape(given)}"):
+        pair._target(given)
 
 
 # A process that was started in the background may ignore the signal, and so would its children.
@@ -780,12 +826,20 @@ def test_what_iperf3_received_is_the_mean_of_both_ways() -> None:
 
 
 def points(*rates: float, transport: str = "tcp") -> list[pair.Point]:
-    return [pair.Point(transport, 2**index, 10**6, 1, rate, 0.5) for index, rate in enumerate(rates)]
+    took = ([8e6 / (rate * factor) for factor in (1.25, 1, 0.8)] for rate in rates)
+    return [pair.Point.of(transport, 2**index, 10**6, own, 0.5) for index, own in enumerate(took)]
+
+
+def test_a_line_of_two_hosts_has_the_number_of_runs_and_their_spread() -> None:
+    (point,) = points(1e9)
+    assert point.line.split() == ["tcp", "1", "1", "MB", "1.00", "Gbit/s", "0.80-1.25", "3", f"{0.5 / 0.003:.2f}"]
+    assert len(point.line) == len(pair.HEADING)
 
 
 def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None:
     sentence = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
-    assert "one tcp stream moves 1.00 Gbit/s; 4 tcp streams move 3.90 Gbit/s" in sentence
+    assert sentence.startswith("Measured: one tcp stream moves 1.00 Gbit/s (3 runs, 0.80 to 1.25); ")
+    assert "; 4 tcp streams move 3.90 Gbit/s (3 runs, 3.12 to 4.88)" in sentence
     assert "a factor of 3.9" in sentence
     assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in sentence
 
@@ -800,7 +854,7 @@ def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
 
 def test_the_verdict_names_a_gain_that_is_too_small_to_advise() -> None:
     sentence = pair.verdict(points(8e9, 9.088e9))
-    assert "(2 tcp streams): more streams gain 13.6 % here, less than 15 %." in sentence
+    assert "with 2 tcp streams: more streams gain 13.6 % here, less than 15 %." in sentence
     assert "no gain" not in sentence
     assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
@@ -808,7 +862,7 @@ def test_the_verdict_names_a_gain_that_is_too_small_to_advise() -> None:
 def test_the_verdict_advises_no_transport_slower_than_one_plain_stream() -> None:
     # Several streams gain a factor of three for ofi, but one of tcp is faster than all of them.
     sentence = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
-    assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in sentence
+    assert re.search(r"one tcp stream moves 9.40 Gbit/s \(.*?\); one ofi stream moves 2.00 Gbit/s", sentence)
     assert "more streams and another transport bring no gain" in sentence
     assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
@@ -830,10 +884,12 @@ def test_the_verdict_advises_one_stream_of_another_transport_if_it_is_as_fast() 
 
 
 def test_the_verdict_compares_with_several_streams_if_one_was_not_measured() -> None:
-    sentence = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
-    assert sentence.startswith(
-        "2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams "
+    sentence = pair.verdict(
+        [pair.Point.of("ofi", streams, 10**6, [8e6 / bps], 0.5) for streams, bps in ((2, 2e9), (8, 6e9))]
     )
-    sentence = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])
+    assert sentence.startswith(
+        "Measured: 2 ofi streams move 2.00 Gbit/s (one run); 8 ofi streams move 6.00 Gbit/s (one run): a job with 2 "
+    )
+    sentence = pair.verdict([pair.Point.of("ofi", streams, 10**6, [8e6 / 2e9], 0.5) for streams in (2, 8)])
     assert "stock" not in sentence
     assert sentence.endswith("Keep 2 ofi streams.")

@@ -410,7 +410,7 @@ def test_bench_between_two_hosts_needs_a_secret_and_a_host(capsys: pytest.Captur
     assert main(["bench", "--connect", "localhost:1"]) == 1
     assert "NETBOTTLENECK_SECRET" in capsys.readouterr().err
     assert main(["bench", "--connect", "localhost:x", "--secret", "0" * 32]) == 1
-    assert "must be HOST or HOST:PORT" in capsys.readouterr().err
+    assert "must be HOST, HOST:PORT or [IPV6]:PORT" in capsys.readouterr().err
 
 
 def test_bench_prints_nccl_tests_columns_and_writes_rows(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from conftest import Ranks
 
 pytest.importorskip("torch")
 
+from netbottleneck.hooks import horovod
 from netbottleneck.report import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "hvd_measured.py"
@@ -160,3 +162,22 @@ def test_a_run_that_cannot_be_opened_is_an_error_in_strict_mode(warm_ranks: Rank
 def test_a_failure_of_the_recording_ends_it_and_not_the_training(warm_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     output = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK="step:1")
     assert output.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_invalid_variables_of_a_launcher_leave_an_installed_horovod_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NETBOTTLENECK_STRICT", str(int(strict)))
+    library = SimpleNamespace(horovod_torch_allreduce_async_torch_FloatTensor=lambda *_: 5)
+    attached = horovod.Attached(SimpleNamespace(mpi_lib=library, rank=lambda: 0, size=lambda: 2))
+
+    def reduced() -> Any:
+        allreduce = attached.between.horovod_torch_allreduce_async_torch_FloatTensor
+        return allreduce(None, None, 1, b"allreduce.x", horovod.async_operations.Sum, 1.0, 1.0, 0)
+
+    with pytest.raises(ValueError, match="LOCAL_RANK=7") if strict else nullcontext():
+        assert reduced() == 5
+    assert strict or "the training is left alone: LOCAL_RANK=7, LOCAL_WORLD_SIZE=2" in caplog.text

@@ -348,6 +348,42 @@ def test_a_profile_of_nccl_without_kernels_is_refused_by_name(known, tmp_path, c
         assert "ProfilerActivity.CUDA" in line
 
 
+def without_kernels_of_nccl(trace, rank):
+    for one in gpu_events(trace, rank):
+        if not one["name"].startswith("nccl"):
+            yield one
+
+
+def test_a_profile_with_calls_of_nccl_and_none_of_its_kernels_is_refused_by_name(known, tmp_path, capsys):
+    folder = write(tmp_path / "k", known.trace, without_kernels_of_nccl)
+    assert cli.main(["report", str(folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder / 'r0.pt.trace.json.gz'}: it has calls of NCCL and kernels of a GPU, but no kernel of NCCL" in line
+    assert "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] and schedule=" in line
+    alone = write(tmp_path / "a", replace(known.trace, size=1), without_kernels_of_nccl)
+    assert Run(alone).verdict.code == "NO_COMMUNICATION"  # one rank needs no kernel
+
+
+def test_a_profile_of_several_ranks_without_any_operation_says_what_to_record(known, tmp_path):
+    def steps_and_kernels(trace, rank):
+        return (one for one in without_kernels_of_nccl(trace, rank) if one["name"] != "record_param_comms")
+
+    run = Run(write(tmp_path / "k", known.trace, steps_and_kernels))
+    (note,) = (one for one in run.trace.notes if "no operation" in one)
+    assert note.startswith("3 ranks, and no operation of a process group in a step")
+    assert "Profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]" in note
+    assert run.verdict.code == "INCONCLUSIVE"
+    assert note in run.verdict.why
+    assert "wrapped" not in run.verdict.next
+
+
+def test_a_profile_of_a_gpu_without_steps_names_the_activities(known, tmp_path, capsys):
+    folder = write(tmp_path / "k", known.trace, kernels_of_compute)
+    assert cli.main(["report", str(folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no step: profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=" in line
+
+
 def test_operations_of_gloo_count_beside_kernels_that_do_not_communicate(known, tmp_path):
     def with_kernels(trace, rank):
         yield from cpu_events(trace, rank)

@@ -109,7 +109,16 @@ def test_launchers_that_agree_are_read_in_order() -> None:
         ({"NETBOTTLENECK_SIZE": "2"}, ["NETBOTTLENECK_RANK"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, ["rank 2 of 2"]),
         ({"NETBOTTLENECK_RANK": "2", "NETBOTTLENECK_SIZE": "2"}, ["rank 2 of 2"]),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK=one"]),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK=one", "correct or unset"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1, WORLD_SIZE=2", "correct or unset"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["RANK=0, WORLD_SIZE=0", "correct or unset"]),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2, LOCAL_WORLD_SIZE=2", "correct or unset"]),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, ["LOCAL_RANK=-1, LOCAL_WORLD_SIZE=2", "correct or unset"]),
+        ({**TORCHRUN, "LOCAL_RANK": "one"}, ["LOCAL_RANK=one", "correct or unset"]),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5, WORLD_SIZE=4", "correct or unset"]),
+        ({**TORCHRUN, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "correct or unset"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, ["LOCAL_RANK=-1, WORLD_SIZE=2", "correct or unset"]),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, ["OMPI_COMM_WORLD_LOCAL_RANK=2"]),
         ({**TORCHRUN, **MPIRUN, "WORLD_SIZE": "1", "RANK": "0"}, ["torchrun: rank 0 of 1", "mpirun: rank 3 of 4"]),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["torchrun: rank 0 of 1", "srun: rank 3 of 4"]),
         ({**HOROVOD, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, ["disagree", "0 of 8"]),
@@ -169,6 +178,11 @@ def test_a_launcher_inside_another_is_not_a_disagreement() -> None:
     assert place({**SRUN, "RANK": "5", "WORLD_SIZE": "8"}).size == 8
     # mpirun reaches its other hosts by a step of srun, one task a host.
     assert place({**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}).size == 4
+
+
+def test_a_local_rank_that_no_rank_has_is_ignored_where_nothing_follows_from_it() -> None:
+    assert place({"LOCAL_RANK": "-1"}).size == 1  # a script's own sign of a single process
+    assert place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}).local_rank == 3  # the number of a GPU
 
 
 def test_a_size_of_one_alone_is_ignored() -> None:

@@ -291,6 +291,12 @@ def test_the_command_replays_a_layer_log_and_prints_modelled_and_counted_bytes(t
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"model \([a-z ,-]+\) 6\.12; engine 6\.12", done.stdout)
+    text = " ".join(done.stdout.split())
+    assert re.search(r"none, tcp: step [\d.]+ ms, [\d.]+ ms to [\d.]+ ms in 3 steps, [\d.]+ ms of it exposed", text)
+    assert re.search(
+        r"exposed \(mean of \d steps\), moved at \S+ Gbit/s in transfer \(\S+ Gbit/s to \S+ Gbit/s\)", text
+    )
+    assert re.search(r"Gbit/s over the step \(\d steps\) \(measured\)", text)
     record = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert record["equal_on_all_ranks"] is True
     assert record["steps"]["tcp"]["steps"] == 3  # without the first of the block

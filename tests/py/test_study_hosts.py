@@ -239,6 +239,37 @@ def test_an_error_in_a_capped_network_is_raised_although_a_rank_has_ended(
         fail()
 
 
+class Alone(Control):
+    """A control communicator of one rank."""
+
+    size = 1
+
+    def exchange(self, blob: bytes, *, limit_s: float = 0.0) -> list[bytes]:
+        """Return the blob of this rank."""
+        return [blob]
+
+
+def test_flows_of_a_launcher_are_counted() -> None:
+    control: Any = Alone()
+    counted = hosts._RankWorker(control, True, ExitStack()).flows(2, 0.1, "lo")
+    assert len(counted["flow_bps"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("", "rank 0 has no IPv4 address on eth7"), ("192.0.2.1", "receive flows at 192.0.2.1: ")],
+)
+def test_flows_that_did_not_run_say_why_in_one_line(monkeypatch: pytest.MonkeyPatch, address: str, said: str) -> None:
+    monkeypatch.setattr(hosts, "InterfaceCaps", lambda _interface, _link: ExitStack())
+    monkeypatch.setattr(hosts, "_address", lambda _interface: address)
+    ranks = ranks_of(Alone())
+    with pytest.raises(LabError, match="flows that verify the caps did not run: ") as raised, ranks.open_ranks(CAPPED):
+        ranks.verify(0.1)
+    assert said in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+    assert hosts._LauncherRanks(ranks._member, "").verify(0.1) is None  # without caps, nothing is verified
+
+
 def test_the_interface_to_cap_is_that_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     capped = []
 

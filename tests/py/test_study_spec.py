@@ -86,6 +86,11 @@ def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
         ('ranks = [1]\n[[model]]\njob = "digits"', 1, "the job digits needs at least 2"),
         ('networks = ["2gbit", "fast"]\n[[model]]\nname = "resnet50"', 1, "'fast' is not a rate: write"),
         (
+            f'networks = ["2gbit/{"9" * 400}gbit"]\n[[model]]\nname = "resnet50"',
+            1,
+            "is not between 1kbit and 1000gbit",
+        ),
+        (
             'networks = ["1gbit", "1000mbit"]\n[[model]]\nname = "resnet50"',
             1,
             "networks: two of them are the same, resnet50-2-1gbit: name each network once",
@@ -125,6 +130,8 @@ def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
         ("ranks = [2]", None, "at least one [[model]]"),
         ('model = "resnet50"', 1, "at least one [[model]]"),
         ("ranks = = 2", None, "(at line 1, column 9)"),
+        (f"ranks = [{'9' * 5000}]", None, "digits"),
+        (f"ranks = {'[' * 100_000}", None, "recursion"),
     ],
 )
 def test_invalid_studies_are_refused_with_file_line_value_and_remedy(text: str, line: int | None, message: str) -> None:
@@ -132,6 +139,15 @@ def test_invalid_studies_are_refused_with_file_line_value_and_remedy(text: str, 
         made(text)
     assert str(refused.value).startswith("s.toml" if line is None else f"s.toml, line {line}: ")
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("network", ["2gbit/500mbit,100mbit", "1gbit+250mbit"])
+def test_a_network_that_a_real_interface_cannot_have_is_refused(network: str) -> None:
+    text = f'interface = "eth0"\nnetworks = ["none", "{network}"]\n[[model]]\nname = "resnet50"'
+    with pytest.raises(ValueError, match=r"s\.toml, line 2: networks: .* a real interface supports one cap") as refused:
+        made(text, hosts=2)
+    assert repr(network) in str(refused.value)
+    assert len(keys(made(text))) == 2  # in a lab
 
 
 def test_too_few_ranks_are_refused_unless_the_cells_are_complete() -> None:

@@ -688,6 +688,19 @@ def test_compute_that_lacks_a_core_counts_once(tmp_path):
     assert saving_ms(6, 8) == pytest.approx(exposed + 8)
 
 
+def test_a_saving_is_measured_if_it_is_a_measured_time_alone(tmp_path):
+    numbers = findings_of(tmp_path, transports=("stock",), blocks=1, block_steps=12, late_ms={0: 60, 1: 60})
+    slowed = Paired(Arm("null"), Arm("stock"), 4, 40, Estimate(8e6, 7e6, 9e6), Estimate(1.3, 1.2, 1.4))
+    of_cores = {
+        busy: rule_of("HOST_LIMITED", replace(numbers, slowed=slowed, cores_busy=busy)).source for busy in (0.1, 1.0)
+    }
+    assert of_cores == {0.1: "measured", 1.0: "predicted"}
+    assert rule_of("INPUT_LIMITED", numbers).source == "measured"
+    assert rule_of("LATENCY_LIMITED", replace(numbers, latency_share=0.7)).source == "predicted"
+    simulated = replace(numbers, trace=replace(numbers.trace, origin="simulated"))
+    assert rule_of("INPUT_LIMITED", simulated).source == "predicted"
+
+
 def test_a_simulated_step_keeps_no_core_busy(tmp_path):
     run = ring_reader.load(FakeRun(tmp_path, blocks=3, busy_cores=1.9, meta={"cores": [2, 3]}).write())
     assert findings.find(run).cores_busy is not None

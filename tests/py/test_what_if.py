@@ -166,6 +166,22 @@ def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_p
     assert max(whole) < 0.001 < min(row["overhead_s"] for row in rows if (row["workers"], row["link_bps"]) == (4, 1e9))
 
 
+@pytest.mark.parametrize("links", ["10", "1,10,40,100"])
+def test_products_of_values_have_intervals_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], links: str
+) -> None:
+    target = tmp_path / "rows.json"
+    assert main(["what-if", str(TRACE), "--workers", "2,16", "--link-gbps", links, "--json", str(target)]) == 0
+    output = capsys.readouterr().out
+    rows = [row for row in json.loads(target.read_text()) if row["question"] == "grid"]
+    assert len(rows) == 2 * len(links.split(","))
+    for row in rows:
+        value, low, high = (100 * row[name] for name in ("scaling_factor", "scaling_low", "scaling_high"))
+        assert f"{value:.1f} %" in output
+        assert f"({low:.1f}-{high:.1f})" in output
+    assert output.count("intervals in brackets (predicted)") == (1 if links == "10" else 2)
+
+
 def test_codec_time_is_included_if_its_rate_is_given(files: tuple[str, str], tmp_path: Path) -> None:
     log, _ = files
     target = tmp_path / "rows.json"

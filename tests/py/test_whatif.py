@@ -164,6 +164,27 @@ def test_a_poor_fit_refuses_to_extrapolate_and_a_good_one_adds_a_note() -> None:
         questions.prediction(job, refused)
 
 
+def test_compressed_operations_smaller_than_those_measured_have_a_note_and_keep_their_latency() -> None:
+    size = 20_000_000
+    cost = Cost(link=Link(1e9), residual=(-0.1, 0.1), fitted_bytes=(size, size), fitted_size=4, alpha_ns=MS)
+    job = made(cost)
+    same, fewer, fewest = sweeps.answers(job, sweeps.compression(job, [1.0, 10.0, 1e6], FREE))
+    assert not any("extrapolated" in note for note in same.notes)
+    seen = f"operations of 2000000 to 2000000 bytes, compressed, measured {size} to {size}: the fitted line is"
+    assert any(note.startswith(seen) for note in fewer.notes)
+    latency_ns = 2 * (4 - 1) * MS
+    assert fewest.outcome is not None
+    assert fewest.outcome.communication_ns >= latency_ns
+    unknown = "the latency of an operation is not known, and is left out"
+    assert unknown not in fewer.notes
+    without = replace(job, cost=replace(cost, alpha_ns=0.0))
+    (found,) = sweeps.answers(without, sweeps.compression(without, [10.0], FREE))
+    assert unknown in found.notes
+    poor = replace(job, cost=replace(cost, poor="two operations alone"))
+    (refused,) = sweeps.answers(poor, sweeps.compression(poor, [10.0], FREE))
+    assert "refused to extrapolate a poor fit" in refused.refused
+
+
 def reached(job: Job, setting: questions.Setting) -> float:
     found = questions.answer(job, setting).scaling
     assert found is not None

@@ -35,13 +35,15 @@ EXACT_METHODS = ("rank 0", "same clock")
 BY_OPERATIONS = "operations"
 # The shortest operations bound the error of a clock that is aligned by operations: this part of them.
 SHORTEST_PART = 0.1
+# Operations that no rank can end before all have begun. The root of a broadcast, for example, ends once it has sent.
+ENDS_TOGETHER = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
 
 
 def _matched(trace: Trace) -> list[dict[int, Collective]]:
-    """By rank: the finished operations that all ranks recorded."""
+    """By rank: the finished operations of all ranks that end on all at once."""
     groups: dict[tuple[Arm, int, int, int], dict[int, Collective]] = defaultdict(dict)
     for one in trace.collectives:
-        if one.finished and (one.kind == "allreduce" or not one.by_script):
+        if one.finished and one.kind in ENDS_TOGETHER and one.ranks in (None, trace.size):
             groups[one.match][one.rank] = one
     return [group for group in groups.values() if len(group) == trace.size]
 
@@ -49,8 +51,8 @@ def _matched(trace: Trace) -> list[dict[int, Collective]]:
 def _offset(groups: Sequence[Mapping[int, Collective]], rank: int) -> tuple[int, int]:
     """(ns by which a rank's clock is ahead of rank 0's, its error), from operations that end on both at once.
 
-    An all-reduce ends on every rank within the time that it took the rank that arrived last, so the shortest operations
-    bound the error: half of that time, and half of the spread of the ends.
+    One of ENDS_TOGETHER ends on every rank within the time that it took the rank that arrived last, so the shortest
+    operations bound the error: half of that time, and half of the spread of the ends.
     """
     ends = np.array([(group[rank].done_ns or 0) - (group[0].done_ns or 0) for group in groups], np.float64)
     took = np.array(
@@ -65,8 +67,8 @@ def _offset(groups: Sequence[Mapping[int, Collective]], rank: int) -> tuple[int,
 def aligned(trace: Trace) -> Trace:
     """The trace with uncertain clocks aligned by the ends of its operations.
 
-    The clocks whose error is not known are aligned if all ranks recorded an operation; their method is then
-    "operations". A clock that has jumped stays as it is. Simulated traces have one clock.
+    The clocks whose error is not known are aligned if all ranks recorded an operation of ENDS_TOGETHER; their method
+    is then "operations". A clock that has jumped stays as it is. Simulated traces have one clock.
     """
     steady = [rank for rank in trace.ranks if rank.rank and rank.clock.method != JUMPED]
     unsure = [rank.rank for rank in steady if math.isinf(_error_ns(rank.clock))]

@@ -47,8 +47,9 @@ class RuleResult:
 
     cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
-    rests: the source of the saving, or why there is none. needs: the measurement that decides, if the saving is
-    uncertain; more: its number of further steps, None if that is not known.
+    source: "measured" if the saving is a measured time alone, else "predicted". rests: how the saving is known, or why
+    there is none. needs: the measurement that decides, if the saving is uncertain; more: its number of further steps,
+    None if that is not known.
     """
 
     cause: str
@@ -57,6 +58,7 @@ class RuleResult:
     saving: Estimate | None = None
     limit_ns: float = 0.0
     step_ns: float = 0.0
+    source: str = "predicted"
     rests: str = ""
     why: str = ""
     next: str = ""
@@ -261,6 +263,7 @@ def transport(facts: Facts) -> RuleResult:
         pair.base_ns,  # so that a saving counts exactly if the gain does
         applies=gain.value >= limits.GAIN_MIN,
         saving=saving,
+        source=f.label,
         rests=f"{f.label}: {pair.pairs} pairs of blocks",
         why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(saving.value)} shorter "
         f"({ms(saving.low)} to {ms(saving.high)}), "
@@ -471,6 +474,7 @@ def host(facts: Facts) -> RuleResult:
         "HOST_LIMITED",
         applies=bool(reasons),
         saving=saving if reasons else None,
+        source="predicted" if busy is not None else f.label,
         rests="; ".join(sources)
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
         why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter."
@@ -542,6 +546,7 @@ def straggler(facts: Facts) -> RuleResult:
         "STRAGGLER",
         applies=not unsure,
         saving=saving,
+        source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
         why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
         f"({late.steps} steps; chance {late.chance:.0e}).{cause}",
@@ -565,6 +570,7 @@ def imbalance(facts: Facts) -> RuleResult:
         "IMBALANCE",
         applies=not unsure,
         saving=saving,
+        source=f.label,
         rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
         why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
         f"{ms(saving.high)}) a step"
@@ -584,6 +590,7 @@ def before_forward(facts: Facts) -> RuleResult:
         "INPUT_LIMITED",
         applies=saving.value >= limits.INPUT_SHARE * facts.step_ns,
         saving=saving,
+        source=f.label,
         rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
         f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
@@ -601,6 +608,7 @@ def optimizer(facts: Facts) -> RuleResult:
         "OPTIMIZER_LIMITED",
         applies=saving.value >= limits.OPTIMIZER_SHARE * facts.step_ns,
         saving=saving,
+        source=facts.f.label,
         rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
         f"{percent(saving.high / facts.step_ns)} of the step).",
@@ -707,6 +715,7 @@ def loss(facts: Facts) -> RuleResult:
         delays.rest_ns + saving.value,
         applies=True,
         saving=saving,
+        source=facts.f.label,
         rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
         why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
         f"{facts.share(saving, delays.rest_ns)} shorter.",

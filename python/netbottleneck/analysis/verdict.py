@@ -24,7 +24,7 @@ from netbottleneck.analysis.rules import (
     without_traffic,
 )
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
-from netbottleneck.trace.model import NOT_TIMED
+from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import percent
 
@@ -89,20 +89,28 @@ def _no_communication(f: Findings) -> Verdict | None:
             "No step with communication was recorded.",
             "Measure steps under stock, or another transport, for longer than one block.",
         )
-    untimed = next((note for note in f.trace.notes if NOT_TIMED in note), None)
-    if f.parts[f.base].operations == 0 and untimed is not None:
+    return _no_operation(f, f.parts[f.base].steps) if f.parts[f.base].operations == 0 else None
+
+
+def _no_operation(f: Findings, steps: int) -> Verdict:
+    """The verdict if several ranks recorded steps, and no operation in them."""
+    untimed, unrecorded = (
+        next((note for note in f.trace.notes if mark in note), None) for mark in (NOT_TIMED, NOT_RECORDED)
+    )
+    if untimed is not None:
         return Verdict(
             "NO_COMMUNICATION",
-            f"No operation could be timed in {f.parts[f.base].steps} steps. {untimed}",
+            f"No operation could be timed in {steps} steps. {untimed}",
             "Measure a run without that communication hook.",
         )
-    if f.parts[f.base].operations == 0:
-        return Verdict(
-            "NO_COMMUNICATION",
-            f"{f.trace.size} ranks, and no operation in {f.parts[f.base].steps} steps.",
-            "Check whether the model is wrapped (DDP or DistributedOptimizer), or gradients are skipped.",
-        )
-    return None
+    found = f"{f.trace.size} ranks, and no operation in {steps} steps."
+    if unrecorded is not None:
+        return Verdict("INCONCLUSIVE", f"{found} {unrecorded}", "Record all that communicates, and report again.")
+    return Verdict(
+        "NO_COMMUNICATION",
+        found,
+        "Check whether the model is wrapped (DDP or DistributedOptimizer), or gradients are skipped.",
+    )
 
 
 def _too_little(f: Findings) -> Verdict | None:

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     hosts = made.add_argument_group("two hosts of your own, without torch or a launcher")
     both = hosts.add_mutually_exclusive_group()
     both.add_argument("--listen", action="store_true", help="on the first host: prints the command for the second")
-    both.add_argument("--connect", metavar="HOST[:PORT]", help="on the second host")
+    both.add_argument("--connect", metavar="HOST[:PORT]", help="on the second host; of IPv6: [ADDRESS]:PORT")
     hosts.add_argument("--port", type=int, metavar="P", help=f"port to listen on ({pair.PORT}); 0: the system chooses")
     hosts.add_argument("--ifname", metavar="IF", help="interface to listen on (NETBOTTLENECK_IFNAME)")
     hosts.add_argument("--secret", metavar="S", help="the secret that --listen printed (NETBOTTLENECK_SECRET)")

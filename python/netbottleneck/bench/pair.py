@@ -6,7 +6,9 @@ Both sides measure the same all-reduces, and both print the results.
 
 from __future__ import annotations
 
+import re
 import secrets
+import shlex
 import socket
 import statistics
 import struct
@@ -40,7 +42,8 @@ NEARLY = 0.95  # part of the best rate from which fewer streams are preferred
 class Point:
     """The rate of `streams` streams: bits a second, one way, the median of `count` all-reduces of `bytes`.
 
-    cpu_s_per_gb: CPU time of all threads of both sides per 10^9 bytes of the tensor, as in Samples.row.
+    low_bits_per_s, high_bits_per_s: of the slowest and of the fastest of them. cpu_s_per_gb: CPU time of all threads of
+    both sides per 10^9 bytes of the tensor, as in Samples.row.
     """
 
     transport: str
@@ -48,7 +51,38 @@ class Point:
     bytes: int
     count: int
     bits_per_s: float
+    low_bits_per_s: float
+    high_bits_per_s: float
     cpu_s_per_gb: float
+
+    @classmethod
+    def of(cls, transport: str, streams: int, nbytes: int, took_s: Sequence[float], cpu_s: float) -> Point:
+        """Return the point of all-reduces of `nbytes` each. took_s: of each; cpu_s: of both sides for all of them."""
+        median, slowest, fastest = (8 * nbytes / s for s in (statistics.median(took_s), max(took_s), min(took_s)))
+        count = len(took_s)
+        return cls(transport, streams, nbytes, count, median, slowest, fastest, cpu_s / (count * nbytes / 1e9))
+
+    @property
+    def line(self) -> str:
+        """The point as a line below HEADING."""
+        cells = (
+            self.transport,
+            str(self.streams),
+            f"{self.bytes / 1e6:.0f} MB",
+            gbit(self.bits_per_s),
+            f"{self.low_bits_per_s / 1e9:.2f}-{self.high_bits_per_s / 1e9:.2f}",
+            str(self.count),
+            f"{self.cpu_s_per_gb:.2f}",
+        )
+        return _row(cells)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+
+
+WIDTHS = (10, 8, 10, 16, 16, 5, 11)
+HEADING = _row(("transport", "streams", "size", "moved one way", "least-most", "runs", "cpu (s/GB)"))
 
 
 def verdict(points: Sequence[Point]) -> str:
@@ -61,7 +95,7 @@ def verdict(points: Sequence[Point]) -> str:
     fewest = [_fewest(curve) for curve in curves.values()]
     top, single = _fastest(points), _fastest(fewest)
     plain = next((point for point in fewest if point.transport == "tcp"), single)
-    head = "; ".join(map(_moved, fewest))
+    head = f"Measured: {'; '.join(map(_moved, fewest))}"
     if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
         return f"{head}; {_small_gain(points, plain)}"
     best, lanes = single, str(single.streams)
@@ -84,7 +118,7 @@ def _small_gain(points: Sequence[Point], plain: Point) -> str:
     amount = f"{percent(gain, digits=1)} here, less than {percent(NOTEWORTHY - 1, digits=0)}"
     found = f"{what} gain {amount}" if gain > 0 else f"{what} bring no gain here"
     kept = "one plain connection, as in a stock job" if _like_stock(plain) else _amount(plain)
-    best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)})"
+    best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} {_spread(top)} with {_amount(top)}"
     return f"{best}: {found}. Keep {kept}."
 
 
@@ -106,7 +140,15 @@ def _amount(point: Point) -> str:
 
 
 def _moved(point: Point) -> str:
-    return f"{_amount(point)} {'moves' if point.streams == 1 else 'move'} {gbit(point.bits_per_s)}"
+    verb = "moves" if point.streams == 1 else "move"
+    return f"{_amount(point)} {verb} {gbit(point.bits_per_s)} {_spread(point)}"
+
+
+def _spread(point: Point) -> str:
+    """The number of runs behind a rate, and its spread."""
+    if point.count == 1:
+        return "(one run)"
+    return f"({point.count} runs, {point.low_bits_per_s / 1e9:.2f} to {point.high_bits_per_s / 1e9:.2f})"
 
 
 # The two sides of the measurement.
@@ -151,7 +193,8 @@ class Pair:
             usable = self._usable(control)
             memory = core.Arena(max(self.bytes, WARM_BYTES))
             plan = [(transport, lanes) for transport in usable for lanes in self.streams]
-            self.say(f"{'transport':>10} {'streams':>8} {'size':>10} {'moved one way':>16} {'cpu (s/GB)':>11}")
+            self.say("# measured: the median of the runs, with the slowest and the fastest of them in Gbit/s")
+            self.say(HEADING)
             for index, (transport, lanes) in enumerate(plan):
                 made = self._join(transport, lanes)
                 try:
@@ -159,10 +202,7 @@ class Pair:
                 finally:
                     made.close()
                 self.points.append(point)
-                size = f"{point.bytes / 1e6:.0f} MB"
-                self.say(
-                    f"{transport:>10} {lanes:>8} {size:>10} {gbit(point.bits_per_s):>16} {point.cpu_s_per_gb:>11.2f}"
-                )
+                self.say(point.line)
             return self.points
         finally:
             control.close()
@@ -216,7 +256,7 @@ class Pair:
         nbytes, count = self._choose(rate, left)
         nbytes, count = struct.unpack("<qq", control.exchange(struct.pack("<qq", nbytes, count))[0])
         took, spent = zip(*(self._together(control, made, memory, nbytes) for _ in range(count)), strict=True)
-        return Point(*what, nbytes, count, 8 * nbytes / statistics.median(took), sum(spent) / (count * nbytes / 1e9))
+        return Point.of(*what, nbytes, took, sum(spent))
 
     def _choose(self, bytes_per_s: float, left: int) -> tuple[int, int]:
         """Return size and number of the next point's all-reduces, from the time left."""
@@ -247,13 +287,18 @@ class Pair:
 
 
 def _interface(address: str, rank: int) -> str | None:
-    """Return the interface (in the settings' syntax) that has the listening address, or the route to it."""
+    """Return the interface (in the settings' syntax) that has the listening address, or the route to it.
+
+    None for an address of IPv6: the lanes then use the addresses of the first connection, as an interface may have one
+    of IPv4, too, which the other host cannot reach.
+    """
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    if host.startswith("["):
+        return None
     if rank != 0:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((socket.gethostbyname(host), int(port)))
+                probe.connect((host, int(port)))
             except OSError as error:
                 raise Error(error.errno or 0, f"no route to {host}: {error.strerror or error}") from error
             host = probe.getsockname()[0]
@@ -278,7 +323,7 @@ def listen(settings: Settings, port: int | None, say: Say, **options: Any) -> li
             f"# listening at {listener.address}; on the other host run"
             + ("" if drawn else ", with the same NETBOTTLENECK_SECRET")
         )
-        say(f"netbottleneck bench --connect {listener.address}{key}{_same(options)}")
+        say(f"netbottleneck bench --connect {shlex.quote(listener.address)}{key}{_same(options)}")
         if settings.ports == (0, 0):
             say("# behind a firewall: open a range of ports, and set NETBOTTLENECK_PORTS=LOW-HIGH to it on both")
         pair = Pair(settings, 0, say, secret, listener=listener, address=listener.address, **options)
@@ -302,17 +347,22 @@ def _same(options: dict[str, Any]) -> str:
 
 
 def connect(settings: Settings, address: str, say: Say, **options: Any) -> list[Point]:
-    """Connect to a listening host and measure. address: "HOST" or "HOST:PORT"."""
+    """Connect to a listening host and measure. address: "HOST" or "HOST:PORT"; an address of IPv6 may have brackets."""
     if settings.secret is None:
         raise ValueError("--connect needs the secret that --listen printed: --secret S, or NETBOTTLENECK_SECRET")
-    host, colon, port = address.rpartition(":")
-    host, port = (host, port) if colon else (address, str(PORT))
-    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"--connect {address}: must be HOST or HOST:PORT")
-    try:
-        where = f"{socket.gethostbyname(host)}:{port}"
-    except OSError as error:
-        raise ValueError(f"--connect {address}: no such host: {error}") from error
-    points = Pair(settings, 1, say, settings.secret, address=where, **options).run()
+    points = Pair(settings, 1, say, settings.secret, address=_target(address), **options).run()
     say(verdict(points))
     return points
+
+
+def _target(address: str) -> str:
+    """Return the "HOST:PORT" of --connect, with the host's address."""
+    plain_six = address.count(":") > 1 and not address.startswith("[")
+    match = re.fullmatch(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?", f"[{address}]" if plain_six else address)
+    port = int(match[2] or PORT) if match else 0
+    if match is None or not 1 <= port <= 65535:
+        raise ValueError(f"--connect {address}: must be HOST, HOST:PORT or [IPV6]:PORT")
+    try:
+        return launch.resolved(f"{match[1]}:{port}")
+    except ValueError as error:
+        raise ValueError(f"--connect {address}: {error}") from error

@@ -239,6 +239,8 @@ _COLUMNS = (
     ("type", "", 9),
     ("redop", "", 8),
     ("time", "(us)", 11),
+    ("p10-p90", "(us)", 22),
+    ("runs", "", 6),
     ("algbw", "(GB/s)", 8),
     ("busbw", "(GB/s)", 8),
     ("busbw", "(Gbit/s)", 9),
@@ -310,8 +312,8 @@ def heading() -> str:
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a row's cells as text."""
-    wire, cpu = row["wire_bits_per_s"], row["cpu_s_per_gb"]
+    """Return a row's cells as text. The time is the median of the runs; rates are of that time."""
+    wire, cpu, times = row["wire_bits_per_s"], row["cpu_s_per_gb"], row["time_s"]
     lanes = str(row["streams"])
     if lanes == "auto" and row.get("streams_used"):
         lanes = f"auto ({row['streams_used']})"
@@ -323,7 +325,9 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["count"]),
         str(row["dtype"]),
         str(row["redop"]),
-        f"{1e6 * row['time_s']['median']:.1f}",
+        f"{1e6 * times['median']:.1f}",
+        f"{1e6 * times['p10']:.1f}-{1e6 * times['p90']:.1f}",
+        str(times["n"]),
         f"{row['algbw_bytes_per_s'] / 1e9:.3f}",
         f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
         f"{8 * row['busbw_bytes_per_s'] / 1e9:.2f}",

@@ -465,7 +465,10 @@ class Attached:
             job.stop()
 
     def _look(self) -> None:
-        """Warn, once per initialisation of Horovod, if its rank and size differ from the launcher's variables."""
+        """Warn, once per initialisation of Horovod, if its rank and size differ from the launcher's variables.
+
+        The training is then left alone, also if those variables are invalid: NETBOTTLENECK_STRICT=1 raises ValueError.
+        """
         if self._looked:
             return
         try:
@@ -473,7 +476,15 @@ class Attached:
         except ValueError:
             return  # Horovod is not initialised yet
         self._looked = True
-        place = connect.detect(config.settings())
+        settings = config.settings()
+        try:
+            place = connect.detect(settings)
+        except ValueError as error:
+            if settings.strict:
+                raise
+            self._refused = True
+            left_alone("the training", str(error))
+            return
         self._refused = (place.rank, place.size) != (rank, size)
         if self._refused:
             logger.warning(

@@ -80,13 +80,18 @@ def send(address: str, port: int, flows: int, deadline: float) -> None:
                 return
 
 
-def main(args: list[str]) -> None:
-    """Run the receiver or the sender."""
-    if args[0] == "receive":
-        receive(args[1], int(args[2]), float(args[3]), float(args[4]), float(args[5]))
-    else:
-        send(args[1], int(args[2]), int(args[3]), float(args[4]))
+def main(args: list[str]) -> int:
+    """Run the receiver or the sender; returns the exit code."""
+    try:
+        if args[0] == "receive":
+            receive(args[1], int(args[2]), float(args[3]), float(args[4]), float(args[5]))
+        else:
+            send(args[1], int(args[2]), int(args[3]), float(args[4]))
+    except OSError as error:
+        sys.stderr.write(f"{args[0]} flows at {args[1]}: {error}\n")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -77,10 +77,10 @@ def parse_rate(text: str, whole: str | None = None) -> int | None:
     match = _RATE.fullmatch(text)
     if match is None:
         raise ValueError(f'{text!r}{where} is not a rate: write "2gbit", "500mbit", "64kbit" or "none"')
-    rate = round(float(match[1]) * UNITS[(match[2] or "").lower() + "bit"])
+    rate = float(match[1]) * UNITS[(match[2] or "").lower() + "bit"]
     if not 1000 <= rate <= 10**12:
         raise ValueError(f"{text!r}{where} is not between 1kbit and 1000gbit")
-    return rate
+    return round(rate)
 
 
 def parse_lab(text: str) -> LinkSpec:

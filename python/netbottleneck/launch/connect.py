@@ -42,6 +42,7 @@ __all__ = [
     "machine_digest",
     "native",
     "reset_rendezvous_count",
+    "resolved",
     "secret_source",
     "topology",
     "with_topology",
@@ -192,7 +193,7 @@ def _meet_directly(
         place.size,
         secret=secret,
         listener=listener,
-        address=None if listener else _resolved(address),
+        address=None if listener else resolved(address),
         **options,
     )
     return comm
@@ -274,18 +275,24 @@ def _listen(module: ModuleType, settings: Settings, fixed: str | None, host: str
     """Open rank 0's listener: at a fixed "host:port", else at a host's address, else on the settings' interface."""
     listener: _core.Listener
     if fixed is not None:
-        where, _, port = _resolved(fixed).rpartition(":")
+        where, _, port = resolved(fixed).rpartition(":")
         listener = module.Listener(where, None, (int(port), int(port)))
     else:
         listener = module.Listener(host, settings.ifname, settings.ports)
     return listener
 
 
-def _resolved(address: str) -> str:
+def resolved(address: str) -> str:
+    """Return "host:port" with the host's address: of IPv4 if it has one, else of IPv6 in brackets.
+
+    Raises ValueError for an unknown host.
+    """
     host, _, port = address.rpartition(":")
-    if host.startswith("["):
-        return address
+    if not host.startswith("["):
+        with suppress(OSError):
+            return f"{socket.gethostbyname(host)}:{port}"
     try:
-        return f"{socket.gethostbyname(host)}:{port}"
+        six = socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET6)[0][4][0]
     except OSError as error:
         raise ValueError(f"{address}: no such host: {error}") from error
+    return f"[{six}]:{port}"

@@ -190,7 +190,7 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
             f"rank {settings.rank}, size {settings.ranks}"
         )
     if settings.rank is not None and settings.ranks is not None:
-        _check_range(settings.rank, settings.ranks, "NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE")
+        _check_rank(EXPLICIT, settings.rank, settings.ranks)
         return Place(settings.rank, settings.ranks, launcher=EXPLICIT.name)
     environ = _without_exported(environ)
     present = [launcher for launcher in LAUNCHERS if _is_present(launcher, environ)]
@@ -206,6 +206,7 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
             f"the launchers disagree about rank or size of the job ({listed}): unset the variables of the one that did "
             f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found_variables(environ)}"
         )
+    _check_local(*chosen)
     return chosen[1]
 
 
@@ -258,7 +259,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Place | None:
     rank, size = _number(launcher.rank, environ), _number(launcher.size, environ)
     if rank is None or size is None:
         return None
-    _check_range(rank, size, f"{launcher.rank} and {launcher.size}")
+    _check_rank(launcher, rank, size)
     return Place(
         rank,
         size,
@@ -335,12 +336,33 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text}: must be a whole number") from None
+        raise ValueError(f"{name}={text}: must be a whole number: {REMEDY}") from None
 
 
-def _check_range(rank: int, size: int, names: str) -> None:
+REMEDY = "start the script with its launcher, or correct or unset these variables"
+
+
+def _check_rank(launcher: Launcher, rank: int, size: int) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"{names} give rank {rank} of {size}: a rank must be from 0 to one less than the size")
+        raise ValueError(
+            f"{launcher.rank}={rank}, {launcher.size}={size}: rank {rank} of {size}: a rank must be from 0 to one less "
+            f"than the size: {REMEDY}"
+        )
+
+
+def _check_local(launcher: Launcher, place: Place) -> None:
+    """Raise ValueError for a local rank, or a number of ranks on this host, that the job cannot have.
+
+    Without that number, any local rank is accepted: local ranks are then derived from the hosts of all ranks.
+    """
+    rank, size = place.local_rank or 0, place.local_size
+    if rank < 0 or (size is not None and not (rank < size <= place.size)):
+        given = ((launcher.local_rank, place.local_rank), (launcher.local_size, size), (launcher.size, place.size))
+        values = ", ".join(f"{name}={value}" for name, value in given if value is not None)
+        raise ValueError(
+            f"{values}: a local rank must be from 0 to one less than the number of ranks on its host, and that number "
+            f"at most the size: {REMEDY}"
+        )
 
 
 def machine() -> str:

@@ -137,15 +137,10 @@ def _ends(labels: dict[str, str], interval: Mapping[str, float | None]) -> Itera
         yield labels | {"end": end}, interval[end]
 
 
-def _source(rests: str) -> str:
-    """Where a saving comes from: "measured" if it rests on a measurement alone, else "predicted"."""
-    return "measured" if rests.startswith("measured: ") and "; " not in rests else "predicted"
-
-
 def _savings(summary: Summary) -> Iterator[Labelled]:
     for one in summary["verdict"]["evidence"]:
         if one["applies"] and one["saving_s"] is not None:
-            labels = {"cause": one["cause"], "source": _source(one["rests"]), "fired": str(one["fired"]).lower()}
+            labels = {"cause": one["cause"], "source": one["source"], "fired": str(one["fired"]).lower()}
             yield from _ends(labels, one["saving_s"])
 
 

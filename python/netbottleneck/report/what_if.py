@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
@@ -20,45 +21,62 @@ from netbottleneck.whatif.sweeps import Answers
 
 __all__ = ["show"]
 
-# Predicted cells of a layer log: scaling factors by link, or every value if there is one link.
+# Products of workers, links and ratios: scaling factors by link, or every value if there is one link.
 
-LINKS_MAX = 5
+LINKS_MAX, LINKS_WITH_INTERVALS_MAX = 5, 3
+Cell = tuple[int, float, float]  # workers, compression ratio, link
+Known = Mapping[Cell, Answer]  # the cells that have intervals
 
 
-def _links_table(rows: Sequence[Prediction], links: Sequence[float]) -> Table:
+def _cell(row: Prediction) -> Cell:
+    return row.workers, row.compression, row.link_bps
+
+
+def _factor(row: Prediction, known: Known) -> str:
+    text, one = percent(row.scaling_factor, digits=1), known.get(_cell(row))
+    if one is None or one.scaling is None:
+        return text
+    return f"{text} ({100 * one.scaling.low:.1f}-{100 * one.scaling.high:.1f})"
+
+
+def _time(row: Prediction, known: Known, value_s: float) -> str:
+    """The step, or the overhead, which differs from it by a constant."""
+    text, one = ms(value_s * 1e9), known.get(_cell(row))
+    if one is None or one.step_s is None:
+        return text
+    low, high = (1e9 * (value_s + end - row.step_s) for end in (one.step_s.low, one.step_s.high))
+    return f"{text} ({bare_ms(low)}-{bare_ms(high)})"
+
+
+def _links_table(rows: Sequence[Prediction], links: Sequence[float], known: Known) -> Table:
     table = make_table("workers", "ratio", *(f"{bps / 1e9:g} Gbit/s" for bps in links))
-    cells = {(row.workers, row.compression, row.link_bps): percent(row.scaling_factor, digits=1) for row in rows}
+    cells = {_cell(row): _factor(row, known) for row in rows}
     for workers, ratio in dict.fromkeys((row.workers, row.compression) for row in rows):
         put_row(table, f"{workers}", f"{ratio:g}x", *(cells.get((workers, ratio, bps), "") for bps in links))
     return table
 
 
-def _one_link_table(rows: Sequence[Prediction]) -> Table:
+def _one_link_table(rows: Sequence[Prediction], known: Known) -> Table:
     table = make_table("workers", "compression", "overhead", "step", "scaling factor", "buckets")
     for row in rows:
-        overhead, step = ms(row.overhead_s * 1e9), ms(row.step_s * 1e9)
-        cells = (
-            f"{row.workers}",
-            f"{row.compression:g}x",
-            overhead,
-            step,
-            percent(row.scaling_factor, digits=1),
-            f"{row.buckets}",
-        )
+        overhead, step = (_time(row, known, value_s) for value_s in (row.overhead_s, row.step_s))
+        cells = f"{row.workers}", f"{row.compression:g}x", overhead, step, _factor(row, known), f"{row.buckets}"
         put_row(table, *cells)
     return table
 
 
-def tables(rows: Sequence[Prediction]) -> Iterator[tuple[str, Table]]:
-    """Tables with their titles; the number of tables depends on the number of links."""
+def tables(rows: Sequence[Prediction], known: Known = MappingProxyType({})) -> Iterator[tuple[str, Table]]:
+    """Tables with their titles; the number of tables depends on the number of links. Intervals are in brackets."""
     links = sorted({row.link_bps for row in rows})
+    ends = ", intervals in brackets" if known else ""
     if len(links) == 1:
-        yield f"{rows[0].model} at {gbit(links[0])}", _one_link_table(rows)
+        yield f"{rows[0].model} at {gbit(links[0])}{ends}", _one_link_table(rows, known)
         return
-    for at in range(0, len(links), LINKS_MAX):
+    most = LINKS_WITH_INTERVALS_MAX if known else LINKS_MAX
+    for at in range(0, len(links), most):
         yield (
-            f"{rows[0].model}: scaling factor by workers, compression ratio and link",
-            _links_table(rows, links[at : at + LINKS_MAX]),
+            f"{rows[0].model}: scaling factor by workers, compression ratio and link{ends}",
+            _links_table(rows, links[at : at + most], known),
         )
 
 
@@ -199,7 +217,9 @@ def _tables(answers: Answers) -> Iterator[tuple[str, Table]]:
         whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
         if len(whole) == len(rows) > 1:
             hosts = whole[0].setting.cost.ranks_per_host
-            for over, table in tables([prediction(answers.job, one) for one in whole]):
+            cells = [prediction(answers.job, one) for one in whole]
+            known = {_cell(row): one for row, one in zip(cells, whole, strict=True) if one.interval}
+            for over, table in tables(cells, known):
                 yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
         elif rows:
             yield title, _table(rows)

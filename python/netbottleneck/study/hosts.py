@@ -113,6 +113,7 @@ class InterfaceCaps:
 AS_IT_IS = "hosts as they are"
 CAPPED = "hosts, caps on a real interface"
 STATUS_BYTES = 509  # a length that no exchange of a task has: mixed with one, it fails on every rank
+REASON_CHARACTERS = 500  # of the text that says why flows did not run
 STATUS_S = 30.0  # for all ranks to leave a task, beyond the time after which they miss a peer
 CONSEQUENCES = (*LOST_PEER_ERRORS, "MismatchError", "Timed out")  # of a failure on another rank
 
@@ -191,30 +192,33 @@ class _RankWorker:
         replies = self.control.exchange(why.encode()[:512].ljust(512))
         return [reply.decode(errors="replace").strip() for reply in replies]
 
-    def flows(self, count: int, seconds: float, interface: str) -> dict[str, Any] | None:
-        """Run flows from rank 0 to the last rank; returns the last rank's counts, None if they did not run."""
+    def flows(self, count: int, seconds: float, interface: str) -> dict[str, Any]:
+        """Run flows from rank 0 to the last rank; returns the last rank's counts, {"why": TEXT} if they did not run."""
         rank, last = self.control.rank, self.control.size - 1
         address = _address(interface)
         limit = str(flows.LIMIT_S + seconds)
         command: list[str] = [sys.executable, "-I", "-S", flows.SCRIPT]
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         receiver, port = None, ""
         if rank == last and address:
             receive = ["receive", address, str(count), str(flows.WARMUP_S), str(seconds), limit]
-            receiver = subprocess.Popen([*command, *receive], **pipes)
+            receiver = subprocess.Popen([*command, *receive], stdout=subprocess.PIPE, **pipes)
             assert receiver.stdout is not None
             port = receiver.stdout.readline().strip()
         where, _, port = (
             self.control.exchange(f"{address} {port}".encode().ljust(128))[last].decode().strip().partition(" ")
         )
+        text, why = "", ""
         if rank == 0 and port:
-            subprocess.run([*command, "send", where, port, str(count), limit], stdin=subprocess.DEVNULL, check=False)
-        text = ""
+            why = subprocess.run([*command, "send", where, port, str(count), limit], check=False, **pipes).stderr
         if receiver is not None:
-            text = receiver.communicate()[0].strip()
-        reply = self.control.exchange(text.encode().ljust(4096))[last].decode().strip()
-        counted: dict[str, Any] | None = json.loads(reply) if reply else None
-        return counted
+            text, why = receiver.communicate()
+        elif rank == last:
+            why = f"rank {rank} has no IPv4 address on {interface or 'the route to MASTER_ADDR'}"
+        mine = text.strip() or json.dumps({"why": why.strip()[:REASON_CHARACTERS]})
+        replies = [json.loads(reply) for reply in self.control.exchange(mine.encode().ljust(4096))]
+        counted: dict[str, Any] = replies[last]
+        return {"why": replies[0]["why"] or counted["why"]} if "why" in counted else counted
 
     def task(self, task: str, schedule: str, on_progress: TaskProgress | None = None) -> Outcome:
         """Run one task together with all other ranks.
@@ -318,9 +322,9 @@ class _LauncherRanks:
             with _lab_errors():
                 self._member.send_command("flows", count=count, seconds=seconds, interface=self._capped)
                 counted = self._member.flows(count, seconds, self._capped)
-            if counted is None:
+            if "why" in counted:
                 if self._spec.capped:
-                    raise LabError(f"the {count} flows that verify the caps did not run")
+                    raise LabError(f"the {count} flows that verify the caps did not run: {counted['why']}")
                 return None
             found[name] = flows.judged(self._spec, count, counted)
         return {"how": self.how, "lab": str(self._spec), **found, "ok": all(one["ok"] for one in found.values())}

@@ -152,12 +152,16 @@ def lines(run: Run, bytes_sent: Sequence[Sent], link: str) -> list[str]:
         parts = run.findings.parts.get(one.transport)
         achieved = run.findings.achieved.get(one.transport)
         moved = (
-            f", moved at {gbit(achieved.active_bps)} in transfer, {gbit(achieved.average_bps)} over the step"
+            f", moved at {gbit(achieved.active_bps)} in transfer ({gbit(achieved.p10_bps)} to "
+            f"{gbit(achieved.p90_bps)}), {gbit(achieved.average_bps)} over the step ({achieved.steps} steps)"
             if achieved
             else ""
         )
-        exposed = f", {ms(parts.exposed_ns)} of it exposed" if parts else ""
-        output.append(f"{link}, {one.transport}: step {ms(time.median_ns)}{exposed}{moved} (measured)")
+        exposed = f", {ms(parts.exposed_ns)} of it exposed (mean of {parts.steps} steps)" if parts else ""
+        output.append(
+            f"{link}, {one.transport}: step {ms(time.median_ns)}, {ms(time.p10_ns)} to {ms(time.p90_ns)} in "
+            f"{time.steps} steps{exposed}{moved} (measured)"
+        )
         if one.model is not None:
             by = ", ".join(one.algorithms)
             seen = [f"{what} {value / 1e6:.2f}" for what, value in (("engine", one.engine),) if value is not None]

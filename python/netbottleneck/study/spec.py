@@ -32,7 +32,7 @@ def load(text: str, path: str) -> dict[str, Any]:
     """Parse a study file; only its outline is checked. Raises ValueError naming `path` and the line."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits; too many brackets
         raise ValueError(f"{path}: {error}") from None
     models = raw.get("model")
     if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
@@ -331,13 +331,20 @@ def _check_names(before: Sequence[Cell], own: Sequence[Cell], lines: Lines, numb
 
 
 def _check_placement(keys: Mapping[str, Any], hosts: int, lines: Lines, number: int) -> None:
-    """Raise ValueError if the ranks cannot be placed on hosts as requested."""
+    """Raise ValueError if the ranks cannot be placed on hosts, or a launcher's interface capped, as requested."""
     each = keys.get("ranks_per_host", 1)
     where = f"{lines.of('ranks_per_host', number)}: ranks_per_host = {each}"
     if each > 1 and hosts:
         raise ValueError(f"{where}: the launcher places its ranks: remove this key")
     if bad := next((count for count in keys["ranks"] if count % each), 0):
         raise ValueError(f"{where}: ranks = {bad} is not a multiple of it: change one of the two")
+    for text in keys["networks"] if hosts else ():
+        link = caps(text)
+        if link.more_bps or len(link.flow_bps) > 1:
+            raise ValueError(
+                f"{lines.of('networks', number)}: networks: {text!r}: a real interface supports one cap for the link "
+                'and one cap for all flows: write a network such as "2gbit/500mbit"'
+            )
 
 
 def _model(table: Mapping[str, Any], lines: Lines, number: int, folder: Path, together: int) -> Model:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from netbottleneck.trace.model import (
+    NOT_RECORDED,
     POINT_TO_POINT,
     Bucket,
     Clock,
@@ -60,6 +61,7 @@ ITEM_BYTES = {
 IN_COUNT, OUT_COUNT, GROUP_SIZE = "In msg nelems", "Out msg nelems", "Group size"
 NO_KERNELS = "nccl"  # part of the name of every kernel that communicates
 BACKENDS = ("gloo", "mpi", "ucc", "xccl")
+ACTIVITIES = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
 FORWARD, OPTIMIZER, ACCUMULATE = "DistributedDataParallel.forward", "Optimizer.step#", "torch::autograd::AccumulateGrad"
 USED = ("ProfilerStep#", "c10d::", *(f"{one}:" for one in BACKENDS), FORWARD, OPTIMIZER, GRADIENT, ACCUMULATE)
 
@@ -114,6 +116,15 @@ class _Recorded:
     calls_nccl: bool
     missing: tuple[str, ...] = ()
     epoch_ns: int = 0
+
+    @property
+    def lacks_nccl(self) -> bool:
+        """True if one of several ranks called NCCL, and its trace has no kernel of NCCL or other backend's operation.
+
+        On one rank, NCCL needs no kernel.
+        """
+        operations = self.kernels_communicate or any(map(_annotated, self.events))
+        return self.calls_nccl and self.size != 1 and not operations
 
     def ns(self, microseconds: float) -> int:
         return self.base_ns + round(1000 * microseconds)
@@ -273,7 +284,8 @@ def _steps(found: _Recorded) -> list[Step]:
         if match:
             steps[int(match[1])] = Step(found.rank, int(match[1]), 0, STOCK, *found.span(event))
     if not steps:
-        advice = "profile with schedule=torch.profiler.schedule(...), and call prof.step() after each step"
+        also = f"{ACTIVITIES}, " if found.gpu else ""
+        advice = f"profile with {also}schedule=torch.profiler.schedule(...), and call prof.step() after each step"
         raise ValueError(f"{found.path}: no step: {advice} of the training")
     return [steps[index] for index in sorted(steps)]
 
@@ -496,6 +508,10 @@ def _notes(
         yield f'{ranks[0].path}: no "rank" in "distributedInfo": rank 0 is assumed.'
     if any(one.gpu for one in ranks):
         yield "compute is all kernels that do not communicate: forward, backward and optimizer are not distinguished."
+    size = max(one.size for one in ranks)
+    if size > 1 and not rows:
+        advice = f"Profile with {ACTIVITIES}: gloo's operations are in the trace of the CPU, NCCL's in that of the GPU"
+        yield f"{size} ranks, and no operation of a process group in a step: {NOT_RECORDED}. {advice}."
     if unknown:
         types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
         yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."
@@ -541,8 +557,10 @@ def _distinct(ranks: Sequence[_Recorded]) -> None:
     """Raise ValueError naming a file whose rank, number of ranks or operations cannot be known."""
     for one in ranks:
         if not one.gpu and one.calls_nccl:
-            advice = "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
-            raise ValueError(f"{one.path}: it has calls of NCCL and no kernel of a GPU: {advice}")
+            raise ValueError(f"{one.path}: it has calls of NCCL and no kernel of a GPU: profile with {ACTIVITIES}")
+        if one.lacks_nccl:
+            advice = f"profile with {ACTIVITIES} and schedule=torch.profiler.schedule(wait=1, warmup=1, active=20)"
+            raise ValueError(f"{one.path}: it has calls of NCCL and kernels of a GPU, but no kernel of NCCL: {advice}")
         if one.size == 0 or ("rank" in one.missing and len(ranks) > 1):
             fields = " and ".join(f'"{name}"' for name in one.missing)
             advice = "profile after init_process_group, and export the trace before destroy_process_group"
@@ -563,7 +581,7 @@ def load(paths: Sequence[Path]) -> Trace:
     """The trace of a run from the files of its ranks. A damaged file is named in the notes.
 
     Raises ValueError if no file can be read, if a rank has two, if a file has no step, if it does not say which rank
-    it is of, or if it has calls of NCCL and no kernels.
+    it is of, or if it has calls of NCCL and no kernels of it.
     """
     ranks, damaged = _read_all(paths)
     groups: list[str] = []

@@ -253,10 +253,18 @@ class Cost:
         return tuple(notes)
 
     def _beyond_sizes(self, least: int, most: int) -> list[str]:
-        low, high = self.fitted_bytes or (least, most)
+        """Notes on sizes, on the wire, outside of those in the fit."""
+        low, high = self.fitted_bytes or (0, math.inf)
+        least, most = round(least / self.ratio), round(most / self.ratio)
         if low <= least and most <= high:
             return []
-        return [f"operations of {least} to {most} bytes, measured {low} to {high}: the fitted line is extrapolated"]
+        how = "" if self.ratio == 1.0 else ", compressed"
+        notes = [
+            f"operations of {least} to {most} bytes{how}, measured {low} to {high}: the fitted line is extrapolated"
+        ]
+        if least < low and not (self.fixed_ns or self.alpha_ns or self.host_alpha_ns):
+            notes.append("the latency of an operation is not known, and is left out")
+        return notes
 
     def _beyond_workers(self, workers: int) -> list[str]:
         if self.fitted_size is None or workers == self.fitted_size:

@@ -500,7 +500,9 @@ static int give_back(struct nb_staging *staging, struct nb_staging_transfer *tra
     move(copies ? &staging->returning : &staging->free, slot);
     transfer->returned++;
     if (transfer->returned == transfer->cut.chunks && copies) {
-        // The last copy's event covers all: copies back are on one stream. A later record does not change this wait.
+        // The last copy's event covers all: copies back are on one stream. A later record of it is behind this copy, and
+        // does not change this wait.
+        transfer->result = slot->copied;
         rc = callers_wait(staging, &transfer->request, slot);
     }
     transfer->done = rc == 0 && transfer->returned == transfer->cut.chunks;

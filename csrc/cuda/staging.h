@@ -71,7 +71,7 @@ struct nb_staging_request {
     int caller_count;
 };
 
-// In the user's memory, from nb_staging_start until it is done or cancelled. The user reads `done` only.
+// In the user's memory, from nb_staging_start until it is done or cancelled. The user reads `done` and `result` only.
 struct nb_staging_transfer {
     bool done;
     uint64_t number;
@@ -79,8 +79,9 @@ struct nb_staging_transfer {
     struct nb_staging_cut cut;
     size_t granted; // chunks that have memory, or had it
     size_t returned;
-    struct nb_list waiting; // in the staging's list until all chunks are granted
-    struct nb_list arrived; // chunks
+    struct CUevent_st *result; // of the staging: once done, a wait for it covers all copies back; NULL: there are none
+    struct nb_list waiting;    // in the staging's list until all chunks are granted
+    struct nb_list arrived;    // chunks
 };
 
 struct nb_staging_chunk {

@@ -101,7 +101,7 @@ int nb_staging_open(struct nb_staging **staging, const struct nb_cuda_device *de
                     const struct nb_staging_config *config, struct nb_error *err);
 // Waits until the copies under way are done.
 void nb_staging_close(struct nb_staging *staging);
-// The memory of all chunks.
+// The memory of all chunks. A forked process does not have it if it is private.
 const struct nb_arena *nb_staging_memory(const struct nb_staging *staging);
 // Why the memory is not pinned, so that copies block; NULL: it is pinned.
 const char *nb_staging_unpinned(const struct nb_staging *staging);

@@ -251,7 +251,7 @@ static int record_fences(struct nb_device_op *op, struct nb_error *err) {
         rc = nb_cuda_check(cuda, driver->event_create(&event, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", 0, err);
         if (rc == 0) {
             op->fences[op->fence_count++] = event;
-            rc = nb_cuda_check(cuda, driver->event_record(event, op->streams[i]), "cuEventRecord", 0, err);
+            rc = nb_cuda_record(cuda, event, op->streams[i], err);
         }
     }
     return rc;

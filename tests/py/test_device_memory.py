@@ -102,6 +102,17 @@ def test_a_ddp_model_is_left_alone_by_its_devices(monkeypatch: pytest.MonkeyPatc
     assert ddp._refusal(model, Settings()) == why
 
 
+@pytest.mark.parametrize(("connections", "left_alone"), [("1", True), ("8", False)])
+def test_a_ddp_model_on_a_gpu_is_left_alone_where_all_streams_share_a_queue(
+    monkeypatch: pytest.MonkeyPatch, connections: str, left_alone: bool
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    on_host: Any = SimpleNamespace(device=torch.device("cpu"))
+    why = ddp._refusal_by_device([("weight", ON_GPU)])
+    assert why.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue") == left_alone
+    assert not ddp._refusal_by_device([("weight", on_host)])
+
+
 def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert not horovod._can_travel("weight", ON_GPU, strict=False)
     assert "is left alone: parameter weight is on cuda:0" in caplog.text

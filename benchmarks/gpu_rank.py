@@ -350,9 +350,10 @@ class Buffers:
         self.pieces = torch.tensor(places, dtype=torch.int64).to(device.name)
 
     def row(self, what: str, seconds: list[float], moved: int) -> dict[str, Any]:
-        """Return a row with the time of a call, and its rate by the bytes that it reads and writes."""
+        """Return a row with the time of a call, its device, and its rate by the bytes that it reads and writes."""
         found = row(f"{what}, {self.size} bytes", seconds, 1e6, "us")
-        return {**found, "GB/s": float(f"{moved / 1e3 / max(found['value'], 1e-3):.4g}")}
+        rate = float(f"{moved / 1e3 / max(found['value'], 1e-3):.4g}")
+        return {**found, "GB/s": rate, "device": str(self.source.device)}
 
     def by_torch(self, what: str, work: Callable[[], Any], moved: int) -> dict[str, Any]:
         """Time a call of torch by the device's events; over the fake driver, by the host's clock."""
@@ -383,7 +384,7 @@ class Buffers:
         changed.zero_()
         self.device.wait()
         count = PIECES if "pack" in kernel else source.numel()
-        where = to.data_ptr(), source.data_ptr(), count
+        where = to.device.index, to.data_ptr(), source.data_ptr(), count
         try:
             ns = _core.kernel_times(f"nb_{kernel}", *where, self.samples, self.calls, LIBRARY)
         except OSError as error:

@@ -77,7 +77,7 @@ static void return_event(struct nb_cuda_clock *clock, struct CUevent_st *event) 
 
 static int record(const struct nb_cuda_clock *clock, struct CUevent_st *event, struct CUstream_st *stream,
                   struct nb_error *err) {
-    return nb_cuda_check(clock->device, clock->device->driver->event_record(event, stream), "cuEventRecord", 0, err);
+    return nb_cuda_record(clock->device, event, stream, err);
 }
 
 // Time of an event that the GPU has passed, on the GPU's clock.

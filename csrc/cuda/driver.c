@@ -192,6 +192,18 @@ int nb_cuda_is_captured(const struct nb_cuda_device *device, struct CUstream_st 
     return nb_cuda_check(device, result, "cuStreamIsCapturing", 0, err);
 }
 
+int nb_cuda_record(const struct nb_cuda_device *device, struct CUevent_st *event, struct CUstream_st *stream,
+                   struct nb_error *err) {
+    unsigned result = device->driver->event_record(event, stream);
+    if (result == NB_CUDA_INVALID_HANDLE || result == NB_CUDA_INVALID_CONTEXT) {
+        return nb_fail(err, -EINVAL,
+                       "CUDA: cuEventRecord on device %d: the stream is not of the device's primary context (%u): use "
+                       "streams of torch.cuda, outside of green contexts and of contexts that the script makes",
+                       device->ordinal, result);
+    }
+    return nb_cuda_check(device, result, "cuEventRecord", 0, err);
+}
+
 int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err) {
     int rc = nb_cuda_check(device, device->driver->event_query(event), "cuEventQuery", 0, err);
     return rc == -EAGAIN ? 0 : rc < 0 ? rc : 1;

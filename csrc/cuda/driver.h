@@ -130,6 +130,9 @@ void nb_cuda_leave_relaxed(const struct nb_cuda_device *device, unsigned mode);
 // 1: the stream is captured into a graph, so its work runs later, perhaps often, or never; 0: it is not; negative: a
 // failure.
 int nb_cuda_is_captured(const struct nb_cuda_device *device, struct CUstream_st *stream, struct nb_error *err);
+// Records an event of the device on a stream. Names the remedy for a stream of a context other than the primary one.
+int nb_cuda_record(const struct nb_cuda_device *device, struct CUevent_st *event, struct CUstream_st *stream,
+                   struct nb_error *err);
 // 1: the device has passed the event; 0: not yet; negative: a failure. After nb_cuda_enter_relaxed().
 int nb_cuda_is_passed(const struct nb_cuda_device *device, struct CUevent_st *event, struct nb_error *err);
 

@@ -42,6 +42,7 @@ int nb_cuda_kernels_open(struct nb_cuda_kernels *kernels, const struct nb_cuda_d
     if (rc < 0) {
         return rc;
     }
+    // With CUDA's lazy loading this loads a kernel, so that no launch does (CUDA C++ Programming Guide, Lazy Loading).
     for (int i = 0; rc == 0 && i < NB_CUDA_KERNEL_COUNT; i++) {
         rc = nb_cuda_check(device, driver->module_get_function(&opened.functions[i], opened.module, names[i]),
                            "cuModuleGetFunction", 0, err);

@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "base/arena.h"
 #include "base/error.h"
@@ -157,10 +158,20 @@ static int check_refusals(struct nb_staging *staging) {
     return why->code == -EBUSY ? nb_fail(&staging->failure, -EBUSY, "%s", why->text) : 0;
 }
 
+static int open_memory(struct nb_staging *staging) {
+    struct nb_arena *arena = &staging->arena;
+    int rc = nb_arena_open(arena, arena_bytes(&staging->config), &staging->failure);
+    // A fork makes private pages copy-on-write. This process would write to new pages, while the device keeps the old.
+    if (rc == 0 && arena->fd < 0 && madvise(arena->base, arena->bytes, MADV_DONTFORK) != 0) {
+        rc = nb_fail(&staging->failure, -errno, "CUDA: staging memory cannot be kept from forked processes: %m");
+    }
+    return rc;
+}
+
 static int prepare(struct nb_staging *staging) {
     const struct nb_cuda_driver *driver = staging->device->driver;
     unsigned mode = 0;
-    int rc = nb_arena_open(&staging->arena, arena_bytes(&staging->config), &staging->failure);
+    int rc = open_memory(staging);
     if (rc < 0 || (rc = nb_cuda_enter_relaxed(staging->device, &mode, &staging->failure)) < 0) {
         return rc;
     }
@@ -500,7 +511,9 @@ static int give_back(struct nb_staging *staging, struct nb_staging_transfer *tra
     move(copies ? &staging->returning : &staging->free, slot);
     transfer->returned++;
     if (transfer->returned == transfer->cut.chunks && copies) {
-        // The last copy's event covers all: copies back are on one stream. A later record does not change this wait.
+        // The last copy's event covers all: copies back are on one stream. A later record of it is behind this copy, and
+        // does not change this wait.
+        transfer->result = slot->copied;
         rc = callers_wait(staging, &transfer->request, slot);
     }
     transfer->done = rc == 0 && transfer->returned == transfer->cut.chunks;

@@ -71,7 +71,7 @@ struct nb_staging_request {
     int caller_count;
 };
 
-// In the user's memory, from nb_staging_start until it is done or cancelled. The user reads `done` only.
+// In the user's memory, from nb_staging_start until it is done or cancelled. The user reads `done` and `result` only.
 struct nb_staging_transfer {
     bool done;
     uint64_t number;
@@ -79,8 +79,9 @@ struct nb_staging_transfer {
     struct nb_staging_cut cut;
     size_t granted; // chunks that have memory, or had it
     size_t returned;
-    struct nb_list waiting; // in the staging's list until all chunks are granted
-    struct nb_list arrived; // chunks
+    struct CUevent_st *result; // of the staging: once done, a wait for it covers all copies back; NULL: there are none
+    struct nb_list waiting;    // in the staging's list until all chunks are granted
+    struct nb_list arrived;    // chunks
 };
 
 struct nb_staging_chunk {
@@ -100,7 +101,7 @@ int nb_staging_open(struct nb_staging **staging, const struct nb_cuda_device *de
                     const struct nb_staging_config *config, struct nb_error *err);
 // Waits until the copies under way are done.
 void nb_staging_close(struct nb_staging *staging);
-// The memory of all chunks.
+// The memory of all chunks. A forked process does not have it if it is private.
 const struct nb_arena *nb_staging_memory(const struct nb_staging *staging);
 // Why the memory is not pinned, so that copies block; NULL: it is pinned.
 const char *nb_staging_unpinned(const struct nb_staging *staging);

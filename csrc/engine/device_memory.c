@@ -251,7 +251,7 @@ static int record_fences(struct nb_device_op *op, struct nb_error *err) {
         rc = nb_cuda_check(cuda, driver->event_create(&event, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", 0, err);
         if (rc == 0) {
             op->fences[op->fence_count++] = event;
-            rc = nb_cuda_check(cuda, driver->event_record(event, op->streams[i]), "cuEventRecord", 0, err);
+            rc = nb_cuda_record(cuda, event, op->streams[i], err);
         }
     }
     return rc;
@@ -404,23 +404,23 @@ int nb_work_follow(const struct nb_work *work, struct CUstream_st *stream, struc
             return 0;
         }
     }
-    if (op == NULL || op->stream_count == 0) {
-        return 0;
+    if (op == NULL || op->transfer.result == NULL) {
+        return 0; // the memory holds the result
     }
     const struct nb_cuda_device *cuda = &op->device->cuda;
-    struct CUevent_st *event = NULL;
     int rc = nb_cuda_enter(cuda, err);
     if (rc < 0) {
         return rc;
     }
-    unsigned result = cuda->driver->event_create(&event, NB_CUDA_EVENT_DISABLE_TIMING);
-    rc = nb_cuda_check(cuda, result, "cuEventCreate", 0, err);
-    if (rc == 0) {
-        result = cuda->driver->event_record(event, op->streams[0]);
-        rc = nb_cuda_check(cuda, result, "cuEventRecord", 0, err);
-        result = rc == 0 ? cuda->driver->stream_wait_event(stream, event, 0) : result;
-        rc = rc < 0 ? rc : nb_cuda_check(cuda, result, "cuStreamWaitEvent", 0, err);
-        (void)cuda->driver->event_destroy(event); // the stream still waits for it
+    rc = nb_cuda_is_captured(cuda, stream, err);
+    if (rc > 0) { // a wait for work outside of the graph would end the capture
+        rc = nb_fail(err, -EBUSY,
+                     "gradient %s is waited for on a stream that is captured into a CUDA graph: wait for it before the "
+                     "capture",
+                     work->desc.name);
+    } else if (rc == 0) {
+        unsigned result = cuda->driver->stream_wait_event(stream, op->transfer.result, 0);
+        rc = nb_cuda_check(cuda, result, "cuStreamWaitEvent", 0, err);
     }
     nb_cuda_leave(cuda);
     return rc;

@@ -184,8 +184,9 @@ int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err);
 // Any thread may call this. The engine keeps a work that is not done until it is.
 void nb_work_release(struct nb_work *work);
 
-// Makes another stream wait for the result of a device operation that is done, as the operation's own streams do. Call
-// it before the job is closed. No effect on host memory.
+// Makes another stream wait for the result of a device operation that is done, as the operation's own streams do. It
+// does not wait for other work of these streams. Call it before the job is closed. No effect on host memory. -EBUSY if
+// the stream is captured.
 int nb_work_follow(const struct nb_work *work, struct CUstream_st *stream, struct nb_error *err);
 
 struct nb_work_times { // nb_now_ns(); 0: not yet

@@ -422,8 +422,8 @@ static const PyMethodDef methods[] = {
      "copy_times(destination, source, nbytes, samples=1, least_ns=0)\n--\n\n"
      "Return (calls, ns) of each sample of copies of nbytes, pieces of the two memories in turn."},
     {"kernel_times", WITH_KEYWORDS(core_kernel_times),
-     "kernel_times(kernel, destination, source, count, samples=1, calls=1, library=None)\n--\n\n"
-     "Return the ns of a call, by sample, of a kernel of GPU 0 on device memory at two addresses."},
+     "kernel_times(kernel, device, destination, source, count, samples=1, calls=1, library=None)\n--\n\n"
+     "Return the ns of a call, by sample, of a kernel of a GPU on its memory at two addresses."},
     {"stamp_at", WITH_KEYWORDS(core_stamp_at),
      "stamp_at(recorder, kind, times_ns, keys, spin=False)\n--\n\n"
      "Stamp an event for each key when its time has come, asleep or busy until then."},

@@ -214,21 +214,29 @@ static int gpu_sample(const struct gpu_load *load, long calls, double *ns, struc
     return rc;
 }
 
-static int gpu_measure(const char *library, const struct nb_cuda_work *work, long samples, long calls, double *ns,
-                       struct nb_error *err) {
+// What to time on which device.
+struct gpu_request {
+    const char *library;
+    int device;
+    struct nb_cuda_work work;
+    long samples;
+    long calls; // of a sample
+};
+
+static int gpu_measure(const struct gpu_request *request, double *ns, struct nb_error *err) {
     struct nb_cuda_driver driver = {0};
-    struct gpu_load load = {.work = *work};
-    int rc = nb_cuda_driver_open(&driver, library, err);
+    struct gpu_load load = {.work = request->work};
+    int rc = nb_cuda_driver_open(&driver, request->library, err);
     if (rc == 0) {
-        rc = nb_cuda_device_open(&load.device, &driver, 0, err);
+        rc = nb_cuda_device_open(&load.device, &driver, request->device, err);
     }
     if (rc == 0 && (rc = nb_cuda_enter(&load.device, err)) == 0) {
         rc = gpu_load_open(&load, err);
         if (rc == 0) {
             rc = gpu_sample(&load, 1, &ns[0], err); // loads the kernel
         }
-        for (long i = 0; rc == 0 && i < samples; i++) {
-            rc = gpu_sample(&load, calls, &ns[i], err);
+        for (long i = 0; rc == 0 && i < request->samples; i++) {
+            rc = gpu_sample(&load, request->calls, &ns[i], err);
         }
         gpu_load_close(&load);
         nb_cuda_leave(&load.device);
@@ -238,33 +246,34 @@ static int gpu_measure(const char *library, const struct nb_cuda_work *work, lon
 }
 
 PyObject *core_kernel_times(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"kernel",  "destination", "source",  "count",
-                                           "samples", "calls",       "library", NULL};
+    static const char *const keywords[] = {"kernel",  "device", "destination", "source", "count",
+                                           "samples", "calls",  "library",     NULL};
     struct nb_error err = {0};
-    struct nb_cuda_work work = {.factor = 1.0};
+    struct gpu_request request = {.work.factor = 1.0, .samples = 1, .calls = 1};
+    struct nb_cuda_work *work = &request.work;
     const char *kernel;
-    const char *library = NULL;
     Py_ssize_t count;
-    long samples = 1;
-    long calls = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKn|llz:kernel_times", (char **)keywords, &kernel, &work.to,
-                                     &work.from, &count, &samples, &calls, &library)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siKKn|llz:kernel_times", (char **)keywords, &kernel,
+                                     &request.device, &work->to, &work->from, &count, &request.samples, &request.calls,
+                                     &request.library)) {
         return NULL;
     }
+    const long samples = request.samples;
+    const long calls = request.calls;
     int number = nb_cuda_kernel_number(kernel);
     if (number < 0 || count < 1 || samples < 1 || samples > SAMPLES_MAX || calls < 1 || calls > SAMPLES_MAX) {
         return PyErr_Format(PyExc_ValueError,
                             "%s of %zd elements, %ld samples of %ld calls: no such kernel, or not 1 to %d", kernel,
                             count, samples, calls, SAMPLES_MAX);
     }
-    work.kernel = (enum nb_cuda_kernel)number;
-    work.count = (size_t)count;
+    work->kernel = (enum nb_cuda_kernel)number;
+    work->count = (size_t)count;
     double *ns = calloc((size_t)samples, sizeof(*ns));
     if (ns == NULL) {
         return PyErr_NoMemory();
     }
     PyThreadState *saved = PyEval_SaveThread();
-    int rc = gpu_measure(library, &work, samples, calls, ns, &err);
+    int rc = gpu_measure(&request, ns, &err);
     PyEval_RestoreThread(saved);
     PyObject *list = rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : PyList_New(samples);
     for (long i = 0; list != NULL && i < samples; i++) {

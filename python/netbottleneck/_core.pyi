@@ -106,6 +106,7 @@ def copy_times(
 
 def kernel_times(
     kernel: str,
+    device: int,
     destination: int,
     source: int,
     count: int,
@@ -113,11 +114,11 @@ def kernel_times(
     calls: int = 1,
     library: str | None = None,
 ) -> list[float]:
-    """Mean ns of a call of each sample of `calls` calls, by GPU 0's events; GIL released. After one call for warmth.
+    """Mean ns of a call of each sample of `calls` calls, by a GPU's events; GIL released. After one call for warmth.
 
-    kernel: a name of csrc/cuda/kernels.h, which says what it does with the addresses in device memory; count: elements,
-    or pieces. It runs on a stream of its own: wait for the memory's other work before. ValueError for what cannot be,
-    Error without a driver, or from a build without kernels."""
+    kernel: a name of csrc/cuda/kernels.h, which says what it does with the addresses in device memory; device: the
+    number of the GPU that has them; count: elements, or pieces. It runs on a stream of its own: wait for the memory's
+    other work before. ValueError for what cannot be, Error without a driver, or from a build without kernels."""
 
 def name_key(name: str, /) -> int:
     """Return the key of an operation's name: 64-bit FNV-1a of its UTF-8."""

@@ -226,6 +226,14 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def shares_a_queue(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if all streams of a GPU share one hardware queue: a stream that waits then delays the others."""
+    return environ.get(CONNECTIONS, "").strip() == "1"
+
+
 def without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a line for each variable of Horovod that is set, and that this package does not follow."""
     found = [(name, why) for name, why in WITHOUT_EFFECT.items() if environ.get(name, "0") not in ("", "0")]

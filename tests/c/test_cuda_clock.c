@@ -148,6 +148,24 @@ static void test_a_captured_stream_is_left_untouched(void) {
     end();
 }
 
+static void test_a_stream_of_another_context_is_named(void) {
+    begin(1, 0, 0);
+    struct nb_error err = {0};
+    struct nb_cuda_device other = {0};
+    struct CUstream_st *foreign = NULL;
+    CHECK(nb_cuda_device_open(&other, &driver, 1, &err) == 0 && nb_cuda_enter(&other, &err) == 0, "%s", err.text);
+    CHECK(driver.stream_create(&foreign, NB_CUDA_STREAM_NON_BLOCKING) == NB_CUDA_SUCCESS, "stream");
+    int rc = nb_cuda_clock_mark(clock_, foreign, &(struct nb_cuda_mark){0}, true, &err);
+    CHECK(rc == -EINVAL && strstr(err.text, "CUDA: cuEventRecord on device 0: the stream is not of the device's "
+                                            "primary context (400): use streams of torch.cuda") == err.text,
+          "%d, %s", rc, err.text);
+    CHECK(nb_cuda_clock_pending(clock_) == 0, "the mark is kept");
+    CHECK(driver.stream_destroy(foreign) == NB_CUDA_SUCCESS, "stream");
+    nb_cuda_leave(&other);
+    nb_cuda_device_close(&other);
+    end();
+}
+
 static void test_a_full_queue_keeps_its_marks(void) {
     begin(1, 0, 0);
     fake->hold(stream, true);
@@ -219,6 +237,7 @@ int main(void) {
     test_a_held_stream_is_measured(150);
     test_a_held_stream_is_measured(-150);
     test_a_captured_stream_is_left_untouched();
+    test_a_stream_of_another_context_is_named();
     test_a_full_queue_keeps_its_marks();
     test_the_stream_outlives_the_clock();
     test_failed_calls();

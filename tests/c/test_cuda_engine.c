@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "../cuda/fake.h"
+#include "base/clock.h"
 #include "base/dtype.h"
 #include "base/error.h"
 #include "check.h"
@@ -364,6 +365,69 @@ static void test_streams(const char *network) {
     }
 }
 
+// Makes a copy on another stream wait for the result, while the last copy back is held, and then later work of the
+// operation's own stream.
+static void follow_result(const struct gpu *gpu, struct gpu *other, struct CUstream_st *back,
+                          const struct nb_work *work, const struct buffer *buffer) {
+    struct nb_error err = {0};
+    fake->hold(gpu->stream, true);
+    CHECK(nb_work_follow(work, gpu->stream, &err) == 0 && nb_work_follow(work, other->stream, &err) == 0, "%s",
+          err.text);
+    buffer_copy(other, buffer, true);
+    yield_to_streams();
+    CHECK(fake->pending(other->stream) > 0, "the stream does not wait for the last copy");
+    fake->hold(back, false);
+    int64_t until_ns = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 500000; // before rank 1 gives up
+    while (fake->pending(other->stream) > 0) {
+        CHECK(nb_now_ns() < until_ns, "the stream waits for later work of the operation's stream");
+        (void)sched_yield();
+    }
+    fake->hold(gpu->stream, false);
+    fake->capture(other->stream, true);
+    CHECK(nb_work_follow(work, other->stream, &err) == -EBUSY &&
+              strcmp(err.text, "gradient followed is waited for on a stream that is captured into a CUDA graph: wait "
+                               "for it before the capture") == 0,
+          "%s", err.text);
+    CHECK(fake->refusals() == 0, "a call has ended the capture");
+    fake->capture(other->stream, false);
+}
+
+static void result_on_another_stream(struct test_rank *me) {
+    enum { COUNT = 3 * CHUNK / 4 + 1 };
+    struct gpu gpu;
+    struct buffer buffer;
+    struct nb_error err = {0};
+    const struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "followed"};
+    gpu_open(&gpu, me);
+    collective(me, &gpu, (struct nb_op){.kind = NB_OP_ALLREDUCE, .dtype = NB_F32}, COUNT, 1);
+    struct gpu other = gpu;
+    check_success(gpu.driver.stream_create(&other.stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    buffer_open(&gpu, &buffer, COUNT * sizeof(float), sizeof(float), PIECES);
+    fill(me, &op, &buffer, COUNT);
+    buffer_copy(&gpu, &buffer, false);
+    test_barrier(me, "prepared");
+    struct CUstream_st *const back = me->rank == 0 ? engine_stream(&gpu, FAKE_TO_DEVICE) : NULL;
+    if (me->rank == 0) {
+        fake->hold(back, true);
+    }
+    struct nb_work *work = test_submit(me, on_device(&gpu, &buffer, op));
+    CHECK(nb_work_wait(work, TEST_LIMIT_MS, &err) == 0, "rank %d: %s", me->rank, err.text);
+    if (me->rank == 0) {
+        follow_result(&gpu, &other, back, work, &buffer);
+        check_result(me, &op, buffer.host, COUNT);
+    }
+    test_barrier(me, "followed");
+    nb_work_release(work);
+    buffer_close(&gpu, &buffer);
+    check_success(gpu.driver.stream_destroy(other.stream), "cuStreamDestroy");
+    gpu_close(&gpu);
+}
+
+static void test_another_stream(const char *network) {
+    struct test_rank template = ranks_on(network, 2);
+    CHECK(run_job(&template, 1, 0, result_on_another_stream) == 0, "open the job");
+}
+
 // Rank 0 has the gradient on its GPU, the other rank in host memory.
 static void memory_kinds_differ(struct test_rank *me) {
     struct gpu gpu;
@@ -482,6 +546,7 @@ int main(int argc, char **argv) {
     test_priority(network);
     test_a_pass_makes_one_query_for_a_stream(network);
     test_streams(network);
+    test_another_stream(network);
     test_mismatch(network);
     test_refusals(network);
     test_first_operation_beside_a_capture(network);

@@ -102,6 +102,7 @@ static void test_context_errors(void) {
     CHECK(nb_cuda_enter(&second, &err) == 0, "%s", err.text);
     check_error(driver.event_record(event, stream), NB_CUDA_INVALID_HANDLE, "a stream of another context");
     check_error(driver.copy_to_host(host, address, 4, stream), NB_CUDA_INVALID_HANDLE, "a copy in another context");
+    check_success(driver.stream_wait_event(stream, event, 0), "a wait of a stream of another context");
     nb_cuda_leave(&second);
     nb_cuda_leave(&device);
     check_error(driver.event_record(event, stream), NB_CUDA_INVALID_CONTEXT, "a call without a context");

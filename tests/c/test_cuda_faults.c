@@ -103,6 +103,29 @@ static int test_failed_calls(const char *network) {
     return 0;
 }
 
+// Rank 1 names a stream of another context than its device's primary one.
+static void stream_of_another_context(struct test_rank *me) {
+    struct gpu gpu;
+    struct gpu other;
+    struct flight flight;
+    struct nb_error err = {0};
+    const struct test_rank next = {.rank = me->rank + 1};
+    gpu_open(&gpu, me);
+    gpu_open(&other, &next);
+    nb_cuda_leave(&other.device);
+    flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 1);
+    flight.op.streams = me->rank == 1 ? &other.stream : &gpu.stream;
+    CHECK(test_try(me, flight.op, &err) == -EINVAL && err.peer == 1, "rank %d: %s", me->rank, err.text);
+    CHECK(strcmp(err.text, "rank 1: CUDA: cuEventRecord on device 1: the stream is not of the device's primary context "
+                           "(400): use streams of torch.cuda, outside of green contexts and of contexts that the "
+                           "script makes") == 0,
+          "rank %d: %s", me->rank, err.text);
+    CHECK(nb_cuda_enter(&other.device, &err) == 0, "%s", err.text);
+    gpu_close(&other);
+    buffer_close(&gpu, &flight.buffer);
+    gpu_close(&gpu);
+}
+
 // A failed call in a job of one rank.
 static void failing_call_of_one_rank(struct test_rank *me) {
     struct gpu gpu;
@@ -509,6 +532,7 @@ int main(int argc, char **argv) {
     if (rc != 0 || (rc = test_failed_calls(network)) != 0) {
         return rc;
     }
+    run_seeds(network, 2, CHUNKS, stream_of_another_context);
     run_seeds(network, 1, CHUNKS, failing_call_of_one_rank);
     test_broken_device(network);
     run_seeds(network, 2, CHUNKS, stream_captured_under_way);

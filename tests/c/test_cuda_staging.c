@@ -6,10 +6,13 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include "../cuda/fake.h"
+#include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "check.h"
@@ -353,6 +356,49 @@ static void test_unpinned_memory(void) {
     nb_cuda_leave(&w.device);
     nb_staging_close(w.staging);
     free_jobs(&w);
+}
+
+// True if the kernel has a flag for the mapping at `base`: "sh" for a shared one, "dc" for one that a fork leaves out.
+static bool mapping_has(const void *base, const char *flag) {
+    char line[512];
+    char wanted[8];
+    bool here = false;
+    bool found = false;
+    unsigned long long first;
+    unsigned long long end;
+    snprintf(wanted, sizeof wanted, " %s", flag);
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    CHECK(maps != NULL, "/proc/self/smaps: %m");
+    while (fgets(line, sizeof line, maps) != NULL) {
+        if (sscanf(line, "%llx-%llx ", &first, &end) == 2) {
+            here = first <= (uintptr_t)base && (uintptr_t)base < end;
+        } else if (here && strncmp(line, "VmFlags:", 8) == 0) {
+            found = strstr(line, wanted) != NULL;
+        }
+    }
+    fclose(maps);
+    return found;
+}
+
+// The device writes to pinned pages while a forked process lives, so a fork must not make them copy-on-write.
+static void test_a_fork_leaves_pinned_pages_in_place(void) {
+    for (int private = 0; private < 2; private ++) {
+        struct world w;
+        struct rlimit before;
+        world_open(&w, 1);
+        add_job(&w, 5 * CHUNK);
+        CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0, "getrlimit: %m");
+        const struct rlimit none = {.rlim_cur = private ? 0 : before.rlim_cur, .rlim_max = before.rlim_max};
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %m");
+        int rc = open_staging(&w, CHUNK, 2, false);
+        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0, "setrlimit: %m");
+        CHECK(rc == 0 && nb_staging_unpinned(w.staging) == NULL, "%s", w.err.text);
+        const struct nb_arena *memory = nb_staging_memory(w.staging);
+        CHECK((memory->fd < 0) == private, "descriptor %d", memory->fd);
+        CHECK(mapping_has(memory->base, private ? "dc" : "sh"), "a fork makes the pages copy-on-write");
+        CHECK(run_jobs(&w) == 0, "%s", w.err.text);
+        world_close(&w);
+    }
 }
 
 static void test_empty_transfer(void) {
@@ -778,6 +824,7 @@ int main(void) {
     fake = fake_controls_get();
     test_transfers(SEEDS);
     test_cancel_waits_for_copies_out();
+    test_a_fork_leaves_pinned_pages_in_place();
     gather_bytes = 24;
     test_transfers(SEEDS / 4);
     test_one_kernel_a_chunk();

@@ -391,12 +391,16 @@ static unsigned enter_query(const char *symbol) {
     return check_context(enter_push(symbol));
 }
 
-static bool stream_is_valid(const struct CUstream_st *stream) {
+static bool stream_exists(const struct CUstream_st *stream) {
     const struct CUstream_st *it = fake.streams;
     while (it != NULL && it != stream) {
         it = it->next;
     }
-    return it != NULL && !it->destroyed && it->context == current_context();
+    return it != NULL && !it->destroyed;
+}
+
+static bool stream_is_valid(const struct CUstream_st *stream) {
+    return stream_exists(stream) && stream->context == current_context();
 }
 
 static bool event_is_valid(const struct CUevent_st *event) {
@@ -572,7 +576,7 @@ unsigned cuStreamDestroy_v2(struct CUstream_st *stream) {
 
 unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event, unsigned flags) {
     ENTER(enter);
-    if (!stream_is_valid(stream) || !event_is_valid(event)) {
+    if (!stream_exists(stream) || !event_is_valid(event)) { // they may be of different contexts
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     if (stream->captured) {
@@ -592,7 +596,7 @@ unsigned cuStreamSynchronize(struct CUstream_st *stream) {
 
 unsigned cuStreamIsCapturing(struct CUstream_st *stream, unsigned *status) {
     ENTER(enter);
-    if (!stream_is_valid(stream)) {
+    if (!stream_exists(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     *status = stream->captured;

@@ -102,6 +102,17 @@ def test_a_ddp_model_is_left_alone_by_its_devices(monkeypatch: pytest.MonkeyPatc
     assert ddp._refusal(model, Settings()) == why
 
 
+@pytest.mark.parametrize(("connections", "left_alone"), [("1", True), ("8", False)])
+def test_a_ddp_model_on_a_gpu_is_left_alone_where_all_streams_share_a_queue(
+    monkeypatch: pytest.MonkeyPatch, connections: str, left_alone: bool
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    on_host: Any = SimpleNamespace(device=torch.device("cpu"))
+    why = ddp._refusal_by_device([("weight", ON_GPU)])
+    assert why.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue") == left_alone
+    assert not ddp._refusal_by_device([("weight", on_host)])
+
+
 def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert not horovod._can_travel("weight", ON_GPU, strict=False)
     assert "is left alone: parameter weight is on cuda:0" in caplog.text
@@ -143,6 +154,8 @@ def test_each_part_of_gpu_check_writes_its_result(device: dict[str, str], tmp_pa
         assert (written["verdict"], written["why"]) == ("not run", "NCCL needs a GPU")
     else:
         assert (written["verdict"], len(written["rows"])) == ("ok", ROWS[part])
+    if part == "kernels":
+        assert {row["device"] for row in written["rows"] if "device" in row} == {"fakecuda:0"}
 
 
 @pytest.mark.timeout(300)
@@ -231,11 +244,17 @@ def test_a_time_that_differs_from_the_profilers_breaks_the_bar(backward_ns: int,
 
 
 def test_kernels_are_refused_by_their_name_and_counts() -> None:
-    for wrong in [("nb_speed", 0, 0, 1), ("nb_pack", 0, 0, 0), ("nb_pack", 0, 0, 1, 0), ("nb_pack", 0, 0, 1, 1, 0)]:
-        with pytest.raises(ValueError, match=f"{wrong[0]} of {wrong[3]} elements"):
-            _core.kernel_times(*wrong)
+    for kernel, *counts in [("nb_speed", 1), ("nb_pack", 0), ("nb_pack", 1, 0), ("nb_pack", 1, 1, 0)]:
+        with pytest.raises(ValueError, match=f"{kernel} of {counts[0]} elements"):
+            _core.kernel_times(kernel, 0, 0, 0, *counts)
+
+
+def test_kernels_are_timed_on_the_device_of_their_memory(device: dict[str, str]) -> None:
+    library = device["NETBOTTLENECK_CUDA_LIBRARY"]
+    with pytest.raises(Error, match="there is no device 7"):
+        _core.kernel_times("nb_add_f32", 7, 0, 0, 1, library=library)
 
 
 def test_kernels_without_a_driver_are_not_timed(tmp_path: Path) -> None:
     with pytest.raises(Error, match=r"libcuda\.so\.1 cannot be loaded"):
-        _core.kernel_times("nb_add_f32", 0, 0, 1, library=str(tmp_path / "libcuda.so.1"))
+        _core.kernel_times("nb_add_f32", 0, 0, 0, 1, library=str(tmp_path / "libcuda.so.1"))

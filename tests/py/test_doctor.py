@@ -180,6 +180,15 @@ def test_a_machine_without_a_driver_says_so(tmp_path: Path) -> None:
         assert "(no NVIDIA driver here)" in doctor.examine({})["cuda"]["error"]
 
 
+@pytest.mark.usefixtures("no_lab")
+def test_one_queue_for_all_streams_is_shown() -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    found = doctor.examine({name: "1"})
+    assert found["cuda"]["streams"].startswith(f"{name}=1: a DDP model on a GPU is left alone")
+    assert found["environment"][name] == "1"
+    assert "streams" not in doctor.examine({name: "8"})["cuda"]
+
+
 DRIVER_OF = """
 import json, os
 from netbottleneck.cli import doctor

@@ -35,7 +35,18 @@ _SYSCTLS = (
     "net.core.default_qdisc",
 )
 # Prefixes of foreign variables that affect the stock path or our lanes.
-_OTHERS = ("GLOO_", "NCCL_", "FI_", "HOROVOD_", "OMP_NUM_THREADS", "MASTER_", "TORCH_NCCL_", "TP_", "CUDA_VISIBLE")
+_OTHERS = (
+    "GLOO_",
+    "NCCL_",
+    "FI_",
+    "HOROVOD_",
+    "OMP_NUM_THREADS",
+    "MASTER_",
+    "TORCH_NCCL_",
+    "TP_",
+    "CUDA_VISIBLE",
+    config.CONNECTIONS,
+)
 _SECRETS = ("SECRET", "KEY", "TOKEN", "PASSWORD")
 
 
@@ -157,7 +168,8 @@ def _cuda(environ: Mapping[str, str]) -> dict[str, Any]:
     )
     nodes = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
     nccl = {"nccl": ctypes.util.find_library("nccl"), "packages": packages, "device_files": nodes}
-    return {**_or_error(lambda: _driver(environ)), **nccl}
+    queue = {"streams": f"{config.CONNECTIONS}=1: a DDP model on a GPU is left alone, as all streams share one queue"}
+    return {**_or_error(lambda: _driver(environ)), **nccl, **(queue if config.shares_a_queue(environ) else {})}
 
 
 def _driver(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -371,7 +371,10 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
         reason = f"{over_nccl[0]}: {why}"
     if reason:
         return reason
-    parameters = reduced_parameters(ddp)
+    return _refusal_by_device(reduced_parameters(ddp))
+
+
+def _refusal_by_device(parameters: Sequence[tuple[str, torch.Tensor]]) -> str:
     for name, parameter in parameters:
         if not is_reachable(parameter.device):
             return f"parameter {name} is on {parameter.device}: {UNREACHABLE}"
@@ -380,6 +383,11 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
                 f"parameter {name} is on {parameter.device}, {parameters[0][0]} on {parameters[0][1].device}: only a "
                 "model on one device can be measured"
             )
+    if any(parameter.device.type != "cpu" for _, parameter in parameters) and config.shares_a_queue():
+        return (
+            f"{config.CONNECTIONS}=1 puts all streams into one queue of the GPU, where our wait for the end of a "
+            f"bucket would delay the backward pass: unset {config.CONNECTIONS}, or set it to 2 or more"
+        )
     return ""
 
 

@@ -25,8 +25,10 @@ MS = 10**6
 class Job:
     """Ranks that decide by exchanged values. step_ms(arm, step, rank): the time of a rank's step."""
 
-    def __init__(self, step_ms: Callable[[Arm, int, int], float], ranks: int = 2) -> None:
+    def __init__(self, step_ms: Callable[[Arm, int, int], float], ranks: int = 2, *, runs_ahead: bool = False) -> None:
         self.plans = [Auto(ARMS) for _ in range(ranks)]
+        for plan in self.plans:
+            plan.runs_ahead = runs_ahead
         self.step_ms = step_ms
         self.step = 0
         self.arms: list[Arm] = []
@@ -72,6 +74,47 @@ def test_stock_stays_if_the_gain_is_too_small_to_matter() -> None:
     times = {STOCK: 50.0, TCP: 49.5, OFI: 49.8}
     kept = [Job(steady(seed, times, 0.02)).run(200).arms[-1] for seed in range(100)]
     assert kept.count(STOCK) >= 92
+
+
+FIRST_BLOCK = range(auto.BLOCK_STEPS, 2 * auto.BLOCK_STEPS)  # of a trial: over stock
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "factor", "runs_ahead"),
+    [(FIRST_BLOCK, 1.3, False), (FIRST_BLOCK, 8.0, False), (FIRST_BLOCK[2:3], 2.0, True)],
+    ids=["slow block", "very slow block", "one stall on a device"],
+)
+def test_stock_stays_if_its_first_block_is_disturbed(disturbed: range, factor: float, *, runs_ahead: bool) -> None:
+    for seed in range(20):
+        undisturbed = steady(seed, {STOCK: 50.0, TCP: 51.0, OFI: 51.5}, 0.01)
+
+        def step_ms(arm: Arm, step: int, rank: int, undisturbed: Callable[..., float] = undisturbed) -> float:
+            return (factor if step in disturbed else 1.0) * undisturbed(arm, step, rank)
+
+        job = Job(step_ms, runs_ahead=runs_ahead).run(200)
+        assert [trial.kept for trial in job.plans[0].trials] == [STOCK]
+
+
+def test_the_arm_kept_stays_if_its_first_block_in_a_later_trial_is_disturbed() -> None:
+    """At step 1000 all arms become slower alike. The next trial finds tcp's first block disturbed."""
+    undisturbed = steady(6, {STOCK: 60.0, TCP: 50.0, OFI: 51.0}, 0.01)
+    first: list[int] = []
+
+    def step_ms(arm: Arm, step: int, rank: int) -> float:
+        if step > 1000 and not first and (job.arms[-2], arm) == (STOCK, TCP):
+            first.append(step)
+        slow = 1.3 if first and arm == TCP and step < first[0] + auto.BLOCK_STEPS else 1.0
+        return slow * (1.5 if step >= 1000 else 1.0) * undisturbed(arm, step, rank)
+
+    job = Job(step_ms)
+    job.run(3000)
+    assert [trial.kept for trial in job.plans[0].trials] == [TCP, TCP]
+
+
+def test_stock_that_is_much_slower_leaves_after_two_blocks() -> None:
+    job = Job(steady(7, {STOCK: 150.0, TCP: 50.0, OFI: 52.0})).run(200)
+    assert job.arms.count(STOCK) == 3 * auto.BLOCK_STEPS
+    assert [trial.kept for trial in job.plans[0].trials] == [TCP]
 
 
 def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:

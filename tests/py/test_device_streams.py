@@ -53,3 +53,33 @@ def test_a_failure_of_the_device_completes_the_futures() -> None:
     assert lost.is_over
     assert healthy.failure is None
     progress.close()
+
+
+class Awaited(Operation):
+    """An operation that is over once an event is set."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self._event = event
+
+    def over(self, limit_s: float) -> bool:
+        return self._event.wait(limit_s)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_callback_may_wait_for_a_future_of_before(*, together: bool) -> None:
+    """The other operation is over together with the callback's own one, or only once the callback runs."""
+    progress, done = Progress(), [threading.Event() for _ in range(3)]
+    begun, first = threading.Event(), threading.Event()
+
+    def wait_for_others() -> None:
+        begun.set()
+        if done[1].wait(30) and done[2].wait(30):
+            done[0].set()
+
+    progress.add(Awaited(first), wait_for_others)
+    for each in done[1:]:
+        progress.add(Awaited(first if together else begun), each.set)
+    first.set()
+    assert all(each.wait(60) for each in done)
+    progress.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
 
 from netbottleneck.torch.gradients import Gradients
+from netbottleneck.torch.python_hooks import SparseApart
 
 
 class Double:
@@ -258,3 +260,33 @@ def test_unsupported_parameters_are_refused_by_name(parameter: Any, message: str
     with pytest.raises(ValueError, match="odd") as caught:
         Gradients([("odd", parameter)])
     assert message in str(caught.value)
+
+
+class Watched(tuple[torch.Tensor, ...]):
+    """Parameters that count how often they are looked through."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_sparse_gradients_are_looked_for_until_the_ranks_have_agreed() -> None:
+    made, looks = model(), []
+    answers = [True, False]  # whether the ranks agree, last step first
+
+    def agree(mine: bytes) -> bytes | None:
+        return mine if answers.pop() else None
+
+    gradients = Gradients(made.named_parameters(), agree=agree, drop_sparse=True)
+    apart = SparseApart(gradients, cast(Any, None))
+    for _ in range(3):
+        watched = gradients.parameters = Watched(gradients.parameters)
+        backward(made)
+        apart.flush()
+        before = watched.looks
+        apart.wait()
+        looks.append(watched.looks - before)
+    assert gradients.settled
+    assert looks == [1, 1, 0]

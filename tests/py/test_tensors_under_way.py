@@ -63,6 +63,69 @@ def test_tensors_can_be_resized_after_a_call(warm_ranks: Ranks) -> None:
         assert "done" in result.stdout
 
 
+VIEWS = """
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+PARTS, EACH = 4, 1000
+
+
+def one_by_one(parts):
+    handles = [hvd.allreduce_async_(part, op=hvd.Sum) for part in parts]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+def each_after_a_write(parts):
+    # Each part is written while the parts before it are under way.
+    handles = []
+    for part in parts:
+        part.copy_(part.clone())
+        handles.append(hvd.allreduce_async_(part, op=hvd.Sum))
+    for handle in handles:
+        hvd.synchronize(handle).mul_(1)
+
+
+def broadcast(parts):
+    for part in parts:
+        part.mul_(size * (size + 1) / 2 / (rank + 1) if rank == 1 else 0)
+    for handle in [hvd.broadcast_async_(part, 1) for part in parts]:
+        hvd.synchronize(handle)
+
+
+for exported in (False, True):
+    for run in (lambda parts: hvd.grouped_allreduce_(parts, op=hvd.Sum), one_by_one, each_after_a_write, broadcast):
+        flat = torch.arange(PARTS * EACH, dtype=torch.float32) * (rank + 1)
+        wanted = torch.arange(PARTS * EACH, dtype=torch.float32) * size * (size + 1) / 2
+        array = flat.numpy() if exported else None
+        address = flat.data_ptr()
+        run(list(flat.split(EACH)))
+        assert torch.equal(flat, wanted), flat
+        assert flat.data_ptr() == address
+        if exported:
+            assert (array == wanted.numpy()).all(), array
+        else:
+            flat.untyped_storage().resize_(0)
+
+# Operations that only read may share a tensor.
+flat = torch.ones(EACH)
+address = flat.data_ptr()
+handles = [hvd.allgather_async(flat), hvd.allgather_async(flat[1:]), hvd.allgather_async(flat)]
+for handle, skipped in zip(reversed(handles), (0, 1, 0)):
+    assert torch.equal(hvd.synchronize(handle), torch.ones(size * (EACH - skipped)))
+assert flat.data_ptr() == address
+hvd.shutdown()
+print("done")
+"""
+
+
+def test_parts_of_a_tensor_are_reduced_without_moving_it(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, VIEWS, {}):
+        assert "done" in result.stdout
+
+
 MOVED = """
 import sys
 import torch
@@ -82,17 +145,31 @@ STARTS = (
     (lambda tensor: hvd.allreduce_async_(tensor, op=hvd.Sum), 3.0),
     (lambda tensor: hvd.broadcast_async_(tensor, 1), 2.0),
 )
-for how, change in CHANGES.items():
-    for start, wanted in STARTS:
-        tensor = torch.full((COUNT,), 1.0 + hvd.rank())
+
+
+def exported(tensor):
+    tensor.numpy()  # from then on it cannot be resized
+    return tensor
+
+
+MADE = {
+    "whole": lambda: torch.full((COUNT,), 1.0 + hvd.rank()),
+    "view": lambda: torch.full((COUNT + 10,), 1.0 + hvd.rank())[5:-5],
+    "exported": lambda: exported(torch.full((COUNT,), 1.0 + hvd.rank())),
+}
+IN_PLACE = ("written", "grown", "freed")  # refused or not defined for exported memory
+for what, how, start, wanted in [(w, h, s, n) for w in MADE for h in CHANGES for s, n in STARTS]:
+    change = CHANGES[how]
+    if what != "exported" or how not in IN_PLACE:
+        tensor = MADE[what]()
         handle = start(tensor)
         change(tensor)
         fill = [torch.full((COUNT,), 777.0) for _ in range(4)]  # takes what was freed
         try:
             hvd.synchronize(handle)
-            assert (tensor[:COUNT] == wanted).all(), (how, tensor)
+            assert (tensor[:COUNT] == wanted).all(), (what, how, tensor)
         except RuntimeError as error:
-            assert how == "emptied", (how, error)
+            assert how == "emptied", (what, how, error)
             print("raised:", error)
         assert all((each == 777.0).all() for each in fill), how
 hvd.shutdown()
@@ -107,7 +184,7 @@ def test_a_tensor_whose_memory_is_replaced_in_flight_gets_the_result_too(
 ) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_SHM": shared}
     for result in warm_ranks(2, MOVED, env):
-        assert result.stdout.count("raised: a tensor of shape [300000] changed its shape") == 2, result.stdout
+        assert result.stdout.count("raised: a tensor of shape [300000] changed its shape") == 6, result.stdout
         assert "done" in result.stdout
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import mean, median
+from statistics import mean, median, median_low
 from typing import Any
 
 from netbottleneck.analysis.comparisons import Estimate, middle
@@ -24,7 +24,7 @@ BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first 
 TRIAL_BLOCKS = 12  # of each arm, at most
 CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all candidates equal
 # A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
-# exceeds another's slowest step by it.
+# exceeds another's slowest step by it. Stock and the arm kept so far must be surely slower instead.
 SEPARATE = 1.2
 DEAR_STEPS = 15  # a candidate of slower blocks leaves if its steps have cost so many of the best one's
 EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
@@ -206,16 +206,20 @@ class Auto:
         return ""
 
     def _leave(self) -> None:
+        """Remove slower candidates. A few disturbed blocks are not enough to remove stock or the arm kept so far."""
+        held = (STOCK, self._kept)
         if self._cycle == 1:
-            least = min(self._found[arm][0].slowest for arm in self._candidates)
-            self._candidates = [arm for arm in self._candidates if self._found[arm][0].fastest <= SEPARATE * least]
+            found = {arm: self._found[arm][0] for arm in self._candidates}
+            most = SEPARATE * min(block.slowest for block in found.values())
+            self._candidates = [arm for arm, block in found.items() if arm in held or block.fastest <= most]
         best = self._best()
         for arm in [arm for arm in self._candidates if arm != best]:
             against = self._against(arm, best)
             surely = against is not None and against.low > 0 and against.value > EQUAL
-            slower = surely or self._logs(arm, best)[-1] > math.log(SEPARATE)
+            slower = surely or (arm not in held and self._logs(arm, best)[-1] > math.log(SEPARATE))
             self._slower[arm] = self._slower[arm] + 1 if slower else 0
-            if self._slower[arm] >= CONFIRMED or self._is_dear(arm, best):
+            may_leave = surely or against is None or arm not in held
+            if self._slower[arm] >= CONFIRMED or (may_leave and self._is_dear(arm, best)):
                 self._candidates.remove(arm)
         self._slower[best] = 0
 
@@ -298,7 +302,7 @@ class Auto:
         """Return True if an arm is much slower than the best one in most cycles, and its steps have cost too much."""
         most = DEAR_STEPS * max(1.0, self.length / BLOCK_STEPS) * self._step_ns(best)
         logs = self._logs(arm, best)
-        return len(logs) > 1 and median(logs) > math.log(SEPARATE) and self._excess(arm, best) > most
+        return len(logs) > 1 and median_low(logs) > math.log(SEPARATE) and self._excess(arm, best) > most
 
     def _step_ns(self, arm: Arm) -> float:
         return median(block.median for block in self._found[arm].values())

@@ -334,6 +334,11 @@ class Gradients(GradientSink):
             self.hook.target(destination)
 
     @property
+    def settled(self) -> bool:
+        """True once the ranks have agreed on the order of the buckets, and on the sparse gradients to drop."""
+        return self._settled
+
+    @property
     def recorded(self) -> bool:
         """True if events are stamped."""
         return self._recorder is not None

@@ -64,20 +64,43 @@ def address_of(tensor: torch.Tensor) -> int:
     return int(_c._data_address(tensor) + tensor.storage_offset() * tensor.element_size())
 
 
-class _Alias:
-    """Keeps a tensor's memory alive for an array: the base of that array.
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor with a tensor's values, whose memory stays while the script replaces or frees the tensor's.
 
-    The tensor's own storage may be resized, replaced or freed meanwhile. A lazy clone also owns the memory. While the
-    clone exists, torch gives a copy to anyone who writes to the tensor.
+    It has the tensor's memory if that cannot be resized, or if the tensor is all of its storage: a lazy clone. While a
+    lazy clone exists, torch moves the storage when anyone writes to a part of it. So a part of a storage, or one that
+    already has a lazy clone, is copied. Raises RuntimeError if the memory is not torch's own.
     """
+    storage = tensor.untyped_storage()
+    if not storage.resizable():
+        tensor.data_ptr()  # materialises a lazy clone made by the script
+        return tensor.detach()
+    if tensor.nbytes == storage.nbytes() and not _c._is_cow_tensor(tensor):
+        return tensor._lazy_clone()
+    return tensor.clone()
 
-    def __init__(self, clone: torch.Tensor) -> None:
-        self.clone: torch.Tensor | None = clone
-        self.address = address_of(clone)
+
+def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values to a tensor of their shape and type. It gets other memory if its own has become too small."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if end <= tensor.untyped_storage().nbytes():
+        with contextlib.suppress(RuntimeError):  # torch forbids writes to a tensor resized while it had a lazy clone
+            tensor.detach().copy_(values)
+            return
+    with torch.no_grad():
+        tensor.set_(values.clone())  # type: ignore[call-overload]
+
+
+class _Alias:
+    """Keeps memory alive for an array: the base of that array. kept: a tensor over that memory, until `over`."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.kept: torch.Tensor | None = kept
+        self.address = address_of(kept)
         self.__array_interface__ = {
             "data": (self.address, False),
-            "shape": tuple(clone.shape),
-            "typestr": _array_dtype(clone.dtype).str,
+            "shape": tuple(kept.shape),
+            "typestr": _array_dtype(kept.dtype).str,
             "version": 3,
         }
 
@@ -85,8 +108,9 @@ class _Alias:
 class Memory:
     """A tensor's memory as an array, while an operation is pending. Raises ValueError if it cannot be sent.
 
-    array: of the tensor's type, or of 16-bit integers if NumPy lacks the type. It keeps the memory alive. The tensor's
-    storage can be resized again after `over`. For a tensor in CUDA memory, it is a tensor.
+    array: of the tensor's type, or of 16-bit integers if NumPy lacks the type. It keeps its memory alive: the tensor's,
+    or that of a copy, see `_kept`. The tensor's storage can be resized again after `over`. For a tensor in CUDA memory,
+    it is a tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -94,45 +118,44 @@ class Memory:
         plain = tensor.detach()
         self._tensor = tensor
         self._alias: _Alias | None = None
+        self._copied = False
         self.array: Any
-        plain.data_ptr()  # materialises a lazy clone made by the script
         if not plain.is_cpu:
+            plain.data_ptr()  # materialises a lazy clone made by the script
             self.array = _on_device(plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain)
             return
         try:
             if plain.numel() > 0 and type(plain) is torch.Tensor:
-                self._alias = _Alias(plain._lazy_clone())
+                self._alias = _Alias(_kept(plain))
         except (RuntimeError, AttributeError):
             pass  # the memory is not torch's own and cannot be resized, or torch is too old
         if self._alias is not None:
+            self._copied = self._alias.address != address_of(plain)
             self.array = np.asarray(self._alias)
         else:
             self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
     def over(self, *, written: bool) -> None:
-        """End the operation. A tensor that got other memory meanwhile receives what was written to the old memory.
+        """End the operation. A tensor that has other memory than the array receives what was written to the array.
 
-        Raises RuntimeError if the new memory has another shape or type.
+        Raises RuntimeError if the tensor has another shape or type by now.
         """
         alias, self._alias = self._alias, None
         if written and isinstance(self.array, torch.Tensor) and self._tensor.data_ptr() != self.array.data_ptr():
             self._tensor.detach().copy_(self.array.view(self._tensor.dtype))
-        if alias is None or alias.clone is None:
+        if alias is None or alias.kept is None:
             return
-        tensor, clone, alias.clone = self._tensor, alias.clone, None
-        if written and (tensor.shape, tensor.dtype) != (clone.shape, clone.dtype):
+        tensor, kept, alias.kept = self._tensor, alias.kept, None
+        if written and (tensor.shape, tensor.dtype) != (kept.shape, kept.dtype):
             raise RuntimeError(
-                f"a tensor of shape {list(clone.shape)} changed its shape or type during an operation: change it only "
+                f"a tensor of shape {list(kept.shape)} changed its shape or type during an operation: change it only "
                 "after synchronize()"
             )
         if written and address_of(tensor) != alias.address:
-            try:
-                tensor.detach().copy_(clone)
-            except RuntimeError:  # torch forbids writes to a tensor resized while it had a lazy clone
-                with torch.no_grad():
-                    tensor.set_(clone.clone())  # type: ignore[call-overload]
-        del clone
-        tensor.data_ptr()  # torch drops the clone: the storage is as originally made
+            _put(tensor, kept)
+        del kept
+        if not self._copied:
+            tensor.data_ptr()  # torch drops the lazy clone: the storage is as originally made
 
 
 # Streams.

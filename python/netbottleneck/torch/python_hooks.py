@@ -311,7 +311,8 @@ class SparseApart:
             self.gradients.wait()
             self._sparse.wait()
             return
-        found = [(p, p.grad) for p in self.gradients.parameters if p.grad is not None and p.grad.is_sparse]
+        parameters = () if self.gradients.settled else self.gradients.parameters
+        found = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.is_sparse]
         own = {
             p: torch.sparse_coo_tensor(g._indices(), g._values(), g.size(), check_invariants=False) for p, g in found
         }

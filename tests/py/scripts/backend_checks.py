@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -346,6 +347,32 @@ def futures_hold_what_was_written() -> None:
     works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(40)]
     all_of_them = torch.futures.collect_all([work.get_future() for work in works if work is not None]).wait()
     assert [done.value()[0][0].item() for done in all_of_them] == [float(size())] * 40
+
+
+@check
+def a_callback_may_wait_for_a_future_of_before() -> None:
+    # The last rank starts each sum late: the callback runs in the thread that completes futures, and then waits.
+    store = dist.distributed_c10d._get_default_store()
+    others = range(size() - 1)
+    is_late = rank() not in others
+    waited = threading.Event()
+
+    def wait_for_second(_: Any) -> None:
+        store.set(f"called {rank()}", "1")
+        second.get_future().wait()
+        waited.set()
+
+    def started(*late_after: str) -> Any:
+        if is_late and late_after:
+            store.wait(list(late_after), timedelta(seconds=60))
+        return dist.all_reduce(torch.ones(8), async_op=True)
+
+    first = started(*(f"ready {other}" for other in others))
+    second = started(*(f"called {other}" for other in others))
+    assert second.get_future() is not None
+    first.get_future().then(wait_for_second)
+    store.set(f"ready {rank()}", "1")
+    assert waited.wait(60)
 
 
 @check

@@ -57,6 +57,31 @@ def sync_gives_rank_0s_state_and_restore_what_was_committed() -> None:
 
 
 @check
+def each_restore_gives_the_committed_optimizer_state() -> None:
+    model = model_of(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+
+    def steps() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    def momenta() -> list[list[float]]:
+        return [kept["momentum_buffer"].flatten().tolist() for kept in optimizer.state.values()]
+
+    steps()
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.commit()
+    committed = values(model), momenta()
+    for _ in range(2):
+        steps()
+        assert momenta() != committed[1]
+        state.restore()
+        assert (values(model), momenta()) == committed
+
+
+@check
 def a_rank_whose_optimizer_is_new_has_rank_0s_weights() -> None:
     """Making its state is a step, in which weights decay."""
     model = model_of(hvd.rank() + 1.0)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,58 +162,76 @@ def _advance(operation: Operation, limit_s: float) -> bool:
 
 
 class Progress:
-    """Progress thread: makes progress on operations and completes futures. It starts with the first operation added.
+    """Threads that make progress on operations and complete futures. The first one starts with the first operation.
 
-    If a callback of a future waits for another future, a further thread completes that one.
+    One of them makes progress at a time. While it completes a future, another one takes over: a callback of the future
+    may wait for any other future.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Operation, Callable[[], None] | None]] = []
+        self._over: deque[tuple[Operation, Callable[[], None]]] = deque()  # their futures are not complete yet
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._behind: Progress | None = None
+        self._turn = threading.Lock()  # held by the thread that makes progress
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # threads that complete no future
         self._closed = False
 
     def add(self, operation: Operation, then: Callable[[], None] | None = None) -> None:
         """Make progress on an operation, and call `then` once it is over."""
         with self._changed:
-            if threading.current_thread() is not self._thread:
-                self._waiting.append((operation, then))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="netbottleneck futures", daemon=True)
-                    self._thread.start()
-                self._changed.notify()
-                return
-            behind = self._behind = self._behind or Progress()
-        behind.add(operation, then)
+            self._waiting.append((operation, then))
+            self._provide_thread()
+            self._changed.notify()
 
     def close(self) -> None:
         """Stop once all operations are over. Their communicator is closed."""
         with self._changed:
             self._closed = True
-            thread, behind = self._thread, self._behind
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
             self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
+        for thread in threads:
             thread.join(NOTICE_S)
-        if behind is not None:
-            behind.close()
+
+    def _provide_thread(self) -> None:
+        """Start a thread if there is work and no thread is free. The caller holds the lock of `_changed`."""
+        if self._free == 0 and (self._waiting or self._over):
+            thread = threading.Thread(target=self._run, name="netbottleneck futures", daemon=True)
+            self._threads.append(thread)
+            self._free += 1
+            thread.start()
 
     def _run(self) -> None:
         while True:
+            with self._turn:
+                found = self._next_over()
+            if found is None:
+                return
+            operation, then = found
+            with operation.on_device():
+                then()
             with self._changed:
-                while not self._waiting:
+                self._free += 1
+
+    def _next_over(self) -> tuple[Operation, Callable[[], None]] | None:
+        """Make progress until an operation with a future is over; None: closed. The thread is then no longer free."""
+        while True:
+            with self._changed:
+                while not self._waiting and not self._over:
                     if self._closed:
-                        return
+                        return None
                     self._changed.wait()
+                if self._over:
+                    found = self._over.popleft()
+                    self._free -= 1
+                    self._provide_thread()
+                    return found
                 first = self._waiting[0][0]
             _advance(first, SLICE_S)
             with self._changed:
                 ended = [pair for pair in self._waiting if _advance(pair[0], 0.0)]
                 self._waiting = [pair for pair in self._waiting if pair not in ended]
-            for operation, then in ended:
-                if then is not None:
-                    with operation.on_device():
-                        then()
+                self._over.extend((operation, then) for operation, then in ended if then is not None)
 
 
 class BackendWork(Work):

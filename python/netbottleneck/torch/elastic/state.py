@@ -173,6 +173,10 @@ class ModelStateHandler(_ByDict):
 class OptimizerStateHandler(_ByDict):
     """An optimizer: its state and options."""
 
+    def restore(self) -> None:
+        # The optimizer keeps the tensors that it loads, and changes them in place.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()

@@ -1,5 +1,6 @@
 """Interval algebra against a raster, the parts of a step, layers, bandwidth, paired comparisons."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -418,7 +419,35 @@ def test_the_share_of_latency_is_fitted(constant, slope, share):
     for size in sizes:
         rows.append(operation(now, now + constant + slope * size + (size == 0), tensor_bytes=size))
         now += 10**6
-    assert comparisons.latency_share(rows) == pytest.approx(share, abs=0.02)
+    found = comparisons.latency_share(rows)
+    assert found.value == pytest.approx(share, abs=0.02)
+    assert found.low <= found.value <= found.high
+
+
+def test_the_interval_of_the_share_of_latency_has_the_error_of_the_fit():
+    """Times in proportion to the size, with noise: the share is 0, and its interval says that it may be."""
+    draw = random.Random(2)
+    rows = []
+    for step in range(30):
+        for place, size in enumerate((1000, 2500)):
+            begin = (2 * step + place) * 10**6
+            took = round(size * draw.uniform(50, 150))
+            rows.append(operation(begin, begin + took, tensor_bytes=size, step=step, key=place))
+    found = comparisons.latency_share(rows)
+    assert found.low == 0.0
+    assert found.high > 0.1
+
+
+def test_operations_that_seldom_run_alone_give_no_share_of_latency():
+    """Two overlap in most steps. In one of four the larger is short, and alone."""
+    rows = []
+    for step in range(40):
+        begin = step * 10**6
+        quick = step % 4 == 0
+        rows.append(operation(begin, begin + 10_000, tensor_bytes=1000, step=step, key=0))
+        at = begin + (20_000 if quick else 5000)
+        rows.append(operation(at, at + (12_000 if quick else 40_000), tensor_bytes=4000, step=step, key=1))
+    assert comparisons.latency_share(rows) is None
 
 
 @pytest.mark.parametrize("slope", [0, -1])
@@ -449,8 +478,8 @@ def test_waiting_for_the_last_rank_is_no_latency():
         begin, waited = place * 10**6, 5000 + 3000 * (place % 3)
         rows.append(operation(begin, begin + waited + 1000 + size, tensor_bytes=size))
         last[rows[-1].match] = (begin + waited, 1)
-    assert comparisons.latency_share(rows, last) == pytest.approx(1000 / 1620, abs=0.001)
-    assert comparisons.latency_share(rows) > 0.9
+    assert comparisons.latency_share(rows, last).value == pytest.approx(1000 / 1620, abs=0.001)
+    assert comparisons.latency_share(rows).value > 0.9
 
 
 def test_no_latency_is_fitted_to_too_little():

@@ -595,9 +595,12 @@ def test_a_comparison_whose_interval_includes_the_least_gain_names_its_steps(une
 
 
 def test_time_that_does_not_depend_on_size_is_latency(unexplained):
-    assert verdict.decide(replace(unexplained, latency_share=0.7)).code == "LATENCY_LIMITED"
-    assert verdict.decide(replace(unexplained, latency_share=0.4)).code == "INCONCLUSIVE"
-    coarse = replace(unexplained, latency_share=0.7, clock_error_ns=1e9)  # of the submissions of other ranks
+    surely, perhaps = Estimate(0.7, 0.6, 0.8), Estimate(0.7, 0.4, 0.9)
+    decided = verdict.decide(replace(unexplained, latency_share=surely))
+    assert decided.code == "LATENCY_LIMITED"
+    assert decided.why.startswith("70 % of transfer time (60 % to 80 %) does not depend on size")
+    assert verdict.decide(replace(unexplained, latency_share=perhaps)).code == "INCONCLUSIVE"
+    coarse = replace(unexplained, latency_share=surely, clock_error_ns=1e9)  # of the submissions of other ranks
     assert verdict.decide(coarse).code == "INCONCLUSIVE"
 
 
@@ -696,7 +699,7 @@ def test_a_saving_is_measured_if_it_is_a_measured_time_alone(tmp_path):
     }
     assert of_cores == {0.1: "measured", 1.0: "predicted"}
     assert rule_of("INPUT_LIMITED", numbers).source == "measured"
-    assert rule_of("LATENCY_LIMITED", replace(numbers, latency_share=0.7)).source == "predicted"
+    assert rule_of("LATENCY_LIMITED", replace(numbers, latency_share=Estimate(0.7, 0.6, 0.8))).source == "predicted"
     simulated = replace(numbers, trace=replace(numbers.trace, origin="simulated"))
     assert rule_of("INPUT_LIMITED", simulated).source == "predicted"
 
@@ -730,7 +733,7 @@ def test_without_the_record_of_a_rank_no_rule_judges_transfers(tmp_path, unexpla
     faster = Achievable("tcp", ((1, 0.5 * did), (4, 2 * did)), (4, 2 * did))
     for code, changes in (
         ("LINK_LIMITED", {"link_bps": did}),
-        ("LATENCY_LIMITED", {"latency_share": 0.7}),
+        ("LATENCY_LIMITED", {"latency_share": Estimate(0.7, 0.6, 0.8)}),
         ("TRANSPORT_LIMITED", {"achievable": faster}),
     ):
         assert rule_of(code, replace(unexplained, **changes)).fired
@@ -801,7 +804,11 @@ def delayed_at_times(tmp_path, part):
     run = Varying(tmp_path, transfer, transports=("stock",), blocks=1, block_steps=41).write()
     found = findings.find(ring_reader.load(run))
     did = found.achieved["stock"].active_bps
-    return replace(found, achievable=Achievable("tcp", ((1, did), (4, 10 * did)), (4, 10 * did)), latency_share=0.9)
+    return replace(
+        found,
+        achievable=Achievable("tcp", ((1, did), (4, 10 * did)), (4, 10 * did)),
+        latency_share=Estimate(0.9, 0.9, 0.9),
+    )
 
 
 @pytest.mark.parametrize("part", [0.2, 0.4, 0.6])

@@ -6,7 +6,7 @@ Pure: the same trace gives the same numbers.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted, middle_half
-from netbottleneck.analysis.thresholds import FIT_OPERATIONS_MIN, FIT_SIZES_RATIO_MIN, PAIRS_MIN
+from netbottleneck.analysis.thresholds import FIT_ALONE_PART, FIT_OPERATIONS_MIN, FIT_SIZES_RATIO_MIN, PAIRS_MIN
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
 
@@ -490,37 +490,63 @@ def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling |
     return Scaling(t1_ns / tn_ns, t1_ns, tn_ns, how)
 
 
-def latency_share(
-    operations: Sequence[Collective], last: Mapping[tuple[Arm, int, int, int], tuple[int, int]] = MappingProxyType({})
-) -> float | None:
+BOOTSTRAP_DRAWS = 400
+Last = Mapping[tuple[Arm, int, int, int], tuple[int, int]]
+
+
+def latency_share(operations: Sequence[Collective], last: Last = MappingProxyType({})) -> Estimate | None:
     """Part of transfer time that does not depend on size: a in ns = a + b bytes, by least squares.
 
-    Uses operations that ran alone on their rank; None if they are too few or too similar in size, or if larger ones
-    take no longer. last: as intervals.last_entries returns it: waiting for the last rank is not transfer.
+    The interval is that of the bootstrap over the steps of the ranks. Uses operations that ran alone on their rank, of
+    sizes of which half or more did: where most overlap, those that do not are the short ones. None if they are too few
+    or too similar in size, or if larger ones take no longer. last: as intervals.last_entries returns it: waiting for
+    the last rank is not transfer.
     """
-    points = []
-    by_rank: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    alone = _alone(operations, last)
+    if len(alone) < FIT_OPERATIONS_MIN:
+        return None
+    sizes, times = np.array([(c.tensor_bytes, ns) for c, ns in alone], np.float64).T
+    if sizes.max() < FIT_SIZES_RATIO_MIN * sizes.min() or np.polyfit(sizes, times, 1)[0] <= 0:
+        return None
+    steps = {(c.rank, c.step): None for c, _ in alone}
+    number = {step: place for place, step in enumerate(steps)}
+    step_of = np.array([number[c.rank, c.step] for c, _ in alone])
+    draw, count = np.random.default_rng(0), len(steps)
+    drawn = (np.bincount(draw.integers(count, size=count), minlength=count) for _ in range(BOOTSTRAP_DRAWS))
+    found = [_constant_part(sizes, times, weights[step_of].astype(float)) for weights in drawn]
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Estimate(_constant_part(sizes, times, np.ones(len(sizes))), float(low), float(high))
+
+
+def _constant_part(sizes: Floats, times: Floats, weights: Floats) -> float:
+    """Of the sum of the weighted times, the part a in ns = a + b bytes; 1 if larger operations take no longer."""
+    whole = weights.sum()
+    if whole == 0:
+        return 1.0
+    mean, mean_ns = (weights @ sizes) / whole, (weights @ times) / whole
+    spread = weights @ (sizes - mean) ** 2
+    slope = (weights @ ((sizes - mean) * (times - mean_ns))) / spread if spread > 0 else 0.0
+    return float(np.clip(1 - slope * mean / mean_ns, 0.0, 1.0))
+
+
+def _alone(operations: Sequence[Collective], last: Last) -> list[tuple[Collective, int]]:
+    """The finished operations that ran alone on their rank, and their ns; of sizes of which half or more did."""
+    by_rank: dict[int, list[tuple[int, int, Collective]]] = defaultdict(list)
     for c in operations:
         if c.finished and c.tensor_bytes > 0:
-            begin = max(c.start_ns or 0, last.get(c.match, (0, 0))[0])
-            by_rank[c.rank].append((begin, c.done_ns or 0, c.tensor_bytes))
+            by_rank[c.rank].append((max(c.start_ns or 0, last.get(c.match, (0, 0))[0]), c.done_ns or 0, c))
+    found = []
     for rows in by_rank.values():
-        spans = sorted(rows)
+        spans = sorted(rows, key=lambda row: row[:2])
         busy_until = 0
-        for place, (start, done, nbytes) in enumerate(spans):
+        for place, (start, done, c) in enumerate(spans):
             followed = place + 1 < len(spans) and spans[place + 1][0] < done
             if busy_until <= start < done and not followed:
-                points.append((nbytes, done - start))
+                found.append((c, done - start))
             busy_until = max(busy_until, done)
-    if len(points) < FIT_OPERATIONS_MIN:
-        return None
-    sizes, times = np.array(points, np.float64).T
-    if sizes.max() < FIT_SIZES_RATIO_MIN * sizes.min():
-        return None
-    slope, constant = np.polyfit(sizes, times, 1)
-    if slope <= 0:
-        return None
-    return float(np.clip(constant * len(times) / times.sum(), 0.0, 1.0))
+    every = Counter(c.tensor_bytes for rows in by_rank.values() for _, _, c in rows)
+    some = Counter(c.tensor_bytes for c, _ in found)
+    return [(c, ns) for c, ns in found if some[c.tensor_bytes] >= FIT_ALONE_PART * every[c.tensor_bytes]]
 
 
 def headroom(trace: Trace, base: Arm) -> Paired | None:

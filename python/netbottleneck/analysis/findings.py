@@ -127,11 +127,12 @@ class Findings:
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
     headroom: base against no communication. slowed: forward and backward without communication against those of base.
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
-    achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
-    busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
-    torch.distributed. starved: ns of compute a step in which a rank's process had no core. delays: of single
-    steps of base; None if the usual steps cannot be told. nccl: split of the operations that NCCL reported within
-    steps. joins: the operations of a flight recorder's dumps.
+    achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks
+    keep busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own
+    calls of torch.distributed. gradient_operations: all others of base a step. starved: ns of compute a step in
+    which a rank's process had no core. delays: of single steps of base; None if the usual steps cannot be told.
+    nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's
+    dumps.
     """
 
     trace: Trace
@@ -157,7 +158,8 @@ class Findings:
     headroom: Paired | None = None
     slowed: Paired | None = None
     script_ns: float = 0.0
-    latency_share: float | None = None
+    latency_share: Estimate | None = None
+    gradient_operations: float = 0.0
     cores_busy: float | None = None
     starved: Estimate | None = None
     delays: Delays | None = None
@@ -413,6 +415,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         slowed=_slowed(trace, base, warmup),
         script_ns=_script_ns(middle),
         latency_share=latency_share([c for c in own if not c.by_script], last_entries(trace)),
+        gradient_operations=sum(not c.by_script for c in own) / len(rows),
         starved=_starved(rows),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),

@@ -353,14 +353,15 @@ def _send_less(f: Findings) -> str:
     return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
-def _small_share(facts: Facts) -> tuple[float, str] | None:
+def _small_share(facts: Facts) -> tuple[Estimate, str] | None:
     """The part of transfer time that is latency if operations are small and many, and its source; None if not."""
     f, parts, did = facts.f, facts.f.parts[facts.base], facts.f.achieved.get(facts.base)
     each = parts.tensor_bytes / max(parts.operations, 1)
     if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
         return None
     limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
-    return max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+    share = max(0.0, 1 - did.active_bps / limit)
+    return Estimate(share, share, share), f"operations of {nbytes(each)}, far below the link's rate"
 
 
 def _timeouts(facts: Facts) -> str:
@@ -373,8 +374,7 @@ def _timeouts(facts: Facts) -> str:
 
 def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
-    f, base = facts.f, facts.base
-    parts, unknown = f.parts[base], facts.rates_known
+    f, unknown = facts.f, facts.rates_known
     if facts.missing or _timeouts(facts):
         return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing or _timeouts(facts))
     share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
@@ -383,21 +383,27 @@ def latency(facts: Facts) -> RuleResult:
         share, rests = small
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:
-        share, rests = min(1.0, fitted.value / facts.moving.value), "fit of the what-if engine"
+        part = fitted.scaled(1 / facts.moving.value)
+        share = Estimate(min(1.0, part.value), min(1.0, part.low), min(1.0, part.high))
+        rests = "fit of the what-if engine"
     if share is None:
         rests = unknown or "the operations' sizes give no fit"
         return facts.evidence("latency", "LATENCY_LIMITED", rests=rests)
-    saving = fitted or facts.moving.scaled(share)
+    moving = facts.moving
+    saving = fitted or Estimate(moving.value * share.value, moving.low * share.low, moving.high * share.high)
     how = "predicted" if fitted is not None else "exposed x share"
     return facts.evidence(
         "latency",
         "LATENCY_LIMITED",
-        applies=share > limits.LATENCY_SHARE,
+        applies=share.low > limits.LATENCY_SHARE,
         saving=saving,
         rests=f"{rests}; {how}",
-        why=f"{percent(share)} of transfer time does not depend on size ({rests}): {parts.operations:.0f} operations "
-        f"a step. Without it the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}",
-        next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD).",
+        why=f"{percent(share.value)} of transfer time ({percent(share.low)} to {percent(share.high)}) does not depend "
+        f"on size ({rests}): {f.gradient_operations:.0f} operations of gradients a step. Without it the step would be "
+        f"{facts.share(saving)} shorter.{as_good_sentence(f)}",
+        next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD)."
+        if f.gradient_operations >= limits.FUSED_OPERATIONS_MIN
+        else "A path with less delay, or gradients of several batches in one step (no_sync() of DDP).",
         needs=MORE_STEPS,
     )
 

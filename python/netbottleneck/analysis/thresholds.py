@@ -14,12 +14,14 @@ LINK_EXCEEDED = 1.05
 LINK_EXCEEDED_AT_TIMES = 1.50
 # The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
 PROBE_RATIO = 1.30
-# The latency rule applies above this: part of transfer time that does not depend on size.
+# The latency rule applies surely above this: part of transfer time that does not depend on size.
 LATENCY_SHARE = 0.50
 # Operations of at most this many bytes, far below the link's rate, are latency without a fit.
 SMALL_BYTES = 65_536
 # So are at least this many a step: fewer are not cured by larger buckets.
 SMALL_OPERATIONS_MIN = 16
+# Larger buckets are advised from this number of operations of gradients a step on.
+FUSED_OPERATIONS_MIN = 3
 # Where the link's rate is not known, the rate that any link in use has at least, bits a second: Fast Ethernet.
 SLOWEST_LINK_BPS = 100_000_000
 # The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
@@ -47,8 +49,9 @@ PAIRS_MIN = 3
 HANDICAP_MAX = 0.03
 # The probe's best point is the one with the fewest streams that reaches this part of the top rate.
 PROBE_NEAR_BEST = 0.95
-# The latency fit needs at least this many operations that ran alone on their rank.
+# The latency fit needs at least this many operations that ran alone on their rank, and this part of those of a size.
 FIT_OPERATIONS_MIN = 8
+FIT_ALONE_PART = 0.5
 # The latency fit needs a largest operation of at least this many times the size of the smallest.
 FIT_SIZES_RATIO_MIN = 2.0
 # A rank is a persistent straggler only if chance makes a rank arrive this late with at most this probability.

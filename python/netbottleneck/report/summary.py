@@ -369,7 +369,7 @@ def summary(
         "predicted": None
         if predicted_ns is None
         else {"full_use_step_at_most_s": predicted_ns / 1e9, "formula": FORMULA},
-        "latency_share": findings.latency_share,
+        "latency_share": None if findings.latency_share is None else findings.latency_share.value,
         "cores_busy": findings.cores_busy,
         "layers": _layers(findings),
         "nccl": _nccl(findings),

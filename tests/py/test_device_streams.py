@@ -67,7 +67,7 @@ class Awaited(Operation):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_callback_may_wait_for_a_future_of_before(*, together: bool) -> None:
+def test_a_callback_may_wait_for_an_earlier_future(*, together: bool) -> None:
     """The other operation is over together with the callback's own one, or only once the callback runs."""
     progress, done = Progress(), [threading.Event() for _ in range(3)]
     begun, first = threading.Event(), threading.Event()

@@ -206,22 +206,27 @@ class Auto:
         return ""
 
     def _leave(self) -> None:
-        """Remove slower candidates. A few disturbed blocks are not enough to remove stock or the arm kept so far."""
-        held = (STOCK, self._kept)
+        """Remove slower candidates."""
         if self._cycle == 1:
             found = {arm: self._found[arm][0] for arm in self._candidates}
             most = SEPARATE * min(block.slowest for block in found.values())
-            self._candidates = [arm for arm, block in found.items() if arm in held or block.fastest <= most]
+            self._candidates = [arm for arm, block in found.items() if self._is_held(arm) or block.fastest <= most]
         best = self._best()
-        for arm in [arm for arm in self._candidates if arm != best]:
-            against = self._against(arm, best)
-            surely = against is not None and against.low > 0 and against.value > EQUAL
-            slower = surely or (arm not in held and self._logs(arm, best)[-1] > math.log(SEPARATE))
-            self._slower[arm] = self._slower[arm] + 1 if slower else 0
-            may_leave = surely or against is None or arm not in held
-            if self._slower[arm] >= CONFIRMED or (may_leave and self._is_dear(arm, best)):
-                self._candidates.remove(arm)
+        self._candidates = [arm for arm in self._candidates if arm == best or not self._is_out(arm, best)]
         self._slower[best] = 0
+
+    def _is_held(self, arm: Arm) -> bool:
+        """Return True if a few disturbed blocks are not enough to remove an arm: stock, and the arm kept so far."""
+        return arm in (STOCK, self._kept)
+
+    def _is_out(self, arm: Arm, best: Arm) -> bool:
+        """Return True if a candidate is to leave as slower than the best one. Called once a cycle."""
+        against, held = self._against(arm, best), self._is_held(arm)
+        surely = against is not None and against.low > 0 and against.value > EQUAL
+        slower = surely or (not held and self._logs(arm, best)[-1] > math.log(SEPARATE))
+        self._slower[arm] = self._slower[arm] + 1 if slower else 0
+        may_leave = surely or against is None or not held
+        return self._slower[arm] >= CONFIRMED or (may_leave and self._is_dear(arm, best))
 
     def _best(self) -> Arm:
         """Return the candidate of least mean step time; of equal ones the first."""

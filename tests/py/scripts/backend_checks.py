@@ -350,7 +350,7 @@ def futures_hold_what_was_written() -> None:
 
 
 @check
-def a_callback_may_wait_for_a_future_of_before() -> None:
+def a_callback_may_wait_for_an_earlier_future() -> None:
     # The last rank starts each sum late: the callback runs in the thread that completes futures, and then waits.
     store = dist.distributed_c10d._get_default_store()
     others = range(size() - 1)

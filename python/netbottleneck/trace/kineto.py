@@ -499,6 +499,13 @@ def _rank(found: _Recorded, first: _Recorded) -> Rank:
     return Rank(found.rank, found.host, found.host, finished=True, clock=clock, transports=(transport,))
 
 
+def _without_operations(size: int) -> Iterator[str]:
+    """Note on a run without any operation in its steps; nothing for one rank."""
+    if size > 1:
+        advice = f"Profile with {ACTIVITIES}: gloo's operations are in the trace of the CPU, NCCL's in that of the GPU"
+        yield f"{size} ranks, and no operation of a process group in a step: {NOT_RECORDED}. {advice}."
+
+
 def _notes(
     ranks: Sequence[_Recorded], damaged: Sequence[str], rows: Sequence[Collective], unknown: Sequence[frozenset[str]]
 ) -> Iterator[str]:
@@ -508,10 +515,8 @@ def _notes(
         yield f'{ranks[0].path}: no "rank" in "distributedInfo": rank 0 is assumed.'
     if any(one.gpu for one in ranks):
         yield "compute is all kernels that do not communicate: forward, backward and optimizer are not distinguished."
-    size = max(one.size for one in ranks)
-    if size > 1 and not rows:
-        advice = f"Profile with {ACTIVITIES}: gloo's operations are in the trace of the CPU, NCCL's in that of the GPU"
-        yield f"{size} ranks, and no operation of a process group in a step: {NOT_RECORDED}. {advice}."
+    if not rows:
+        yield from _without_operations(max(one.size for one in ranks))
     if unknown:
         types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
         yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."

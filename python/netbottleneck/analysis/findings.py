@@ -11,7 +11,13 @@ import numpy as np
 
 from netbottleneck.analysis import nccl
 from netbottleneck.analysis.arrivals import Join, Lateness, aligned, clock_error_ns, joins, lateness
-from netbottleneck.analysis.bandwidth import Achievable, Achieved, achievable_bandwidth, achieved_bandwidth
+from netbottleneck.analysis.bandwidth import (
+    Achievable,
+    Achieved,
+    achievable_bandwidth,
+    achieved_bandwidth,
+    stated_link_bps,
+)
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
@@ -287,22 +293,16 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     return max(shares, default=None)
 
 
-def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
-    """The link's rate, and a note if a stated one is too low to be true.
+def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
+    """Return the rate of the link that an arm uses, None if not known, and a note if a stated one is too low.
 
-    It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved:
-    the bandwidth of base. More than a stated rate over whole steps disproves it.
+    moved: the arm's bandwidth. More than an interface's rate over whole steps disproves that rate.
     """
-    if trace.network is not None:
-        return trace.network.link_bps, ""
-    if base is None or trace.origin != "measured" or len({rank.host_id for rank in trace.ranks}) < 2:
-        return None, ""
-    rated = [info.link_bps for rank in trace.ranks for info in rank.transports if info.name == base.transport]
-    rate = min((bps for bps in rated if bps), default=None) if all(rated) else None
-    if rate is None or moved is None or moved.average_bps <= LINK_EXCEEDED * rate:
+    rate = stated_link_bps(trace, arm)
+    if trace.network is not None or rate is None or moved is None or moved.average_bps <= LINK_EXCEEDED * rate:
         return rate, ""
     return None, (
-        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {gbit(moved.average_bps)} over whole steps. "
+        f"the link's stated rate of {gbit(rate)} is not used: {arm} moved {gbit(moved.average_bps)} over whole steps. "
         "Set NETBOTTLENECK_LINK_GBPS to the true rate"
     )
 
@@ -389,7 +389,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)
-    link_bps, doubt = _link_bps(trace, base, None if base is None else achieved[base])
+    link_bps, doubt = link_rate(trace, base, None if base is None else achieved[base])
     common = Findings(
         trace=replace(trace, notes=(*trace.notes, doubt)) if doubt else trace,
         clock_error_ns=clock_error_ns(trace),

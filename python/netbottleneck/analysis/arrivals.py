@@ -201,9 +201,9 @@ def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int]
         if one.step is not None:
             own = last[one.step]
             own[one.rank] = max(own.get(one.rank, 0), one.submit_ns)
-    whole = [index for index in indices if len(last[index]) == trace.size]
-    ranks = sorted(rank.rank for rank in trace.ranks)
-    return whole, np.array([[last[index][rank] for rank in ranks] for index in whole], np.float64)
+    ranks = set(range(trace.size))
+    whole = [index for index in indices if last[index].keys() == ranks]
+    return whole, np.array([[last[index][rank] for rank in sorted(ranks)] for index in whole], np.float64)
 
 
 def _independent(values: Floats) -> float:
@@ -257,10 +257,11 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     idle: dict[int, dict[int, int]] = defaultdict(dict)
     for split in splits:
         idle[split.index][split.rank] = split.skew_ns
-    indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if len(own) == trace.size))
+    ranks = range(trace.size)
+    everyone = set(ranks)
+    indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if own.keys() == everyone))
     if trace.size < 2 or not len(arrived):
         return None
-    ranks = sorted(rank.rank for rank in trace.ranks)
     waited = np.array([[idle[index][rank] for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
     places = _places(arrived)

@@ -168,7 +168,7 @@ def changed_at(trace: Trace) -> tuple[int, float] | None:
         if step.arm != SINGLE and (step.index not in longest or step.duration_ns > longest[step.index].duration_ns):
             longest[step.index] = step
     steps = [longest[index] for index in sorted(longest)]
-    arms = {arm: number for number, arm in enumerate(trace.arms)}
+    arms = {arm: number for number, arm in enumerate(dict.fromkeys(step.arm for step in steps))}
     groups = np.array([arms[step.arm] for step in steps], np.int64)
     times = np.array([max(step.duration_ns, 1) for step in steps], np.float64)
     place = last_change(times, groups)

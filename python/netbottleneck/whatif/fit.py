@@ -115,7 +115,9 @@ def _times_alone(entries: Sequence[float], ends: Sequence[float], in_flight: int
 def _members(trace: Trace, operation: Collective) -> int | None:
     """Number of tensors of an operation; None if the run did not record it."""
     index = operation.bucket
-    return len(trace.buckets[index].parameters) or None if index is not None and index < len(trace.buckets) else None
+    return (
+        len(trace.buckets[index].parameters) or None if index is not None and 0 <= index < len(trace.buckets) else None
+    )
 
 
 def services(trace: Trace, transport: Arm, in_flight: int) -> tuple[str, list[Service]]:

@@ -18,6 +18,7 @@ from netbottleneck.trace.model import (
     POINT_TO_POINT,
     Clock,
     Collective,
+    NcclOperation,
     ProcessGroup,
     Rank,
     Step,
@@ -97,6 +98,24 @@ def _earlier(step: Step, by: int) -> Step:
     )
 
 
+def _earlier_nccl(one: NcclOperation, by: int) -> NcclOperation:
+    """The operation with all its times on the host's clock `by` ns earlier."""
+    return replace(
+        one,
+        submit_ns=one.submit_ns - by,
+        called_ns=None if one.called_ns is None else one.called_ns - by,
+        kernel=tuple(
+            replace(each, start_seen_ns=each.start_seen_ns - by, stop_seen_ns=each.stop_seen_ns - by)
+            for each in one.kernel
+        ),
+        network=tuple(
+            replace(each, times_ns=(begin - by, first - by, second - by, end - by))
+            for each in one.network
+            for begin, first, second, end in [each.times_ns]
+        ),
+    )
+
+
 def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
     """The trace with one rank's times `by` ns earlier."""
 
@@ -119,6 +138,7 @@ def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
             else one
             for one in trace.collectives
         ),
+        nccl=tuple(_earlier_nccl(one, by) if one.rank == rank else one for one in trace.nccl),
         ranks=tuple(
             replace(one, clock=Clock(BY_OPERATIONS, one.clock.offset_ns + by, error)) if one.rank == rank else one
             for one in trace.ranks

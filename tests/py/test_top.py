@@ -148,6 +148,21 @@ def test_a_window_has_fewer_steps_where_they_hold_too_many_events(fake: Path) ->
     assert max(step.index for step in found.steps) == STEPS
 
 
+def test_the_events_of_nccl_count_for_the_step_of_their_time(fake: Path) -> None:
+    train = ring_reader.read_slots(fake / "ranks" / "0.train.ring")[1]
+    begins = train[train["kind"] == ring_reader.EVENTS["STEP_BEGIN"]]
+    ring = RingWriter(fake / "ranks" / "0.nccl.ring")
+    for time_ns in begins["time_ns"].tolist():
+        for number in range(100):
+            ring.put(time_ns + number, "NCCL_STEP")
+    ring.close()
+    part = Part(fake, 500, most_events=1000)
+    part.look()
+    steps = {step.index for step in ring_reader.load(fake, part.ring).steps}
+    assert (len(steps) <= 10, max(steps)) == (True, STEPS)
+    assert sum(len(part.ring(path).events) for path in (fake / "ranks").glob("*.ring")) <= 1000
+
+
 def test_what_is_kept_of_a_window_does_not_grow_with_the_run(tmp_path: Path) -> None:
     folder = FakeRun(tmp_path, transports=("stock",)).write()
     rings = sorted((folder / "ranks").glob("*.ring"))

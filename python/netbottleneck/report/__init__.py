@@ -95,8 +95,7 @@ class _Tail:
 
     def keep(self, first: int, begin_ns: int) -> None:
         """Forget the events before step `first`; of NCCL's events, which have no step, those before a time."""
-        timed = self.path.name.endswith(f".{ring_reader.NCCL}.ring")
-        late = self.events["time_ns"] >= begin_ns if timed else self.events["step"] >= first
+        late = self.events["time_ns"] >= begin_ns if self.timed else self.events["step"] >= first
         lasting = ~late & np.isin(self.events["kind"], [ring_reader.EVENTS[name] for name in LASTING])
         places = np.concatenate([np.flatnonzero(lasting)[-LASTING_EVENTS:], np.flatnonzero(late)])
         self.events, self.first = self.events[np.sort(places)], max(self.first, first)
@@ -105,6 +104,21 @@ class _Tail:
         """Return the events of a kind."""
         found: NDArray[Any] = self.events[self.events["kind"] == ring_reader.EVENTS[kind]]
         return found
+
+    @property
+    def timed(self) -> bool:
+        """True if the events have no step, only a time: those of NCCL."""
+        return self.path.name.endswith(f".{ring_reader.NCCL}.ring")
+
+    def steps(self, begins: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the step of each event. begins: the begins of the rank's steps, which give NCCL's events theirs."""
+        if not self.timed:
+            return self.events["step"].astype(np.int64)
+        if not len(begins):
+            return np.empty(0, np.int64)
+        begins = begins[np.argsort(begins["time_ns"], kind="stable")]
+        places = np.searchsorted(begins["time_ns"], self.events["time_ns"], side="right") - 1
+        return begins["step"][np.maximum(places, 0)].astype(np.int64)
 
     @property
     def full(self) -> bool:
@@ -203,6 +217,12 @@ def _steps_before_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses],
     return latest - first
 
 
+def _begins(trains: Mapping[str, _Tail], name: str) -> NDArray[Any]:
+    """Return the begins of the steps of the rank that wrote a ring."""
+    train = trains.get(f"{name.partition('.')[0]}.{ring_reader.TRAIN}.ring")
+    return np.empty(0, ring_reader.EVENT) if train is None else train.at("STEP_BEGIN")
+
+
 class Part:
     """The last steps of a run's rings: each `look` reads only what was written since the one before.
 
@@ -253,7 +273,7 @@ class Part:
         trains = {name: tail for name, tail in self._tails.items() if name.endswith(f".{ring_reader.TRAIN}.ring")}
         last = min((int(ends["step"].max()) for t in trains.values() if len(ends := t.at("STEP_END"))), default=0)
         first = max([0, last - self._steps + 1, *(tail.first for tail in self._tails.values())])
-        first = self._affordable(first, last)
+        first = self._affordable(trains, first, last)
         if self._begin is None:
             steps = [int(begins["step"].min()) for t in trains.values() if len(begins := t.at("STEP_BEGIN"))]
             self._begin = min(steps, default=None)
@@ -265,16 +285,15 @@ class Part:
         if first == 0:
             return
         for name, tail in self._tails.items():
-            train = trains.get(f"{name.split('.')[0]}.{ring_reader.TRAIN}.ring")
-            begins = np.empty(0, ring_reader.EVENT) if train is None else train.at("STEP_BEGIN")
+            begins = _begins(trains, name)
             times = begins["time_ns"][begins["step"] >= first]
             tail.keep(first, int(times.min(initial=np.iinfo(np.int64).max)))
 
-    def _affordable(self, first: int, last: int) -> int:
+    def _affordable(self, trains: Mapping[str, _Tail], first: int, last: int) -> int:
         """Return the first step from which on all rings together hold at most the events of a window."""
         counts = np.zeros(max(1, last - first + 2), np.int64)
-        for tail in self._tails.values():
-            steps = tail.events["step"].astype(np.int64)
+        for name, tail in self._tails.items():
+            steps = tail.steps(_begins(trains, name))
             own = np.clip(steps[steps >= first] - first, 0, len(counts) - 1)
             counts += np.bincount(own, minlength=len(counts))
         from_end = np.cumsum(counts[::-1])

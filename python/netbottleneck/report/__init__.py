@@ -47,6 +47,8 @@ COUNTERS_BYTES = 4 << 20
 # Packet loss of a run in progress: the last readings of a host's connections; more bytes than one reading has; in a
 # reading with fewer segments than this, a part of them says little.
 READINGS, READING_BYTES, READING_SEGMENTS = 1000, 1 << 16, 100
+# A connection without a row in this many readings is closed.
+CLOSED_READINGS = 10
 LOSS_COLUMNS = ("sent_segments", "resent_segments")
 # Events that count for all later steps, and how many of them are kept.
 LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM", "DEVICE_CLOCK")
@@ -142,7 +144,8 @@ class _Losses:
         self.rank = 0
         self._bytes = 0
         self._until_ns = -1
-        self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # by connection: segments sent, and sent again
+        # By connection: the time of its last reading; segments sent, and sent again, until then.
+        self._counts: dict[tuple[int, ...], tuple[int, tuple[int, int]]] = {}
         self._readings: deque[tuple[int, float]] = deque(maxlen=READINGS)  # time, and the part that was sent again
 
     def grow(self) -> None:
@@ -160,13 +163,16 @@ class _Losses:
         counts = zip(*(tcp.column(name)[rows].tolist() for name in LOSS_COLUMNS), strict=True)
         sums: dict[int, tuple[int, int]] = {}
         for time_ns, key, now in zip(tcp.time_ns[rows].tolist(), keys, counts, strict=True):
-            before = self._counts.get(key, now)
+            _, before = self._counts.get(key, (0, now))
             sent, again = sums.get(time_ns, (0, 0))
             sums[time_ns] = sent + max(0, now[0] - before[0]), again + max(0, now[1] - before[1])
-            self._counts[key] = now
+            self._counts[key] = time_ns, now
         for time_ns, (sent, again) in sums.items():
             self._readings.append((time_ns, again / max(sent, READING_SEGMENTS)))
             self._until_ns = time_ns
+        if len(self._readings) >= CLOSED_READINGS:
+            since_ns = self._readings[-CLOSED_READINGS][0]
+            self._counts = {key: count for key, count in self._counts.items() if count[0] >= since_ns}
 
     def begin_ns(self) -> int:
         """Return the time, on the host's clock, from which on a larger part is sent again than before; 0: none."""

@@ -10,7 +10,7 @@ import pytest
 
 from netbottleneck.analysis import arrivals, bandwidth, findings, rules, verdict
 from netbottleneck.analysis.thresholds import CHANCE_MAX
-from netbottleneck.trace.model import Clock
+from netbottleneck.trace.model import Clock, NcclKernel, NcclOperation, NcclStep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
@@ -31,6 +31,28 @@ def test_operations_align_a_clock_that_was_not_compared(ahead_ms):
     assert abs(found.offset_ns - ahead_ms * MS) <= found.error_ns < 2 * MS
     begins = {rank: [step.begin_ns for step in trace.steps if step.rank == rank] for rank in (0, 1)}
     assert max(abs(a - b) for a, b in zip(*begins.values(), strict=True)) <= found.error_ns + MS
+
+
+def test_nccls_times_are_aligned_with_those_of_their_rank():
+    kernel, step = (
+        NcclKernel(0, 7, 8, 30 * MS, 40 * MS),
+        NcclStep(True, 0, 1, 0, MIB, (10 * MS, 20 * MS, 30 * MS, 40 * MS)),
+    )
+    plain = NcclOperation(
+        0, 5, 0, 2, "AllReduce", "float32", MIB, 9 * MS, called_ns=8 * MS, kernel=(kernel,), network=(step,)
+    )
+    early = replace(plain, called_ns=None)
+    rows = (plain, early, replace(plain, rank=1), replace(early, rank=1))
+    trace = arrivals.aligned(replace(trace_of(APART), nccl=rows))
+    by = clock(trace).offset_ns
+    assert by != 0
+    assert trace.nccl[:2] == rows[:2]
+    for found, before in zip(trace.nccl[2:], rows[2:], strict=True):
+        assert found.submit_ns == before.submit_ns - by
+        assert found.called_ns == (None if before.called_ns is None else before.called_ns - by)
+        assert found.network[0].times_ns == tuple(at - by for at in step.times_ns)
+        # The GPU has a clock of its own.
+        assert found.kernel == (NcclKernel(0, 7, 8, 30 * MS - by, 40 * MS - by),)
 
 
 def test_a_clock_that_was_compared_is_left_alone():

@@ -1,6 +1,7 @@
 """Intervals of comparisons: their coverage, their limits, and the number of pairs that a comparison needs."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -106,6 +107,34 @@ def test_the_quantiles_are_those_of_the_tables():
     assert {n: comparisons.student(n) for n in known} == pytest.approx(known, abs=1e-3)
     assert comparisons.student(0) == math.inf
     assert comparisons.student(10**6) == pytest.approx(1.96, abs=1e-3)
+
+
+@pytest.mark.parametrize("count", [6, 7, 50, 51, 300])
+@pytest.mark.parametrize("kind", ["normal", "tied", "equal", "negative", "wide"])
+def test_the_middle_of_many_values_is_that_of_all_their_averages(count, kind, monkeypatch):
+    random = np.random.default_rng(count)
+    values = {
+        "normal": random.standard_normal(count),
+        "tied": random.integers(-2, 3, count) * 0.1,
+        "equal": np.full(count, 0.3),
+        "negative": -random.random(count) - 1e-3,
+        "wide": random.standard_normal(count) * 10.0 ** random.integers(-200, 200, count),
+    }[kind]
+    whole = comparisons.middle(values)
+    monkeypatch.setattr(comparisons, "WALSH_KEPT", 0)
+    assert comparisons.middle(values) == whole
+
+
+def test_the_middle_of_many_values_needs_little_memory():
+    values = np.random.default_rng(1).standard_normal(20_000)
+    tracemalloc.start()
+    try:
+        found = comparisons.middle(values)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100 * values.nbytes
+    assert found.low < found.value < found.high
 
 
 def test_the_signed_rank_interval_of_seven_values_ends_at_the_third_walsh_averages():

@@ -1,4 +1,4 @@
-"""Edited traces: any replaced value gives an answer, or one error line and exit code 2."""
+"""Edited traces and records: any replaced value gives an answer, or one error line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from netbottleneck.cli import main
+from netbottleneck.report import Run
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Step, decode, encode
 from netbottleneck.trace.transports import Arm
+from ringwriter import FakeRun
 
 WHOLE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
 ODD = (
@@ -65,7 +67,13 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "words", "refused"),
+    [("what-if", ["--workers", "4", "--link-gbps", "1"], 2), ("report", [], 1)],
+)
+def test_any_value_may_be_another(
+    command: str, words: list[str], refused: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = random.Random(4)
     rows = rows_of(WHOLE)
     ends = set()
@@ -75,11 +83,98 @@ def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[
         path = draw.choice([path for path in places(rows[number]) if path])
         value = draw.choice(ODD)
         put(damaged, number, path, value)
-        code = main(["what-if", write(tmp_path / "a.jsonl.gz", damaged), "--workers", "4", "--link-gbps", "1"])
+        code = main([command, write(tmp_path / "a.jsonl.gz", damaged), *words])
         ends.add(code)
         output = capsys.readouterr().err
-        assert output.count("\n") == (1 if code == 2 else 0), (number + 1, path, value, output)
-    assert ends == {0, 2}
+        assert output.count("\n") == (1 if code == refused else 0), (number + 1, path, value, output)
+    assert ends == {0, refused}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("step", ("transport",), "3"),
+        ("step", ("rank",), -7),
+        ("step", ("modules", 0, 0), -7),
+        ("step", ("grad_ready", 0, 0), -7),
+        ("collective", ("bucket",), -7),
+        ("collective", ("bucket",), 4000),
+        ("bucket", ("parameters", 0), -7),
+        ("rank", ("rank",), -7),
+    ],
+)
+def test_a_report_leaves_out_what_it_cannot_relate(
+    kind: str, path: tuple[Any, ...], value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(WHOLE)
+    own = [at for at, row in enumerate(rows) if kind in row and row[kind].get(path[0]) not in ([], None)]
+    put(rows, own[len(own) // 3], (kind, *path), value)
+    assert main(["report", write(tmp_path / "a.jsonl.gz", rows)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("size",), None, "missing 1 required positional argument: 'size'"),
+        (("size",), 1 << 62, "a run of 4611686018427387904 ranks: must be from 0 to"),
+        (("size",), [], "'[]' where int must be"),
+        (("arms",), None, "missing 1 required positional argument: 'arms'"),
+        (("arms",), True, "'bool' object is not iterable"),
+        (("arms", 0), [], "'[]' where str must be"),
+        (("network",), [1], "'list' object has no attribute 'items'"),
+        (("network", "flow_bps"), 3, "'int' object is not iterable"),
+        (("notes",), 3, "'int' object is not iterable"),
+    ],
+)
+def test_a_run_file_of_another_shape_is_named(
+    path: tuple[Any, ...], value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited(FakeRun(tmp_path, blocks=2).write() / "run.json", path, value)
+    assert main(["report", str(tmp_path)]) == 1
+    output = capsys.readouterr().err
+    assert (output.count("\n"), f"{tmp_path}/run.json: " in output, message in output) == (1, True, True), output
+
+
+def edited(file: Path, path: tuple[Any, ...], value: object) -> None:
+    """Replace one value of a JSON file."""
+    record = [json.loads(file.read_text())]
+    put(record, 0, path, value)
+    file.write_text(json.dumps(record[0]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("transports",), []),
+        (("transports", "ofi"), []),
+        (("transports", "ofi", "probe", 0), 3),
+        (("transports", "ofi", "clock_offset_ns"), "x"),
+        (("parameters", 0, "name"), []),
+        (("parameters", 0, "bytes"), 1 << 63),
+        (("buckets",), -1),
+        (("buckets",), [[]]),
+        (("buckets", 0, "key"), None),
+        (("hostname",), 3),
+    ],
+)
+def test_a_description_of_another_shape_is_left_out_with_a_note(
+    path: tuple[Any, ...], value: object, tmp_path: Path
+) -> None:
+    file = FakeRun(tmp_path, blocks=2).write() / "ranks" / "0.meta.json"
+    whole = Run(tmp_path)
+    edited(file, path, value)
+    run = Run(tmp_path)
+    assert [note for note in run.trace.notes if str(file) in note]
+    assert run.trace.parameters == whole.trace.parameters  # rank 1 describes the same model
+    assert len(run.trace.steps) == len(whole.trace.steps)
+    assert run.text
+
+
+@pytest.mark.parametrize("name", ["command", "model", "notes", "network", "started_wall_ns", "id"])
+def test_a_run_file_may_have_a_null(name: str, tmp_path: Path) -> None:
+    edited(FakeRun(tmp_path, blocks=2).write() / "run.json", (name,), None)
+    assert Run(tmp_path).text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from netbottleneck.analysis import nccl
 from netbottleneck.report import Run, summary
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.model import NcclKernel, NcclOperation, NcclStep, Trace, read
+from netbottleneck.trace.model import Bucket, NcclKernel, NcclOperation, NcclStep, Step, Trace, read
+from netbottleneck.trace.transports import STOCK
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 BYTES = BUCKETS[0]["bytes"]
@@ -37,6 +38,16 @@ def test_a_receivers_wait_is_split_by_what_its_sender_recorded() -> None:
     assert (sender.gpu_wait_ns, sender.peer_wait_ns, sender.wire_ns) == (10 * MS, 2 * MS, 28 * MS)
     assert (receiver.peer_wait_ns, receiver.wire_ns, receiver.gpu_wait_ns) == (10 * MS, 31 * MS, 5 * MS)
     assert sender.unknown_ns == receiver.unknown_ns == sender.idle_ns == receiver.idle_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("bucket", "name"), [(0, "bucket.0"), (9, "AllReduce"), (-9, "AllReduce"), (None, "AllReduce")]
+)
+def test_an_operation_without_a_recorded_bucket_has_the_name_of_its_function(bucket: int | None, name: str) -> None:
+    steps = (Step(0, 1, 0, STOCK, 0, 60 * MS),)
+    own = (operation(0, SENT, step=1, bucket=bucket),)
+    trace = Trace("a", 2, (STOCK,), buckets=(Bucket("bucket.0", 1, BYTES, "float32"),), steps=steps, nccl=own)
+    assert [mean.name for mean in nccl.means(trace)] == [name]
 
 
 def test_without_the_other_end_a_receivers_wait_is_not_split() -> None:

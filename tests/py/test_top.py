@@ -148,6 +148,21 @@ def test_a_window_has_fewer_steps_where_they_hold_too_many_events(fake: Path) ->
     assert max(step.index for step in found.steps) == STEPS
 
 
+def test_the_events_of_nccl_count_for_the_step_of_their_time(fake: Path) -> None:
+    train = ring_reader.read_slots(fake / "ranks" / "0.train.ring")[1]
+    begins = train[train["kind"] == ring_reader.EVENTS["STEP_BEGIN"]]
+    ring = RingWriter(fake / "ranks" / "0.nccl.ring")
+    for time_ns in begins["time_ns"].tolist():
+        for number in range(100):
+            ring.put(time_ns + number, "NCCL_STEP")
+    ring.close()
+    part = Part(fake, 500, most_events=1000)
+    part.look()
+    steps = {step.index for step in ring_reader.load(fake, part.ring).steps}
+    assert (len(steps) <= 10, max(steps)) == (True, STEPS)
+    assert sum(len(part.ring(path).events) for path in (fake / "ranks").glob("*.ring")) <= 1000
+
+
 def test_what_is_kept_of_a_window_does_not_grow_with_the_run(tmp_path: Path) -> None:
     folder = FakeRun(tmp_path, transports=("stock",)).write()
     rings = sorted((folder / "ranks").glob("*.ring"))
@@ -484,17 +499,34 @@ def test_a_window_begins_where_the_step_time_has_changed(tmp_path: Path) -> None
 CONNECTION = ("time_ns", *model.CONNECTION_COLUMNS, "sent_segments", "resent_segments")
 
 
-def _connections(path: Path, times: list[int], again: list[int]) -> None:
-    """Write counters of two connections, each of which sends 600 segments between readings, the second some again."""
+def _connections(path: Path, times: list[int], again: list[int], opened_every: int = 1 << 30) -> None:
+    """Write counters of two connections, each of which sends 600 segments between readings, the second some again.
+
+    opened_every: after so many readings, two others take their place.
+    """
     about = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": CONNECTION}
     text = json.dumps(about).encode()
     numbers = range(len(model.CONNECTION_COLUMNS))
     rows = [
         struct.pack(f"<{len(CONNECTION)}q", time_ns, *(port if name == 4 else 0 for name in numbers), 600 * place, lost)
         for place, time_ns in enumerate(times)
-        for port, lost in ((1, 0), (2, sum(again[: place + 1])))
+        for first in [place // opened_every * 2]
+        for port, lost in ((first + 1, 0), (first + 2, sum(again[: place + 1])))
     ]
     path.write_bytes(struct.pack("<8sII", model.MAGIC, model.SAMPLES_VERSION, 16 + len(text)) + text + b"".join(rows))
+
+
+def test_the_counts_of_closed_connections_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "0.tcp.counters"
+    again = [3] * 60
+    losses, sizes = report._Losses(path), []
+    for count in range(2, 61):
+        _connections(path, list(range(1, count + 1)), again[:count], opened_every=2)
+        losses.grow()
+        sizes.append(len(losses._counts))
+    assert max(sizes[20:]) == max(sizes[40:]) <= 2 * report.CLOSED_READINGS
+    # Each reading of a connection that stays open counts what was sent again since the one before.
+    assert [round(part * 1200) for _, part in losses._readings][2:6] == [0, 3, 0, 3]
 
 
 @pytest.mark.parametrize(("lost", "begin"), [(0, 1), (3, 1), (60, 101)])

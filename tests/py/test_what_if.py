@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck.cli import main, what_if
+from netbottleneck.report import Run
 from netbottleneck.trace import layer_log
 from netbottleneck.trace.layer_log import LayerLog, VecTable
 from netbottleneck.whatif import compat2020
@@ -388,6 +390,51 @@ def test_a_run_of_one_rank_keeps_its_recorded_buckets(tmp_path: Path) -> None:
         assert job.plan.rule == "explicit"
     job = what_if.make_job(what_if.parser().parse_args([str(run), "--plan", "horovod"]), what_if.load(run))
     assert job.plan.rule != "explicit"
+
+
+RATED = {"run": {"network": None}, "blocks": 1, "block_steps": 12, "transports": ("stock",)}
+
+
+def full_use(run: FakeRun, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str | None, bool]:
+    """Return the link that the answer calls fully used, and whether it asks for the speed of the link."""
+    assert main(["what-if", str(run.write()), "--workers", "4", *words]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"With this link, (.*?), fully used", output)
+    return found and found[1], "pass --this-link-gbps X" in output
+
+
+@pytest.mark.parametrize(
+    ("meta", "transfer_ms", "link"),
+    [
+        ({}, (35, 123), "1.00 Gbit/s"),
+        ({"host_id": "one"}, (35, 123), None),  # the ranks share a host
+        ({}, (3, 3), None),  # more moved than the interface states
+    ],
+)
+def test_the_link_of_a_run_is_the_one_that_its_report_believes(
+    meta: dict[str, str],
+    transfer_ms: tuple[int, int],
+    link: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    about = {"stock": {"interface": "eth0", "link_bps": 10**9}}
+    run = FakeRun(tmp_path, meta=meta, about=about, transfer_ms={"stock": transfer_ms}, **RATED)
+    assert full_use(run, capsys) == (link, link is None)
+    assert Run(run.folder).findings.link_bps == (1e9 if link else None)
+    assert full_use(run, capsys, "--this-link-gbps", "25") == ("25.0 Gbit/s", False)
+
+
+@pytest.mark.parametrize(("transfer_ms", "link"), [((9, 31), "10.0 Gbit/s"), ((3, 3), None)])
+def test_the_link_of_a_transport_is_that_of_its_own_interface(
+    transfer_ms: tuple[int, int], link: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"stock": {"interface": "eth0", "link_bps": 10**9}}
+    about["tcp"] = {"interface": "eth1", "link_bps": 10**10 if link else 10**9}
+    settings = {**RATED, "transports": ("stock", "tcp"), "blocks": 4}
+    run = FakeRun(tmp_path, about=about, transfer_ms={"stock": (35, 123), "tcp": transfer_ms}, **settings)
+    assert full_use(run, capsys) == ("1.00 Gbit/s", False)
+    assert full_use(run, capsys, "--transport", "tcp") == (link, link is None)
 
 
 def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

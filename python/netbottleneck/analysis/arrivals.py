@@ -19,6 +19,7 @@ from netbottleneck.trace.model import (
     POINT_TO_POINT,
     Clock,
     Collective,
+    NcclOperation,
     ProcessGroup,
     Rank,
     Step,
@@ -101,6 +102,24 @@ def _earlier(step: Step, by: int) -> Step:
     )
 
 
+def _earlier_nccl(one: NcclOperation, by: int) -> NcclOperation:
+    """The operation with all its times on the host's clock `by` ns earlier."""
+    return replace(
+        one,
+        submit_ns=one.submit_ns - by,
+        called_ns=None if one.called_ns is None else one.called_ns - by,
+        kernel=tuple(
+            replace(each, start_seen_ns=each.start_seen_ns - by, stop_seen_ns=each.stop_seen_ns - by)
+            for each in one.kernel
+        ),
+        network=tuple(
+            replace(each, times_ns=(begin - by, first - by, second - by, end - by))
+            for each in one.network
+            for begin, first, second, end in [each.times_ns]
+        ),
+    )
+
+
 def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
     """The trace with one rank's times `by` ns earlier."""
 
@@ -123,6 +142,7 @@ def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
             else one
             for one in trace.collectives
         ),
+        nccl=tuple(_earlier_nccl(one, by) if one.rank == rank else one for one in trace.nccl),
         ranks=tuple(
             replace(one, clock=Clock(BY_OPERATIONS, one.clock.offset_ns + by, error)) if one.rank == rank else one
             for one in trace.ranks
@@ -228,9 +248,9 @@ def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int]
         if one.step is not None:
             own = last[one.step]
             own[one.rank] = max(own.get(one.rank, 0), one.submit_ns)
-    whole = [index for index in indices if len(last[index]) == trace.size]
-    ranks = sorted(rank.rank for rank in trace.ranks)
-    return whole, np.array([[last[index][rank] for rank in ranks] for index in whole], np.float64)
+    ranks = set(range(trace.size))
+    whole = [index for index in indices if last[index].keys() == ranks]
+    return whole, np.array([[last[index][rank] for rank in sorted(ranks)] for index in whole], np.float64)
 
 
 def _independent(values: Floats) -> float:
@@ -346,10 +366,11 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     idle: dict[int, dict[int, int]] = defaultdict(dict)
     for split in splits:
         idle[split.index][split.rank] = split.skew_ns
-    indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if len(own) == trace.size))
+    ranks = range(trace.size)
+    everyone = set(ranks)
+    indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if own.keys() == everyone))
     if trace.size < 2 or not len(arrived):
         return None
-    ranks = sorted(rank.rank for rank in trace.ranks)
     waited = np.array([[idle[index][rank] for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
     members, chance = _last(arrived, _by_host(trace, ranks))

@@ -72,6 +72,19 @@ def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
     )
 
 
+def stated_link_bps(trace: Trace, arm: Arm | None) -> float | None:
+    """Return the link's configured rate; else, across hosts, that of the slowest interface of an arm; None: not known.
+
+    Without an arm, only the configured rate counts.
+    """
+    if trace.network is not None:
+        return trace.network.link_bps
+    if arm is None or len({rank.host_id for rank in trace.ranks}) < 2:
+        return None
+    rated = [info.link_bps for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
+    return min((bps for bps in rated if bps), default=None) if all(rated) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Achievable:
     """Probe results: (streams, bits/s) points, medians over ranks; best: fewest streams near the top rate."""

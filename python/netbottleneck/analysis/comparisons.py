@@ -27,6 +27,8 @@ Blocks = Mapping[int, Floats]
 
 # From this number of values on, the interval is the exact signed-rank interval; below, Student's.
 SIGNED_RANK_MIN = 6
+# Of more values, the Walsh averages are counted instead of kept: there are half as many as the square of the values.
+WALSH_KEPT = 2000
 # Two-sided 95 % quantiles of Student's distribution for 1 to 4 degrees of freedom, where the series below is not exact.
 STUDENT = (12.706, 4.303, 3.182, 2.776)
 NORMAL = 1.959964
@@ -103,6 +105,51 @@ def _walsh_cut(count: int) -> int:
     return int(np.searchsorted(np.cumsum(ways) / 2.0**count, 0.025, side="right"))
 
 
+def _walsh(values: Floats, places: Sequence[int]) -> list[float]:
+    """Return the Walsh averages, means of two values or of one with itself, at these places in their order."""
+    if len(values) <= WALSH_KEPT:
+        row, column = np.triu_indices(len(values))
+        walsh = np.sort((values[row] + values[column]) / 2)
+        return [float(walsh[place]) for place in places]
+    ordered = np.sort(values)
+    return [_walsh_at(ordered, place) for place in places]
+
+
+def _walsh_at(ordered: Floats, place: int) -> float:
+    """Return one of them: the least number with more than `place` of them up to it, by bisection over all numbers."""
+    low, high = _ordinal(ordered[0]), _ordinal(ordered[-1])
+    while low < high:
+        half = (low + high) // 2
+        if _walsh_count(ordered, _number(half)) > place:
+            high = half
+        else:
+            low = half + 1
+    return _number(low)
+
+
+def _walsh_count(ordered: Floats, limit: float) -> int:
+    """Number of the Walsh averages up to a limit. For each value, by bisection over those that are not smaller."""
+    first = np.arange(len(ordered))
+    low, high = first.copy(), np.full(len(ordered), len(ordered))
+    for _ in range(len(ordered).bit_length()):
+        half = np.minimum((low + high) // 2, len(ordered) - 1)
+        fits = (low < high) & ((ordered + ordered[half]) / 2 <= limit)
+        low, high = np.where(fits, half + 1, low), np.where(fits, high, np.maximum(half, low))
+    return int((low - first).sum())
+
+
+def _ordinal(value: float) -> int:
+    """Return the position of a number among all numbers of 64 bits, from 0.0 on."""
+    size = int(np.float64(abs(value)).view(np.int64))
+    return size if value >= 0 else -size
+
+
+def _number(ordinal: int) -> float:
+    """Return the number at a position: see _ordinal."""
+    size = float(np.int64(abs(ordinal)).view(np.float64))
+    return size if ordinal >= 0 else -size
+
+
 def middle(values: Sequence[float] | Floats) -> Estimate:
     """Return the middle of independent values that are symmetric around it, with an interval of at least 95 % coverage.
 
@@ -115,10 +162,9 @@ def middle(values: Sequence[float] | Floats) -> Estimate:
         raise ValueError("an estimate needs at least one value")
     if len(array) < SIGNED_RANK_MIN:
         return _student_interval(array)
-    row, column = np.triu_indices(len(array))
-    walsh = np.sort((array[row] + array[column]) / 2)
-    cut = _walsh_cut(len(array))
-    return Estimate(float(np.median(walsh)), float(walsh[cut - 1]), float(walsh[-cut]))
+    count, cut = len(array) * (len(array) + 1) // 2, _walsh_cut(len(array))
+    before, behind, low, high = _walsh(array, ((count - 1) // 2, count // 2, cut - 1, count - cut))
+    return Estimate((before + behind) / 2, low, high)
 
 
 def _chi2(probability_z: float, degrees: float) -> float:
@@ -168,7 +214,7 @@ def changed_at(trace: Trace) -> tuple[int, float] | None:
         if step.arm != SINGLE and (step.index not in longest or step.duration_ns > longest[step.index].duration_ns):
             longest[step.index] = step
     steps = [longest[index] for index in sorted(longest)]
-    arms = {arm: number for number, arm in enumerate(trace.arms)}
+    arms = {arm: number for number, arm in enumerate(dict.fromkeys(step.arm for step in steps))}
     groups = np.array([arms[step.arm] for step in steps], np.int64)
     times = np.array([max(step.duration_ns, 1) for step in steps], np.float64)
     place = last_change(times, groups)

@@ -17,6 +17,7 @@ from netbottleneck.analysis.bandwidth import (
     achievable_bandwidth,
     achieved_bandwidth,
     bus_factor,
+    stated_link_bps,
 )
 from netbottleneck.analysis.comparisons import (
     Costs,
@@ -60,7 +61,7 @@ from netbottleneck.analysis.thresholds import (
     LINK_EXCEEDED_AT_TIMES,
     TIMEOUT_NS,
 )
-from netbottleneck.trace.model import Rank, Step, Trace, TransportInfo
+from netbottleneck.trace.model import Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
 
@@ -319,27 +320,17 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     return max(shares, default=None)
 
 
-def _of_transport(trace: Trace, arm: Arm | None) -> list[TransportInfo]:
-    """What the ranks recorded about the transport of an arm."""
-    return [info for rank in trace.ranks for info in rank.transports if arm is not None and info.name == arm.transport]
+def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
+    """Return the rate of the link that an arm uses, None if not known, and a note if a stated one is too low.
 
-
-def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
-    """The link's rate, and a note if a stated one is too low to be true.
-
-    It is the configured one; else, across hosts, the rate of the slowest interface that base uses; else None. moved:
-    the bandwidth of base. More than a stated rate over whole steps disproves it. If base may not use the interface, so
-    does much more in transfer, as far as any algorithm sends it between hosts.
+    moved: the arm's bandwidth. More than an interface's rate over whole steps disproves that rate. If the arm may not
+    use the interface, so does much more in transfer, as far as any algorithm sends it between hosts.
     """
-    if trace.network is not None:
-        return trace.network.link_bps, ""
+    rate = stated_link_bps(trace, arm)
+    if trace.network is not None or rate is None or arm is None or moved is None:
+        return rate, ""
     hosts = len({rank.host_id for rank in trace.ranks})
-    infos = _of_transport(trace, base)
-    if trace.origin != "measured" or hosts < 2:
-        return None, ""
-    rate = min((info.link_bps or 0 for info in infos), default=0)
-    if not rate or moved is None:
-        return rate or None, ""
+    infos = [info for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
     between = moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
     if moved.average_bps > LINK_EXCEEDED * rate:
         seen = f"{gbit(moved.average_bps)} over whole steps"
@@ -348,7 +339,7 @@ def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[f
     else:
         return rate, ""
     return None, (
-        f"the link's stated rate of {gbit(rate)} is not used: {base} moved {seen}. "
+        f"the link's stated rate of {gbit(rate)} is not used: {arm} moved {seen}. "
         "Set NETBOTTLENECK_LINK_GBPS to the true rate"
     )
 
@@ -436,7 +427,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)
-    link_bps, doubt = _link_bps(trace, base, None if base is None else achieved[base])
+    link_bps, doubt = link_rate(trace, base, None if base is None else achieved[base])
     common = Findings(
         trace=replace(trace, notes=(*trace.notes, doubt)) if doubt else trace,
         clock_error_ns=clock_error_ns(trace),

@@ -441,7 +441,7 @@ def backward_times(step: Step) -> list[tuple[int, int]]:
 def _by_parameter(trace: Trace, operation: Collective, exposed_ns: float) -> list[tuple[int, float]]:
     if operation.bucket is None or not 0 <= operation.bucket < len(trace.buckets):
         return [(NO_PARAMETER, exposed_ns)]
-    members = [p for p in trace.buckets[operation.bucket].parameters if p < len(trace.parameters)]
+    members = [p for p in trace.buckets[operation.bucket].parameters if 0 <= p < len(trace.parameters)]
     weight = sum(trace.parameters[p].bytes for p in members)
     if weight == 0:
         return [(NO_PARAMETER, exposed_ns)]
@@ -458,7 +458,7 @@ def _forward_times(trace: Trace, sampled: Iterable[Step]) -> dict[str, list[int]
     found: dict[str, list[int]] = defaultdict(list)
     for step in sampled:
         for index, begin, end in step.modules:
-            if index < len(trace.modules):
+            if 0 <= index < len(trace.modules):
                 found[trace.modules[index]].append(end - begin)
     return found
 

@@ -180,7 +180,7 @@ def gpu_clock(operations: Sequence[NcclOperation]) -> GpuClock | None:
 
 def _name(split: NcclSplit, trace: Trace) -> str:
     operation = split.operation
-    if operation.bucket is not None:
+    if operation.bucket is not None and 0 <= operation.bucket < len(trace.buckets):
         return trace.buckets[operation.bucket].name
     return operation.function
 

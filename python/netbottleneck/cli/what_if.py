@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
-from netbottleneck.analysis.findings import Findings, find
+from netbottleneck.analysis.findings import Findings, find, link_rate
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
 from netbottleneck.trace import layer_log as layerlog
@@ -327,12 +327,13 @@ def with_choices(args: argparse.Namespace, recorded: Job) -> tuple[Job, str]:
 
 
 def link_bps(args: argparse.Namespace, source: Source, job: Job) -> float | None:
-    """Return the nominal speed of the run's link; None if not known."""
+    """Return the speed of the link that the job's transport uses; None if it is not known, or disproved by the run."""
     if args.this_link_gbps is not None:
         return float(args.this_link_gbps) * 1e9
-    if job.fit is not None and job.fit.nominal is not None:
-        return job.fit.nominal.bps
-    return None if source.findings is None else source.findings.link_bps
+    if job.fit is None or source.findings is None or source.findings.link_disproved:
+        return None
+    found = source.findings
+    return link_rate(found.trace, job.fit.transport, found.achieved.get(job.fit.transport))[0]
 
 
 def codec(args: argparse.Namespace) -> Codec:
@@ -467,7 +468,7 @@ def answer_all(args: argparse.Namespace, source: Source) -> Answers:
     if job.fit is not None:
         tables.append(_this_job(recorded, job, choices, nominal))
         if nominal is None:
-            missing.append("the run does not record its link: pass --this-link-gbps X to predict its full use")
+            missing.append("the speed of this link is not known: pass --this-link-gbps X to predict its full use")
     if args.target_scaling is not None and args.codec_gbytes is None:
         missing.append("encoding and decoding are assumed to take no time: pass --codec-gbytes X to include them")
     jobs = [job]

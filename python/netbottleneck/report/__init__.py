@@ -47,6 +47,8 @@ COUNTERS_BYTES = 4 << 20
 # Packet loss of a run in progress: the last readings of a host's connections; more bytes than one reading has; in a
 # reading with fewer segments than this, a part of them says little.
 READINGS, READING_BYTES, READING_SEGMENTS = 1000, 1 << 16, 100
+# A connection without a row in this many readings is closed.
+CLOSED_READINGS = 10
 LOSS_COLUMNS = ("sent_segments", "resent_segments")
 # Events that count for all later steps, and how many of them are kept.
 LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM", "DEVICE_CLOCK")
@@ -95,8 +97,7 @@ class _Tail:
 
     def keep(self, first: int, begin_ns: int) -> None:
         """Forget the events before step `first`; of NCCL's events, which have no step, those before a time."""
-        timed = self.path.name.endswith(f".{ring_reader.NCCL}.ring")
-        late = self.events["time_ns"] >= begin_ns if timed else self.events["step"] >= first
+        late = self.events["time_ns"] >= begin_ns if self.timed else self.events["step"] >= first
         lasting = ~late & np.isin(self.events["kind"], [ring_reader.EVENTS[name] for name in LASTING])
         places = np.concatenate([np.flatnonzero(lasting)[-LASTING_EVENTS:], np.flatnonzero(late)])
         self.events, self.first = self.events[np.sort(places)], max(self.first, first)
@@ -105,6 +106,21 @@ class _Tail:
         """Return the events of a kind."""
         found: NDArray[Any] = self.events[self.events["kind"] == ring_reader.EVENTS[kind]]
         return found
+
+    @property
+    def timed(self) -> bool:
+        """True if the events have no step, only a time: those of NCCL."""
+        return self.path.name.endswith(f".{ring_reader.NCCL}.ring")
+
+    def steps(self, begins: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the step of each event. begins: the begins of the rank's steps, which give NCCL's events theirs."""
+        if not self.timed:
+            return self.events["step"].astype(np.int64)
+        if not len(begins):
+            return np.empty(0, np.int64)
+        begins = begins[np.argsort(begins["time_ns"], kind="stable")]
+        places = np.searchsorted(begins["time_ns"], self.events["time_ns"], side="right") - 1
+        return begins["step"][np.maximum(places, 0)].astype(np.int64)
 
     @property
     def full(self) -> bool:
@@ -128,7 +144,8 @@ class _Losses:
         self.rank = 0
         self._bytes = 0
         self._until_ns = -1
-        self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # by connection: segments sent, and sent again
+        # By connection: the time of its last reading; segments sent, and sent again, until then.
+        self._counts: dict[tuple[int, ...], tuple[int, tuple[int, int]]] = {}
         self._readings: deque[tuple[int, float]] = deque(maxlen=READINGS)  # time, and the part that was sent again
 
     def grow(self) -> None:
@@ -146,13 +163,16 @@ class _Losses:
         counts = zip(*(tcp.column(name)[rows].tolist() for name in LOSS_COLUMNS), strict=True)
         sums: dict[int, tuple[int, int]] = {}
         for time_ns, key, now in zip(tcp.time_ns[rows].tolist(), keys, counts, strict=True):
-            before = self._counts.get(key, now)
+            _, before = self._counts.get(key, (0, now))
             sent, again = sums.get(time_ns, (0, 0))
             sums[time_ns] = sent + max(0, now[0] - before[0]), again + max(0, now[1] - before[1])
-            self._counts[key] = now
+            self._counts[key] = time_ns, now
         for time_ns, (sent, again) in sums.items():
             self._readings.append((time_ns, again / max(sent, READING_SEGMENTS)))
             self._until_ns = time_ns
+        if len(self._readings) >= CLOSED_READINGS:
+            since_ns = self._readings[-CLOSED_READINGS][0]
+            self._counts = {key: count for key, count in self._counts.items() if count[0] >= since_ns}
 
     def begin_ns(self) -> int:
         """Return the time, on the host's clock, from which on a larger part is sent again than before; 0: none."""
@@ -201,6 +221,12 @@ def _steps_before_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses],
             if len(steps) >= CHANGE_VALUES:
                 latest = max(latest, int(steps.min()))
     return latest - first
+
+
+def _begins(trains: Mapping[str, _Tail], name: str) -> NDArray[Any]:
+    """Return the begins of the steps of the rank that wrote a ring."""
+    train = trains.get(f"{name.partition('.')[0]}.{ring_reader.TRAIN}.ring")
+    return np.empty(0, ring_reader.EVENT) if train is None else train.at("STEP_BEGIN")
 
 
 class Part:
@@ -253,7 +279,7 @@ class Part:
         trains = {name: tail for name, tail in self._tails.items() if name.endswith(f".{ring_reader.TRAIN}.ring")}
         last = min((int(ends["step"].max()) for t in trains.values() if len(ends := t.at("STEP_END"))), default=0)
         first = max([0, last - self._steps + 1, *(tail.first for tail in self._tails.values())])
-        first = self._affordable(first, last)
+        first = self._affordable(trains, first, last)
         if self._begin is None:
             steps = [int(begins["step"].min()) for t in trains.values() if len(begins := t.at("STEP_BEGIN"))]
             self._begin = min(steps, default=None)
@@ -265,16 +291,15 @@ class Part:
         if first == 0:
             return
         for name, tail in self._tails.items():
-            train = trains.get(f"{name.split('.')[0]}.{ring_reader.TRAIN}.ring")
-            begins = np.empty(0, ring_reader.EVENT) if train is None else train.at("STEP_BEGIN")
+            begins = _begins(trains, name)
             times = begins["time_ns"][begins["step"] >= first]
             tail.keep(first, int(times.min(initial=np.iinfo(np.int64).max)))
 
-    def _affordable(self, first: int, last: int) -> int:
+    def _affordable(self, trains: Mapping[str, _Tail], first: int, last: int) -> int:
         """Return the first step from which on all rings together hold at most the events of a window."""
         counts = np.zeros(max(1, last - first + 2), np.int64)
-        for tail in self._tails.values():
-            steps = tail.events["step"].astype(np.int64)
+        for name, tail in self._tails.items():
+            steps = tail.steps(_begins(trains, name))
             own = np.clip(steps[steps >= first] - first, 0, len(counts) - 1)
             counts += np.bincount(own, minlength=len(counts))
         from_end = np.cumsum(counts[::-1])

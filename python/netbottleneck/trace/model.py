@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ from netbottleneck.trace.transports import OWN_PATH, Arm
 VERSION = 3
 FORMAT = "netbottleneck-trace"
 
+# Largest number of ranks of a run.
+SIZE_MAX = 10_000_000
 # Part of a note: the gradients travel by a hook that cannot be timed.
 NOT_TIMED = "its buckets are not timed"
 # Part of a note: the run communicates through operations that are not recorded.
@@ -39,6 +41,8 @@ NOT_RECORDED = "what it communicates is not in this record"
 BY_RANK = ("ranks", "steps", "collectives", "nccl", "faults")
 
 Interval = tuple[int, int]
+# A number whose 64 bits have no sign, such as a key. Others fit an array of int64.
+Word = Annotated[int, "64 bits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Bucket:
     """Gradients that are reduced together; `parameters` are indices."""
 
     name: str
-    key: int
+    key: Word
     bytes: int
     dtype: str
     parameters: tuple[int, ...] = ()
@@ -72,7 +76,7 @@ class Probe:
 
     @property
     def bits_per_s(self) -> float:
-        return 8e9 * self.bytes / self.ns if self.ns > 0 else 0.0
+        return 8e9 * self.bytes / self.ns if min(self.lanes, self.ns) > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,7 @@ class Step:
     optimizer: tuple[Interval, ...] = ()
     modules: tuple[tuple[int, int, int], ...] = ()
     grad_ready: tuple[tuple[int, int], ...] = ()
-    waits: tuple[tuple[int, int, int], ...] = ()
+    waits: tuple[tuple[Word, int, int], ...] = ()
     evaluation: tuple[Interval, ...] = ()
     checkpoints: tuple[Interval, ...] = ()
     cpu_ns: int | None = None
@@ -201,7 +205,7 @@ class Collective:
 
     rank: int
     arm: Arm
-    key: int
+    key: Word
     round: int
     submit_ns: int
     tensor_bytes: int
@@ -311,7 +315,7 @@ class NcclOperation:
     kernel, network: empty where NCCL reported none, as for messages between ranks of one host."""
 
     rank: int
-    comm: int
+    comm: Word
     comm_rank: int
     comm_size: int
     function: str
@@ -323,7 +327,7 @@ class NcclOperation:
     channels: int = 0
     sequence: int | None = None
     peer: int | None = None
-    tag: int = 0
+    tag: Word = 0
     called_ns: int | None = None
     step: int | None = None
     bucket: int | None = None
@@ -339,7 +343,7 @@ class Fault:
     kind: str
     time_ns: int
     peers: tuple[int, ...] = ()
-    key: int = 0
+    key: Word = 0
     lane: int | None = None
     waited_ns: int = 0
     code: int = 0
@@ -386,6 +390,10 @@ class Trace:
     faults: tuple[Fault, ...] = ()
     groups: tuple[ProcessGroup, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.size <= SIZE_MAX:
+            raise ValueError(f"a run of {self.size} ranks: must be from 0 to {SIZE_MAX}")
+
     def of_rank(self, rank: int) -> Trace:
         """Return the run as one rank recorded it."""
         own: dict[str, Any] = {name: tuple(row for row in getattr(self, name) if row.rank == rank) for name in BY_RANK}
@@ -421,19 +429,25 @@ def encode(value: Any) -> str:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(kind, include_extras=True)
 
 
-_WORD = 1 << 64
+_LIMITS: Mapping[Any, int] = types.MappingProxyType({int: 1 << 63, Word: 1 << 64})
 _SCALARS: Mapping[Any, tuple[type, ...]] = types.MappingProxyType(
-    {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+    {int: (int,), Word: (int,), float: (int, float), str: (str,), bool: (bool,)}
 )
+
+
+def _name(kind: Any) -> str:
+    """Return the name of a type in a message."""
+    return "int" if kind == Word else getattr(kind, "__name__", str(kind))
 
 
 def _scalar(kind: Any, value: Any) -> Any:
     if type(value) not in _SCALARS[kind]:
-        raise TypeError(f"{str(value)[:40]!r} where {kind.__name__} must be")
-    if kind is int and not -_WORD <= value < _WORD:
+        raise TypeError(f"{str(value)[:40]!r} where {_name(kind)} must be")
+    limit = _LIMITS.get(kind)
+    if limit is not None and not -limit <= value < limit:
         raise TypeError(f"{str(value)[:40]} where a number of 64 bits must be")
     return value
 
@@ -449,7 +463,7 @@ def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 def _nothing(kind: Any) -> None:
     """Raise TypeError unless the type allows None."""
     if kind is not Any and type(None) not in typing.get_args(kind):
-        raise TypeError(f"nothing where {getattr(kind, '__name__', kind)} must be")
+        raise TypeError(f"nothing where {_name(kind)} must be")
 
 
 def decode(kind: Any, value: Any) -> Any:

@@ -7,10 +7,11 @@ and incomplete work is counted.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -454,15 +455,35 @@ _LEFT_OUT = tuple(EVENTS[name] for name in ("OP_NAME", "OP_READY", "OP_PACK"))
 # Monotonic clocks with wall anchors this close are the same clock: no two hosts boot within this time.
 SAME_CLOCK_NS = 20_000_000
 
+RUN_FILE = "run.json"
 TRAIN = "train"
 NCCL = "nccl"  # the ring of NCCL's profiler plugin
 _RING_NAME = re.compile(r"(\d+)\.(.+)\.ring")
 
 
 @dataclass(frozen=True, slots=True)
+class _Described:
+    """A rank's description of itself, and of the model. transports: by name."""
+
+    hostname: str = ""
+    host_id: str = ""
+    pid: int = 0
+    finished: bool = False
+    error: str | None = None
+    cores: tuple[int, ...] = ()
+    transports: Mapping[str, tr.TransportInfo] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    parameters: tuple[tr.Parameter, ...] = ()
+    buckets: tuple[tr.Bucket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _RankFiles:
+    """The files of a rank. meta: its description as it was written, without nulls."""
+
     rank: int
     meta: Mapping[str, Any]
+    described: _Described
     rings: Mapping[str, Ring]
     notes: tuple[str, ...]
 
@@ -513,12 +534,44 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return found
 
 
+def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _of_file(path: Path) -> Iterator[None]:
+    """Raise ValueError naming the file for a value of another shape."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path}: {what}") from error
+
+
+def _described_transport(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
+    tr.decode(int, info.get("clock_offset_ns") or 0)
+    points = [dict(zip(("lanes", "bytes", "ns"), point, strict=True)) for point in info.get("probe") or ()]
+    return {**_without_nulls(info), "name": name, "probe": points, "costs": []}
+
+
+def _described(meta: Mapping[str, Any]) -> _Described:
+    """Return the typed values of a description. Raises as decode."""
+    transports = {name: _described_transport(name, info) for name, info in meta.get("transports", {}).items()}
+    buckets = [{**bucket, "key": _key(bucket["key"])} for bucket in meta.get("buckets", ())]
+    found: _Described = tr.decode(_Described, {**meta, "transports": transports, "buckets": buckets})
+    return found
+
+
 def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankFiles:
     """Read the files of a rank; unreadable files become notes."""
     notes: list[str] = []
     meta: Mapping[str, Any] = {}
+    described = _Described()
+    path = folder / f"{rank}.meta.json"
     try:
-        meta = _read_json(folder / f"{rank}.meta.json")
+        written = _without_nulls(_read_json(path))
+        with _of_file(path):
+            described, meta = _described(written), written
     except FileNotFoundError:
         notes.append(f"rank {rank} left no description of itself")
     except ValueError as error:
@@ -529,33 +582,18 @@ def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankF
             rings[path.name.split(".", 1)[1].removesuffix(".ring")] = read(path)
         except ValueError as error:
             notes.append(f"left out: {error}")
-    return _RankFiles(rank, meta, rings, tuple(notes))
+    return _RankFiles(rank, meta, described, rings, tuple(notes))
 
 
-_OF_TRANSPORT = (
-    "provider",
-    "streams_open",
-    "streams_used",
-    "bytes_out",
-    "bytes_in",
-    "streams_asked",
-    "interface",
-    "link_bps",
-    "shm",
-    "cpu",
-)
+def _transport(info: tr.TransportInfo, events: Sequence[Event]) -> tr.TransportInfo:
+    return replace(info, probe=info.probe or probes(events), costs=costs(events))
 
 
-def _transport(name: str, info: Mapping[str, Any], events: Sequence[Event]) -> tr.TransportInfo:
-    known = {k: info.get(k) for k in _OF_TRANSPORT}
-    points = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
-    ports = tuple(map(int, info.get("ports") or ()))
-    return tr.TransportInfo(name, **known, probe=points or probes(events), costs=costs(events), ports=ports)
-
-
-def _transports(described: Mapping[str, Any], named: Mapping[str, list[Event]]) -> tuple[tr.TransportInfo, ...]:
+def _transports(
+    described: Mapping[str, tr.TransportInfo], named: Mapping[str, list[Event]]
+) -> tuple[tr.TransportInfo, ...]:
     names = dict.fromkeys([*described, *(name for name in named if name not in (TRAIN, NCCL))])
-    return tuple(_transport(name, described.get(name) or {}, named.get(name, ())) for name in names)
+    return tuple(_transport(described.get(name) or tr.TransportInfo(name), named.get(name, ())) for name in names)
 
 
 def _key(value: int | str) -> int:
@@ -578,20 +616,21 @@ def _rank_trace(
             found += collectives(events, files.rank, name, on_host, buckets)
     if error_ns is not None:
         steps = with_bucket_times(steps, found, run.buckets)
-    ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")
+    about = files.described
+    ended_well = about.finished and not about.error
     rank = tr.Rank(
         files.rank,
-        hostname=files.meta.get("hostname", ""),
-        host_id=str(files.meta.get("host_id", "")),
-        pid=next((ring.pid for ring in files.rings.values()), files.meta.get("pid", 0)),
-        finished=bool(files.meta.get("finished", False)),
-        error=files.meta.get("error"),
+        hostname=about.hostname,
+        host_id=about.host_id,
+        pid=next((ring.pid for ring in files.rings.values()), about.pid),
+        finished=about.finished,
+        error=about.error,
         clock=clock,
         # After a normal end, the last step is open: the script ends within it.
         steps_unfinished=unfinished + (still_open and not ended_well),
         events_dropped=sum(ring.dropped for ring in files.rings.values()) + lost,
-        cores=tuple(files.meta.get("cores") or ()),
-        transports=_transports(files.meta.get("transports") or {}, named),
+        cores=about.cores,
+        transports=_transports(about.transports, named),
         device_error_ns=error_ns,
     )
     return replace(
@@ -621,45 +660,32 @@ def _nccl(
     return nccl_operations(named[NCCL], rank.rank, in_steps.at, calls, run.buckets)
 
 
-def _network(described: Mapping[str, Any] | None) -> tr.Network | None:
-    if not described:
-        return None
-    flows = tuple(described.get("flow_bps") or ())
-    return tr.Network(described.get("how") or "", described.get("link_bps"), flows, described.get("verified") or {})
-
-
 def _head(run: Mapping[str, Any], ranks: Sequence[_RankFiles]) -> tr.Trace:
-    """Return the part of a trace that all ranks share."""
-    described = next((files.meta for files in ranks if files.meta.get("parameters")), {})
-    return tr.Trace(
-        id=str(run.get("id", "")),
-        size=int(run["size"]),
-        arms=tuple(Arm.parse(name) for name in run.get("arms") or run["transports"]),
-        command=tuple(run.get("command") or ()),
-        model=run.get("model") or "",
-        started_wall_ns=int(run.get("started_wall_ns") or 0),
-        notes=(*(run.get("notes") or ()), *(note for files in ranks for note in files.notes)),
-        modules=tuple(described.get("modules") or ()),
-        network=_network(run.get("network")),
-        parameters=tuple(
-            tr.Parameter(p["name"], p["bytes"], p["dtype"], p.get("bucket")) for p in described.get("parameters", ())
-        ),
-        buckets=tuple(
-            tr.Bucket(b["name"], _key(b["key"]), b["bytes"], b["dtype"], tuple(b["parameters"]))
-            for b in described.get("buckets", ())
-        ),
+    """Return the part of a trace that all ranks share. Raises as decode."""
+    about = next((files.described for files in ranks if files.described.parameters), _Described())
+    network = _without_nulls(run.get("network") or {})
+    arms = run.get("arms") or run.get("transports")
+    known = _without_nulls({**run, "arms": arms, "network": network or None})
+    head: tr.Trace = tr.decode(tr.Trace, {"id": "", **known})
+    return replace(
+        head,
+        notes=(*head.notes, *(note for files in ranks for note in files.notes)),
+        modules=about.modules,
+        parameters=about.parameters,
+        buckets=about.buckets,
     )
 
 
 def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Callable[[Path], Ring]) -> tr.Trace:
     everyone = [_rank_files(folder, rank, read) for rank in ranks]
-    head = _head(run, everyone)
+    with _of_file(folder.parent / RUN_FILE):
+        head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
     parts = []
     for files in everyone:
         clock = _clock(files, reference)
         named = {name: _named_events(ring, clock) for name, ring in files.rings.items()}
-        parts.append(_rank_trace(head, files, clock, named, run.get("plan")))
+        parts.append(_rank_trace(head, files, clock, named, plan))
     return replace(tr.merge(parts), epoch_wall_ns=reference or 0)
 
 
@@ -669,9 +695,9 @@ def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Tr
     read: returns the ring of a file, such as a part of it. Raises FileNotFoundError for a folder without a run, and
     ValueError naming the file for an unknown version."""
     folder = Path(run_dir)
-    if not (folder / "run.json").exists():
+    if not (folder / RUN_FILE).exists():
         raise FileNotFoundError(f"{folder}: no run.json here; give the folder of a run")
-    run = _read_json(folder / "run.json")
+    run = _read_json(folder / RUN_FILE)
     ranks_dir = folder / "ranks"
     matches = [_RING_NAME.fullmatch(path.name) for path in ranks_dir.glob("*.ring")]
     ranks = sorted({int(match[1]) for match in matches if match})

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
+from netbottleneck.analysis.bandwidth import stated_link_bps
 from netbottleneck.analysis.comparisons import Estimate, block_pairs, by_block, middle
 from netbottleneck.analysis.intervals import (
     counted,
@@ -114,7 +115,9 @@ def _times_alone(entries: Sequence[float], ends: Sequence[float], in_flight: int
 def _members(trace: Trace, operation: Collective) -> int | None:
     """Number of tensors of an operation; None if the run did not record it."""
     index = operation.bucket
-    return len(trace.buckets[index].parameters) or None if index is not None and index < len(trace.buckets) else None
+    return (
+        len(trace.buckets[index].parameters) or None if index is not None and 0 <= index < len(trace.buckets) else None
+    )
 
 
 def services(trace: Trace, transport: Arm, in_flight: int) -> tuple[str, list[Service]]:
@@ -195,13 +198,16 @@ def achievable(trace: Trace, transport: Arm) -> Link | None:
     return None
 
 
-def nominal(trace: Trace) -> Link | None:
-    """Return the configured link, else the rated speed of the slowest interface; None if neither is known."""
-    if trace.network is not None and trace.network.link_bps:
-        flows = trace.network.flow_bps
-        return Link(trace.network.link_bps, max(1, len(flows)), min(flows) if flows else None)
-    recorded = [info.link_bps for rank in trace.ranks for info in rank.transports if info.link_bps]
-    return Link(min(recorded)) if recorded else None
+def nominal(trace: Trace, transport: Arm) -> Link | None:
+    """Return the configured link, else the rated speed of the transport's slowest interface; None if it is not known.
+
+    Ranks that share a host have no rated link.
+    """
+    rate = stated_link_bps(trace, Arm.parse(transport))
+    if not rate:
+        return None
+    flows = trace.network.flow_bps if trace.network is not None else ()
+    return Link(rate, max(1, len(flows)), min(flows, default=None))
 
 
 def step_and_sum(trace: Trace, transport: Arm) -> tuple[float | None, float]:
@@ -640,7 +646,7 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
     step_ns, add = step_and_sum(trace, name)
     known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
     floor = _least_byte_ns(trace, name, shape[1])
-    link = nominal(trace)
+    link = nominal(trace, name)
     full = max(floor, 8e9 * shape[1] / link.rate_bps if link is not None else 0.0)
     most_fixed = _most_fixed_ns(rows, full) if known is None else None
     a, b, why, note = fit_operations(rows, known if most_fixed is None else 0.0, floor)
@@ -663,7 +669,7 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
         )
 
     cost, probed = cost_of((a, b)), achievable(trace, name)
-    reached = (cost.link, probed, nominal(trace))
+    reached = (cost.link, probed, link)
     lines = bounding_lines(rows, a, b, floor)
     if most_fixed:
         lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)

@@ -173,7 +173,7 @@ class Plan:
         names = [transport] if transport is not None else [t for t in trace.arms if t not in PSEUDO]
         for name in names:
             used = _buckets_of_steps(trace, name)
-            found = [trace.buckets[index].parameters for index in used if index < len(trace.buckets)]
+            found = [trace.buckets[index].parameters for index in used if 0 <= index < len(trace.buckets)]
             if found and all(found):
                 return cls.explicit(found, in_flight(trace, name))
         raise ValueError(f"the trace does not record the buckets of {transport or 'any of its transports'}")

@@ -332,7 +332,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
         ('"begin_ns":', '"begin_ns":"soon","x":', "'soon' where int must be"),
         ('"grad_ready":[[', '"grad_ready":[[4000,5],[', "has a gradient 4000; there are 4"),
         ('"bytes":1048576', '"bytes":-1', "parameter conv1.weight has -1 bytes"),
-        ('"bytes":1048576', f'"bytes":{1 << 63}', f"parameter conv1.weight has {1 << 63} bytes: must be from 0 to"),
+        ('"bytes":1048576', f'"bytes":{1 << 62}', f"parameter conv1.weight has {1 << 62} bytes: must be from 0 to"),
         ('"size":2', '"size":0', "a run of 0 ranks"),
         ('{"step":{"rank":0,"index":1,', '{"step":{"rank":,', "line"),
     ],

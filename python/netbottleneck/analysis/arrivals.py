@@ -286,7 +286,7 @@ def _by_host(trace: Trace, ranks: Sequence[int]) -> list[list[int]]:
     hosts = {rank.rank: rank.host_id for rank in trace.ranks}
     columns: dict[str, list[int]] = defaultdict(list)
     for column, rank in enumerate(ranks):
-        columns[hosts[rank]].append(column)
+        columns[hosts.get(rank, "")].append(column)
     return list(columns.values()) if (host_count(trace) or 0) > 1 else []
 
 

@@ -471,6 +471,45 @@ def test_close_releases_everything(pair: list[_core.Comm]) -> None:
     line.append(1)
 
 
+def test_a_collected_cycle_keeps_the_memory_of_a_pending_work(pair: list[_core.Comm]) -> None:
+    memory = np.ones(64, np.uint8)  # the collector does not track it: the weak reference shows when it is freed
+    watch = weakref.ref(memory)
+    place = (memory.ctypes.data, memory.nbytes)
+    box: list[Any] = [memory]
+    box.append(pair[0].submit("cycle", _core.ALLREDUCE, place, _core.UINT8, keep=box))
+    del memory, box
+    gc.collect()
+    assert watch() is not None
+    pair[1].submit("cycle", _core.ALLREDUCE, bytearray(64), _core.UINT8).wait()
+    on_ranks(pair, lambda comm: comm.submit("after", _core.BARRIER, None, _core.UINT8).wait())
+    pair[0].notices()
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_job_in_a_collected_cycle_ends_before_the_memory_of_its_operations_is_freed() -> None:
+    box: list[Any] = []  # made first: the collector clears it before the communicator
+    comms, seen = join(2), []
+
+    def freed(_: object) -> None:
+        try:
+            comms[1].submit("cycle", _core.ALLREDUCE, bytearray(64), _core.UINT8).wait()
+            seen.append("rank 0 took part")
+        except errors.Error:
+            seen.append("rank 0 has ended")
+
+    memory = np.ones(64, np.uint8)
+    watch = weakref.ref(memory, freed)
+    place = (memory.ctypes.data, memory.nbytes)
+    box += [comms[0].submit("cycle", _core.ALLREDUCE, place, _core.UINT8, keep=box), comms[0], memory]
+    comms[0] = comms[1]
+    del memory, box
+    gc.collect()
+    assert watch() is None
+    assert seen == ["rank 0 has ended"]
+    comms[1].close()
+
+
 def test_a_cycle_through_a_pending_work_is_collected() -> None:
     comms = join(2)
     token = Token()

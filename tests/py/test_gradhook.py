@@ -916,6 +916,47 @@ def test_gradients_in_flight_outlive_their_hook() -> None:
     assert on_two_ranks(both) == [True, True]
 
 
+class Late:
+    """Waits for a hook when the collector finds both."""
+
+    def __init__(self, hook: _core.GradHook, seen: list[str]) -> None:
+        self.hook, self.seen = hook, seen
+
+    def __del__(self) -> None:
+        try:
+            self.hook.wait()
+        except RuntimeError as refusal:
+            self.seen.append(str(refusal))
+
+
+def test_a_collected_cycle_keeps_the_memory_of_buckets_in_flight() -> None:
+    def train(comm: _core.Comm) -> list[Any]:
+        if comm.rank == 1:
+            comm.exchange(b"dropped")
+            comm.submit("bucket", _core.ALLREDUCE, bytearray(16), _core.FLOAT32).wait()
+            comm.exchange(b"summed")
+            return []
+        memory = Memory(16)
+        watch, box, parameter = weakref.ref(memory), [memory], nn.Parameter(torch.ones(4))
+        seen: list[Any] = []
+        view = torch.frombuffer(memory, dtype=torch.float32)
+        buckets = [("bucket", _core.FLOAT32, view.data_ptr(), 16, 0)]
+        hook = _core.GradHook([parameter], [view], [0], [0], buckets, keep=box)
+        box += [hook, Late(hook, seen)]
+        hook.target(comm)
+        hook.flush()
+        del memory, box, view, hook
+        gc.collect()
+        seen.append(watch() is not None)
+        comm.exchange(b"dropped")
+        comm.exchange(b"summed")
+        comm.notices()
+        gc.collect()
+        return [*seen, watch() is None]
+
+    assert on_two_ranks(train) == [["the GradHook was cleared", True, True], []]
+
+
 @pytest.mark.parametrize("direct_bytes", WAYS)
 def test_nothing_grows_over_many_steps(alone: _core.Comm, direct_bytes: int) -> None:
     plan = Plan(chain(4), direct_bytes=direct_bytes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
+import subprocess
 import sys
 import threading
 import weakref
@@ -876,6 +878,44 @@ def test_a_parameter_that_is_gone_counts_as_zeros() -> None:
     plan.hook.wait()
     assert sink.seen == [0, 0]
     assert [view.tolist() for view in plan.views] == [[1.0] * 4, [0.0] * 4]
+
+
+DROPPED_MEANWHILE = """
+import torch
+from netbottleneck import _core
+
+
+class Gradient(torch.Tensor):
+    @property
+    def dtype(self):
+        if waiting:
+            parameters.clear()
+        return torch.float32
+
+
+waiting = False
+parameters = [torch.nn.Parameter(torch.ones(4))]
+memory = _core.Arena(16)
+view = torch.frombuffer(memory, dtype=torch.float32, count=4)
+buckets = [("bucket", _core.FLOAT32, memory.address, 16, 0)]
+hook = _core.GradHook(parameters, [view], [0], [0], buckets, keep=memory)
+comm = _core.Comm(0, 1, secret=b"")
+hook.target(comm, postscale=2.0)
+gradient = parameters[0].grad = torch.ones(4).as_subclass(Gradient)
+hook.flush()
+waiting = True
+hook.wait()
+assert not parameters
+print(gradient.tolist())
+"""
+
+
+def test_a_parameter_may_go_while_its_gradient_gets_the_sum() -> None:
+    """Python overwrites what it frees, so that a use of the parameter shows."""
+    env = {**os.environ, "PYTHONMALLOC": "debug"}
+    command = [sys.executable, "-c", DROPPED_MEANWHILE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout == "[2.0, 2.0, 2.0, 2.0]\n", (done.returncode, done.stderr)
 
 
 class Memory(bytearray):

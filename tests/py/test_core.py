@@ -523,6 +523,63 @@ def test_a_cycle_through_a_pending_work_is_collected() -> None:
     comms[1].close()
 
 
+CLOSED_MEANWHILE = """
+import sys, types
+from netbottleneck import _core, errors
+
+memory = bytearray(16)
+
+
+class Number:
+    def __index__(self):
+        comm.close()
+        return 0
+
+
+class Ranks:
+    def __iter__(self):
+        comm.close()
+        return iter([0])
+
+
+class OnDevice:
+    is_contiguous = lambda self: True
+    data_ptr = lambda self: 64
+    numel = lambda self: 4
+    element_size = lambda self: 4
+    __dlpack_device__ = lambda self: (2, 0)
+
+
+def current_stream(number):
+    comm.close()
+    return types.SimpleNamespace(cuda_stream=1)
+
+
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch.cuda"] = types.SimpleNamespace(current_stream=current_stream)
+calls = [
+    lambda: comm.submit("x", _core.ALLREDUCE, memory, _core.FLOAT32, group=Number()),
+    lambda: comm.submit("x", _core.ALLREDUCE, memory, _core.FLOAT32, root=Number()),
+    lambda: comm.submit("x", _core.ALLREDUCE, OnDevice(), _core.FLOAT32),
+    lambda: comm.missing("x", group=Number()),
+    lambda: comm.group(1, Ranks()),
+    lambda: _core.GradHook([], [], [], [], []).target(comm, group=Number()),
+]
+for call in calls:
+    comm = _core.Comm(0, 1, secret=b"")
+    try:
+        call()
+        print("no error")
+    except errors.ClosedError as error:
+        print(error.strerror)
+memory.append(0)  # nothing keeps it
+"""
+
+
+def test_a_communicator_that_an_argument_closes_is_refused() -> None:
+    assert run_python(CLOSED_MEANWHILE).splitlines() == ["communicator is closed"] * 6
+
+
 def test_nothing_grows_over_ten_thousand_operations() -> None:
     source = """
 import gc, resource, sys, tempfile, os

@@ -200,6 +200,54 @@ def events_of(path: Path) -> list[tuple[int, ...]]:
     return list(struct.iter_unpack("=qII6Q", path.read_bytes()[4096:]))
 
 
+CLOSED_BY_TWO_THREADS = """
+import ctypes, re, sys, threading, types
+from netbottleneck import _core
+
+library, header, path = sys.argv[1:]
+driver = ctypes.CDLL(library)
+names = re.findall(r"\\(\\*(\\w+)\\)\\(", header[header.index("struct fake_controls {"):])
+driver.fake_controls.restype = ctypes.POINTER(ctypes.c_void_p)
+hold = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(driver.fake_controls()[names.index("hold")])
+context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+assert driver.cuInit(0) == driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert driver.cuCtxPushCurrent_v2(context) == driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+
+
+class OnDevice:
+    is_contiguous = lambda self: True
+    data_ptr = lambda self: 64
+    numel = lambda self: 4
+    element_size = lambda self: 4
+    __dlpack_device__ = lambda self: (2, 0)
+
+
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch.cuda"] = types.SimpleNamespace(
+    current_stream=lambda number: types.SimpleNamespace(cuda_stream=stream.value)
+)
+recorder = _core.Recorder(path, 64, 0)
+recorder.follow(OnDevice(), library)
+hold(stream, True)
+recorder.put(_core.EVENTS["STEP_BEGIN"])
+first = threading.Thread(target=recorder.close)
+first.start()
+while recorder.device_stream is not None:  # then it waits for the device
+    pass
+recorder.close()
+hold(stream, False)
+first.join()
+"""
+
+
+def test_a_second_close_leaves_the_file_to_the_one_that_waits_for_the_device(tmp_path: Path, fake_driver: Path) -> None:
+    header = (EVENT_H.parents[2] / "tests" / "cuda" / "fake.h").read_text(encoding="utf-8")
+    run_python(CLOSED_BY_TWO_THREADS, str(fake_driver), header, str(tmp_path / "ring"))
+    kinds = [event[1] for event in events_of(tmp_path / "ring")]
+    begin, dropped = _core.EVENTS["STEP_BEGIN"], 0
+    assert [kind for kind in kinds if kind in (begin, dropped)] in ([begin], [dropped])
+
+
 def test_stamps_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     recorder = _core.Recorder(str(path), 8, 3)

@@ -45,6 +45,7 @@ APART = {
 }
 # Functions of the core that a program replaces: its __wrap_<name> is called instead.
 WRAPPED = {
+    "test_arena": ("posix_fallocate",),
     **{name: ("nb_ofi_lib_open",) for name in ("test_transport", "test_ofi_double", "test_ofi_registration")},
     "test_clock": ("clock_gettime",),
     "test_lane_rate": ("clock_gettime",),

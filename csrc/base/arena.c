@@ -10,11 +10,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/types.h>
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/file.h"
 #include "base/fork.h"
 #include "base/list.h"
 
@@ -64,21 +64,14 @@ static void start(void) {
     nb_fork_handler(in_child);
 }
 
-// The kernel kills a process that makes a file longer than this limit, unless it ignores SIGXFSZ.
-static bool beyond_limit(size_t bytes) {
-    struct rlimit limit;
-    return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes;
-}
-
 int nb_arena_shared(size_t bytes, bool there, void **base) {
     nb_fork_hold();
     int fd = nb_fork_own(memfd_create("netbottleneck", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (fd < 0) {
         return -errno;
     }
-    int rc = beyond_limit(bytes) ? -EFBIG : 0;
-    if (rc == 0 && (ftruncate(fd, (off_t)bytes) != 0 || (there && fallocate(fd, 0, 0, (off_t)bytes) != 0) ||
-                    fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0)) {
+    int rc = nb_file_extend(fd, bytes, there);
+    if (rc == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
         rc = -errno;
     }
     void *memory = rc == 0 ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;

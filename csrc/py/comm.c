@@ -151,6 +151,16 @@ static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
+// Ends a job that was not closed. The collector calls this before it clears any object of a cycle: nothing is in
+// progress when the memory of the operations goes.
+static void comm_finalize(PyObject *object) {
+    struct core_comm *self = comm_of(object);
+    if (self->job != NULL && core_comm_is_here(object)) {
+        nb_job_abort(self->job, "its communicator was deleted without close()");
+        end_job(self);
+    }
+}
+
 // In a forked child the engine's memory stays as it is: the child has no engine thread.
 static int comm_clear(PyObject *object) {
     struct core_comm *self = comm_of(object);
@@ -158,10 +168,7 @@ static int comm_clear(PyObject *object) {
         mappings_end(self);
         return 0;
     }
-    if (self->job != NULL) {
-        nb_job_abort(self->job, "its communicator was deleted without close()");
-        end_job(self);
-    }
+    comm_finalize(object);
     core_comm_sweep(object);
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->strings);
@@ -315,14 +322,15 @@ static const PyGetSetDef getset[] = {
 
 #define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
+static const char comm_doc[] =
+    "Comm(rank, size, *, secret, listener=None, address=None, tag='', transport='tcp', streams=0,\n"
+    "     provider=None, library=None, ifname=None, ports=(0, 0), segment_bytes=0, timeout_s=30.0,\n"
+    "     stall_s=60.0, stall_end_s=0.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
+    "A job's communicator: all ranks. One communication thread, which never touches Python.\n\n"
+    "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Deleted without\n"
+    "close() it aborts the job on all ranks. In a forked child every call raises Error.";
+
 PyTypeObject *core_comm_type(PyObject *module) {
-    static const char doc[] =
-        "Comm(rank, size, *, secret, listener=None, address=None, tag='', transport='tcp', streams=0,\n"
-        "     provider=None, library=None, ifname=None, ports=(0, 0), segment_bytes=0, timeout_s=30.0,\n"
-        "     stall_s=60.0, stall_end_s=0.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
-        "A job's communicator: all ranks. One communication thread, which never touches Python.\n\n"
-        "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Deleted without\n"
-        "close() it aborts the job on all ranks. In a forked child every call raises Error.";
     static const PyMethodDef methods[] = {
         {"submit", WITH_KEYWORDS(core_comm_submit_method),
          "submit($self, name, kind, memory, dtype, *, op=SUM, root=0, prescale=1.0, postscale=1.0,\n"
@@ -358,11 +366,12 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {0},
     };
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)doc},
+        {Py_tp_doc, (void *)comm_doc},
         {Py_tp_new, (void *)comm_new},
         {Py_tp_dealloc, (void *)comm_dealloc},
         {Py_tp_traverse, (void *)comm_traverse},
         {Py_tp_clear, (void *)comm_clear},
+        {Py_tp_finalize, (void *)comm_finalize},
         {Py_tp_methods, (void *)methods},
         {Py_tp_getset, (void *)getset},
         {0, NULL},

@@ -57,11 +57,14 @@ void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, s
 int core_comm_follow(PyObject *comm, const struct core_hold *hold) {
     void *now = NULL;
     struct nb_error err = {0};
-    if (hold->device.type == 0 || comm_of(comm)->job == NULL) {
+    if (hold->device.type == 0) {
         return 0;
     }
     if (hold->device.stream(hold->device.type, hold->device.number, &now) != 0) {
         return -1;
+    }
+    if (comm_of(comm)->job == NULL) { // last: the call above may run Python, and close it
+        return 0;
     }
     int rc = nb_work_follow(hold->work, now, &err);
     if (rc < 0) {
@@ -106,7 +109,7 @@ static int set_device(struct nb_op *op, const struct core_device *device, bool o
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
     const struct core_device *device = &hold->device;
     struct nb_op placed = *op;
-    if (set_device(&placed, device, comm_of(comm)->other_driver) < 0 || core_comm_check(comm) < 0) {
+    if (set_device(&placed, device, comm_of(comm)->other_driver) < 0) {
         return -1;
     }
     struct nb_error err = {0};
@@ -120,6 +123,9 @@ int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op,
         current = now;
         placed.streams = &current;
         placed.stream_count = 1;
+    }
+    if (core_comm_check(comm) < 0) { // last: the call above may run Python, and close it
+        return -1;
     }
     int rc = nb_submit(of, &placed, &work, &err);
     if (rc < 0) {

@@ -90,7 +90,7 @@ static int parse_submit(const struct submit_args *in, int size, struct nb_op *op
 
 struct nb_comm *core_comm_group_of(PyObject *object, PyObject *number) {
     long id;
-    if (core_comm_check(object) < 0 || optional_long("group", number, 0, UINT32_MAX, &id) < 0) {
+    if (optional_long("group", number, 0, UINT32_MAX, &id) < 0 || core_comm_check(object) < 0) {
         return NULL;
     }
     struct nb_comm *comm = nb_comm_find(((struct core_comm *)object)->job, (uint32_t)id);
@@ -166,11 +166,15 @@ PyObject *core_comm_group(PyObject *object, PyObject *args, PyObject *kwargs) {
     long id;
     int count;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:group", (char **)keywords, &number, &list) ||
-        core_get_long("number", number, 1, UINT32_MAX, &id) < 0 || core_comm_check(object) < 0) {
+        core_get_long("number", number, 1, UINT32_MAX, &id) < 0) {
         return NULL;
     }
     int *ranks = ranks_parse(list, &count);
     if (ranks == NULL) {
+        return NULL;
+    }
+    if (core_comm_check(object) < 0) { // last: the arguments may run Python, and close it
+        PyMem_Free(ranks);
         return NULL;
     }
     struct nb_error err = {0};

@@ -143,6 +143,10 @@ static int wait_future(struct core_gradhook *self, struct gradhook_bucket *bucke
 // signal, say) and the engine still uses its memory.
 static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     int rc = 0;
+    if (self->native && bucket->hold == NULL) { // only a finaliser of the same cycle can see this
+        PyErr_SetString(PyExc_RuntimeError, "the GradHook was cleared");
+        return -1;
+    }
     if (bucket->hold != NULL) {
         if (!core_comm_is_here(self->target)) {
             return core_comm_check(self->target);
@@ -327,14 +331,10 @@ static PyObject *keep_of(const struct core_gradhook *self, const struct gradhook
 
 static void abandon(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     struct core_hold *hold = bucket->hold;
+    if (hold == NULL || !core_comm_is_here(self->target) || core_hold_done(hold)) {
+        return;
+    }
     bucket->hold = NULL;
-    if (hold == NULL || !core_comm_is_here(self->target)) {
-        return;
-    }
-    if (core_hold_done(hold)) {
-        core_hold_free(hold);
-        return;
-    }
     hold->keep = keep_of(self, bucket);
     if (hold->keep == NULL) { // out of memory: leak the gradients rather than free them under the engine
         PyErr_Clear();

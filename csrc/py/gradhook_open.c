@@ -99,16 +99,16 @@ static int method_truth(PyObject *object, const char *name, bool *out) {
 
 // Checks that all views are on one device.
 static int check_device(struct core_gradhook *self, const struct gradhook_param *param, uint32_t index, bool on_host) {
-    struct core_tensor_place place = {0};
-    if (!on_host && core_tensor_find(param->view, &place) < 0) {
+    struct core_device device = {0};
+    if (!on_host && core_tensor_device(param->view, &device) < 0) {
         return -1;
     }
-    bool same = place.device.type == self->device.type && place.device.number == self->device.number;
+    bool same = device.type == self->device.type && device.number == self->device.number;
     if (index > 0 && !same) {
         PyErr_Format(PyExc_ValueError, "views[%u] must be on the device of views[0]", index);
         return -1;
     }
-    self->device = place.device;
+    self->device = device;
     return 0;
 }
 

@@ -100,22 +100,29 @@ static int give_current(const struct core_gradhook *self, const struct gradhook_
     return sparse || param->converted ? copy_any(self, param, current) : call(current, "set_", param->taken);
 }
 
-int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param) {
-    if (param->taken == NULL) {
-        return 0;
-    }
-    PyObject *parameter = PyWeakref_GetObject(param->parameter);
-    if (parameter == NULL || give_taken(self, param) < 0) {
-        return -1;
-    }
-    if (parameter == Py_None) {
-        return 0;
-    }
+// Gives the sum to what the parameter has as `grad`.
+static int give_parameter(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *parameter) {
     PyObject *current = PyObject_GetAttr(parameter, self->state->names[CORE_GRAD]);
     if (current == NULL) {
         return -1;
     }
     int rc = current != param->taken ? give_current(self, param, current) : 0;
     Py_DECREF(current);
+    return rc;
+}
+
+int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param) {
+    if (param->taken == NULL) {
+        return 0;
+    }
+    PyObject *parameter = Py_XNewRef(PyWeakref_GetObject(param->parameter)); // the calls may drop it
+    if (parameter == NULL) {
+        return -1;
+    }
+    int rc = give_taken(self, param);
+    if (rc == 0 && parameter != Py_None) {
+        rc = give_parameter(self, param, parameter);
+    }
+    Py_DECREF(parameter);
     return rc;
 }

@@ -47,6 +47,11 @@ static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
+// The collector calls this before it clears any object of a cycle, and spares what the Comm then refers to.
+static void gradhook_finalize(PyObject *object) {
+    gradhook_abandon(gradhook_of(object));
+}
+
 // Clears all parameters and buckets first, so that a late call finds none.
 static int gradhook_clear(PyObject *object) {
     struct core_gradhook *self = gradhook_of(object);
@@ -64,6 +69,11 @@ static int gradhook_clear(PyObject *object) {
         Py_CLEAR(self->params[i].alias);
     }
     for (uint32_t b = 0; b < buckets; b++) {
+        struct core_hold *hold = self->buckets[b].hold;
+        self->buckets[b].hold = NULL;
+        if (hold != NULL && core_comm_is_here(self->target)) {
+            core_hold_free(hold);
+        }
         Py_CLEAR(self->buckets[b].future);
         Py_CLEAR(self->buckets[b].flags);
     }
@@ -315,10 +325,15 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
         {0},
     };
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)gradhook_doc},         {Py_tp_new, (void *)gradhook_new},
-        {Py_tp_dealloc, (void *)gradhook_dealloc}, {Py_tp_traverse, (void *)gradhook_traverse},
-        {Py_tp_clear, (void *)gradhook_clear},     {Py_tp_methods, (void *)methods},
-        {Py_tp_getset, (void *)gradhook_getset},   {0, NULL},
+        {Py_tp_doc, (void *)gradhook_doc},
+        {Py_tp_new, (void *)gradhook_new},
+        {Py_tp_dealloc, (void *)gradhook_dealloc},
+        {Py_tp_traverse, (void *)gradhook_traverse},
+        {Py_tp_clear, (void *)gradhook_clear},
+        {Py_tp_finalize, (void *)gradhook_finalize},
+        {Py_tp_methods, (void *)methods},
+        {Py_tp_getset, (void *)gradhook_getset},
+        {0, NULL},
     };
     static const PyType_Spec spec = {
         .name = "netbottleneck._core.GradHook",

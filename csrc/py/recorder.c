@@ -26,7 +26,7 @@ struct core_recorder {
     // Of a stamp whose time is not the host's in any case: with the host's time, or with that of `device`.
     void (*stamp)(struct core_recorder *self, const struct nb_event *event);
     struct core_device_stamps *device; // NULL: none is followed
-    int users;                         // communication threads that stamp
+    int users;                         // communication threads that stamp, and those that wait for a device's stamps
     atomic_int pending;                // stampers that settle() waits for
     bool open;                         // for Python
 };
@@ -81,9 +81,11 @@ static void leave_device(struct core_recorder *self, int64_t limit_ns) {
     self->device = NULL;
     self->stamp = stamp_host;
     if (device != NULL && nb_fork_detector_is_opener(&self->opener)) {
+        self->users++; // another thread may close the recorder meanwhile
         Py_BEGIN_ALLOW_THREADS;
         core_device_stamps_close(device, &self->ring, limit_ns);
         Py_END_ALLOW_THREADS;
+        self->users--;
     }
 }
 

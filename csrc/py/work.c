@@ -89,16 +89,23 @@ static int work_traverse(PyObject *object, visitproc visit, void *arg) {
     return self->hold != NULL ? core_hold_visit(self->hold, visit, arg) : 0;
 }
 
+// Leaves an operation in progress to the Comm. The collector calls this before it clears any object of a cycle, and
+// spares what the Comm then refers to.
+static void work_finalize(PyObject *object) {
+    struct core_work *self = (struct core_work *)object;
+    if (self->hold != NULL && core_comm_is_here(self->comm) && !core_hold_done(self->hold)) {
+        core_comm_hold(self->comm, self->hold);
+        self->hold = NULL;
+    }
+}
+
 static int work_clear(PyObject *object) {
     struct core_work *self = (struct core_work *)object;
+    work_finalize(object);
     struct core_hold *hold = self->hold;
     self->hold = NULL;
     if (hold != NULL && core_comm_is_here(self->comm)) {
-        if (core_hold_done(hold)) {
-            core_hold_free(hold);
-        } else {
-            core_comm_hold(self->comm, hold);
-        }
+        core_hold_free(hold);
     }
     Py_CLEAR(self->comm);
     return 0;
@@ -191,6 +198,7 @@ PyTypeObject *core_work_type(PyObject *module) {
         {Py_tp_dealloc, (void *)work_dealloc},
         {Py_tp_traverse, (void *)work_traverse},
         {Py_tp_clear, (void *)work_clear},
+        {Py_tp_finalize, (void *)work_finalize},
         {Py_tp_methods, (void *)methods},
         {0, NULL},
     };

@@ -15,6 +15,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/file.h"
 #include "trace/event.h"
 
 _Static_assert(sizeof(struct nb_ring_header) <= NB_RING_HEADER, "the header is one page");
@@ -39,16 +40,13 @@ static void fill_header(struct nb_ring_header *header, uint64_t capacity, int ra
 
 // Allocates all blocks of the file now, or none if the disk has no room for all.
 static int reserve(int fd, const char *path, size_t bytes, struct nb_error *err) {
-    int code;
-    do {
-        code = posix_fallocate(fd, 0, (off_t)bytes);
-    } while (code == EINTR);
-    if (code == 0) {
+    int rc = nb_file_extend(fd, bytes, true);
+    if (rc == 0) {
         return 0;
     }
     (void)!ftruncate(fd, 0);
-    errno = code;
-    return nb_fail(err, -code,
+    errno = -rc;
+    return nb_fail(err, rc,
                    "%s: cannot reserve %zu bytes (%m): free disk space, set NETBOTTLENECK_DIR to another disk, or "
                    "lower NETBOTTLENECK_TRACE_EVENTS",
                    path, bytes);

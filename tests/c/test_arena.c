@@ -1,10 +1,12 @@
 // Arenas: aligned, zeroed and shareable. Without a memfd they are private.
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include "base/arena.h"
 #include "base/fork.h"
@@ -50,6 +52,34 @@ static void test_private(void) {
           rc, arena.why);
     check_memory(&arena, 1);
     nb_arena_close(&arena);
+}
+
+static int interruptions; // of the next calls
+
+int __real_posix_fallocate(int fd, off_t offset, off_t bytes);
+int __wrap_posix_fallocate(int fd, off_t offset, off_t bytes);
+int __wrap_posix_fallocate(int fd, off_t offset, off_t bytes) {
+    sigset_t blocked;
+    CHECK(pthread_sigmask(SIG_SETMASK, NULL, &blocked) == 0 && sigismember(&blocked, SIGPROF) == 1,
+          "a signal can interrupt the allocation");
+    return interruptions-- > 0 ? EINTR : __real_posix_fallocate(fd, offset, bytes);
+}
+
+// A timer of the program does not keep shared memory from its pages.
+static void test_signals(void) {
+    enum { BYTES = 1 << 20 };
+    struct stat stat;
+    sigset_t blocked;
+    void *base = NULL;
+    interruptions = 2;
+    int fd = nb_arena_shared(BYTES, true, &base);
+    CHECK(fd >= 0 && interruptions == -1, "interrupted: %d", fd);
+    CHECK(pthread_sigmask(SIG_SETMASK, NULL, &blocked) == 0 && sigismember(&blocked, SIGPROF) == 0,
+          "the signal stays blocked");
+    CHECK(fstat(fd, &stat) == 0 && stat.st_size == BYTES && stat.st_blocks * 512 >= BYTES, "%lld blocks of %lld bytes",
+          (long long)stat.st_blocks, (long long)stat.st_size);
+    CHECK(munmap(base, BYTES) == 0, "munmap: %m");
+    nb_fork_close(fd);
 }
 
 static void test_limits(void) {
@@ -141,6 +171,7 @@ int main(void) {
 
     test_shared();
     test_private();
+    test_signals();
     test_limits();
     return 0;
 }

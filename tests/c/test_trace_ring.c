@@ -261,7 +261,6 @@ static void run_in_child(void (*run)(const char *path), const char *path) {
 
 static void with_small_file_limit(const char *path) {
     struct rlimit limit = {.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
-    (void)signal(SIGXFSZ, SIG_IGN); // as Python does
     CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit: %m");
     check_no_disk_space(path, -EFBIG);
 }

@@ -62,10 +62,8 @@ Tensor copy_from(const Tensor &from, const Tensor &to, bool) {
     } else {
         Tensor host = to_host(to);
         host.copy_(source);
-        Tensor whole =
-            at::empty({0}, to.options())
-                .set_(to.storage(), 0, {static_cast<int64_t>(to.storage().nbytes() / to.element_size())}, {1});
-        write(whole, host.storage().data(), host.storage().nbytes());
+        // From its first to its last element: the driver may be writing to other parts of the storage.
+        write(to, host.data_ptr(), at::detail::computeStorageNbytes(to.sizes(), to.strides(), to.element_size()));
     }
     return to;
 }

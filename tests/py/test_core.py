@@ -200,6 +200,54 @@ def events_of(path: Path) -> list[tuple[int, ...]]:
     return list(struct.iter_unpack("=qII6Q", path.read_bytes()[4096:]))
 
 
+CLOSED_BY_TWO_THREADS = """
+import ctypes, re, sys, threading, types
+from netbottleneck import _core
+
+library, header, path = sys.argv[1:]
+driver = ctypes.CDLL(library)
+names = re.findall(r"\\(\\*(\\w+)\\)\\(", header[header.index("struct fake_controls {"):])
+driver.fake_controls.restype = ctypes.POINTER(ctypes.c_void_p)
+hold = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(driver.fake_controls()[names.index("hold")])
+context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+assert driver.cuInit(0) == driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert driver.cuCtxPushCurrent_v2(context) == driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+
+
+class OnDevice:
+    is_contiguous = lambda self: True
+    data_ptr = lambda self: 64
+    numel = lambda self: 4
+    element_size = lambda self: 4
+    __dlpack_device__ = lambda self: (2, 0)
+
+
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch.cuda"] = types.SimpleNamespace(
+    current_stream=lambda number: types.SimpleNamespace(cuda_stream=stream.value)
+)
+recorder = _core.Recorder(path, 64, 0)
+recorder.follow(OnDevice(), library)
+hold(stream, True)
+recorder.put(_core.EVENTS["STEP_BEGIN"])
+first = threading.Thread(target=recorder.close)
+first.start()
+while recorder.device_stream is not None:  # then it waits for the device
+    pass
+recorder.close()
+hold(stream, False)
+first.join()
+"""
+
+
+def test_a_second_close_leaves_the_file_to_the_one_that_waits_for_the_device(tmp_path: Path, fake_driver: Path) -> None:
+    header = (EVENT_H.parents[2] / "tests" / "cuda" / "fake.h").read_text(encoding="utf-8")
+    run_python(CLOSED_BY_TWO_THREADS, str(fake_driver), header, str(tmp_path / "ring"))
+    kinds = [event[1] for event in events_of(tmp_path / "ring")]
+    begin, dropped = _core.EVENTS["STEP_BEGIN"], 0
+    assert [kind for kind in kinds if kind in (begin, dropped)] in ([begin], [dropped])
+
+
 def test_stamps_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     recorder = _core.Recorder(str(path), 8, 3)
@@ -471,6 +519,45 @@ def test_close_releases_everything(pair: list[_core.Comm]) -> None:
     line.append(1)
 
 
+def test_a_collected_cycle_keeps_the_memory_of_a_pending_work(pair: list[_core.Comm]) -> None:
+    memory = np.ones(64, np.uint8)  # the collector does not track it: the weak reference shows when it is freed
+    watch = weakref.ref(memory)
+    place = (memory.ctypes.data, memory.nbytes)
+    box: list[Any] = [memory]
+    box.append(pair[0].submit("cycle", _core.ALLREDUCE, place, _core.UINT8, keep=box))
+    del memory, box
+    gc.collect()
+    assert watch() is not None
+    pair[1].submit("cycle", _core.ALLREDUCE, bytearray(64), _core.UINT8).wait()
+    on_ranks(pair, lambda comm: comm.submit("after", _core.BARRIER, None, _core.UINT8).wait())
+    pair[0].notices()
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_job_in_a_collected_cycle_ends_before_the_memory_of_its_operations_is_freed() -> None:
+    box: list[Any] = []  # made first: the collector clears it before the communicator
+    comms, seen = join(2), []
+
+    def freed(_: object) -> None:
+        try:
+            comms[1].submit("cycle", _core.ALLREDUCE, bytearray(64), _core.UINT8).wait()
+            seen.append("rank 0 took part")
+        except errors.Error:
+            seen.append("rank 0 has ended")
+
+    memory = np.ones(64, np.uint8)
+    watch = weakref.ref(memory, freed)
+    place = (memory.ctypes.data, memory.nbytes)
+    box += [comms[0].submit("cycle", _core.ALLREDUCE, place, _core.UINT8, keep=box), comms[0], memory]
+    comms[0] = comms[1]
+    del memory, box
+    gc.collect()
+    assert watch() is None
+    assert seen == ["rank 0 has ended"]
+    comms[1].close()
+
+
 def test_a_cycle_through_a_pending_work_is_collected() -> None:
     comms = join(2)
     token = Token()
@@ -482,6 +569,63 @@ def test_a_cycle_through_a_pending_work_is_collected() -> None:
     gc.collect()
     assert watch() is None
     comms[1].close()
+
+
+CLOSED_MEANWHILE = """
+import sys, types
+from netbottleneck import _core, errors
+
+memory = bytearray(16)
+
+
+class Number:
+    def __index__(self):
+        comm.close()
+        return 0
+
+
+class Ranks:
+    def __iter__(self):
+        comm.close()
+        return iter([0])
+
+
+class OnDevice:
+    is_contiguous = lambda self: True
+    data_ptr = lambda self: 64
+    numel = lambda self: 4
+    element_size = lambda self: 4
+    __dlpack_device__ = lambda self: (2, 0)
+
+
+def current_stream(number):
+    comm.close()
+    return types.SimpleNamespace(cuda_stream=1)
+
+
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch.cuda"] = types.SimpleNamespace(current_stream=current_stream)
+calls = [
+    lambda: comm.submit("x", _core.ALLREDUCE, memory, _core.FLOAT32, group=Number()),
+    lambda: comm.submit("x", _core.ALLREDUCE, memory, _core.FLOAT32, root=Number()),
+    lambda: comm.submit("x", _core.ALLREDUCE, OnDevice(), _core.FLOAT32),
+    lambda: comm.missing("x", group=Number()),
+    lambda: comm.group(1, Ranks()),
+    lambda: _core.GradHook([], [], [], [], []).target(comm, group=Number()),
+]
+for call in calls:
+    comm = _core.Comm(0, 1, secret=b"")
+    try:
+        call()
+        print("no error")
+    except errors.ClosedError as error:
+        print(error.strerror)
+memory.append(0)  # nothing keeps it
+"""
+
+
+def test_a_communicator_that_an_argument_closes_is_refused() -> None:
+    assert run_python(CLOSED_MEANWHILE).splitlines() == ["communicator is closed"] * 6
 
 
 def test_nothing_grows_over_ten_thousand_operations() -> None:

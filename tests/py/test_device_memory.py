@@ -48,13 +48,15 @@ def weights(ranks: Ranks, how: str, where: str, env: dict[str, str]) -> str:
 def on_cpu(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> dict[str, str]:
     """Return the weights of the same training on the CPU, by API. It has no streams."""
     ranks = Ranks(tmp_path_factory.mktemp("cpu"), warm=warm)
-    return {how: weights(ranks, how, "cpu", {}) for how in ("hvd", "hvd-fp16", "ddp")}
+    return {how: weights(ranks, how, "cpu", {}) for how in ("hvd", "hvd-fp16", "hvd-strided", "ddp")}
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
-@pytest.mark.parametrize("how", ["hvd", "hvd-fp16", "hvd-streams", "ddp", "ddp-streams"])
+@pytest.mark.parametrize(
+    "how", ["hvd", "hvd-fp16", "hvd-strided", "hvd-streams", "hvd-strided-streams", "ddp", "ddp-streams"]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_are_those_of_the_cpu(
     warm_ranks: Ranks, device: dict[str, str], on_cpu: dict[str, str], how: str, seed: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
+import subprocess
 import sys
 import threading
 import weakref
@@ -878,6 +880,44 @@ def test_a_parameter_that_is_gone_counts_as_zeros() -> None:
     assert [view.tolist() for view in plan.views] == [[1.0] * 4, [0.0] * 4]
 
 
+DROPPED_MEANWHILE = """
+import torch
+from netbottleneck import _core
+
+
+class Gradient(torch.Tensor):
+    @property
+    def dtype(self):
+        if waiting:
+            parameters.clear()
+        return torch.float32
+
+
+waiting = False
+parameters = [torch.nn.Parameter(torch.ones(4))]
+memory = _core.Arena(16)
+view = torch.frombuffer(memory, dtype=torch.float32, count=4)
+buckets = [("bucket", _core.FLOAT32, memory.address, 16, 0)]
+hook = _core.GradHook(parameters, [view], [0], [0], buckets, keep=memory)
+comm = _core.Comm(0, 1, secret=b"")
+hook.target(comm, postscale=2.0)
+gradient = parameters[0].grad = torch.ones(4).as_subclass(Gradient)
+hook.flush()
+waiting = True
+hook.wait()
+assert not parameters
+print(gradient.tolist())
+"""
+
+
+def test_a_parameter_may_go_while_its_gradient_gets_the_sum() -> None:
+    """Python overwrites what it frees, so that a use of the parameter shows."""
+    env = {**os.environ, "PYTHONMALLOC": "debug"}
+    command = [sys.executable, "-c", DROPPED_MEANWHILE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout == "[2.0, 2.0, 2.0, 2.0]\n", (done.returncode, done.stderr)
+
+
 class Memory(bytearray):
     """Memory that records its deallocation."""
 
@@ -914,6 +954,47 @@ def test_gradients_in_flight_outlive_their_hook() -> None:
         return right
 
     assert on_two_ranks(both) == [True, True]
+
+
+class Late:
+    """Waits for a hook when the collector finds both."""
+
+    def __init__(self, hook: _core.GradHook, seen: list[str]) -> None:
+        self.hook, self.seen = hook, seen
+
+    def __del__(self) -> None:
+        try:
+            self.hook.wait()
+        except RuntimeError as refusal:
+            self.seen.append(str(refusal))
+
+
+def test_a_collected_cycle_keeps_the_memory_of_buckets_in_flight() -> None:
+    def train(comm: _core.Comm) -> list[Any]:
+        if comm.rank == 1:
+            comm.exchange(b"dropped")
+            comm.submit("bucket", _core.ALLREDUCE, bytearray(16), _core.FLOAT32).wait()
+            comm.exchange(b"summed")
+            return []
+        memory = Memory(16)
+        watch, box, parameter = weakref.ref(memory), [memory], nn.Parameter(torch.ones(4))
+        seen: list[Any] = []
+        view = torch.frombuffer(memory, dtype=torch.float32)
+        buckets = [("bucket", _core.FLOAT32, view.data_ptr(), 16, 0)]
+        hook = _core.GradHook([parameter], [view], [0], [0], buckets, keep=box)
+        box += [hook, Late(hook, seen)]
+        hook.target(comm)
+        hook.flush()
+        del memory, box, view, hook
+        gc.collect()
+        seen.append(watch() is not None)
+        comm.exchange(b"dropped")
+        comm.exchange(b"summed")
+        comm.notices()
+        gc.collect()
+        return [*seen, watch() is None]
+
+    assert on_two_ranks(train) == [["the GradHook was cleared", True, True], []]
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)

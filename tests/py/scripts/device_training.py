@@ -1,8 +1,8 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-fp16, hvd-streams, ddp, ddp-streams. Others:
-calls, nb-calls and nb-few (they compare calls on the device with those on the CPU), nb-refusal (a backend named for the
-CPU alone).
+Arguments: how, and where (cpu, fakecuda). Ways of training: hvd, hvd-fp16, hvd-strided (weights that are not in row
+order), hvd-streams, hvd-strided-streams, ddp, ddp-streams. Others: calls, nb-calls and nb-few (they compare calls on
+the device with those on the CPU), nb-refusal (a backend named for the CPU alone).
 """
 
 import contextlib
@@ -74,6 +74,25 @@ def model_on(where: str) -> torch.nn.Module:
     return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2]).to(where)
 
 
+class WholeKernel(torch.nn.Conv2d):
+    """A convolution of images of the kernel's size, as a matrix product: the test device has no convolution."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return one value for each image and output channel."""
+        return functional.linear(images.flatten(1), self.weight.flatten(1), self.bias)
+
+
+def strided_model_on(where: str) -> torch.nn.Module:
+    """Return the same model on every rank. Its weights are transposed, or channels_last."""
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(37, 6 * 7 * 7)
+    wide.weight = torch.nn.Parameter(torch.randn(37, 6 * 7 * 7).div(10).t())
+    model = torch.nn.Sequential(wide, torch.nn.Tanh(), torch.nn.Unflatten(1, (6, 7, 7)), WholeKernel(6, 5, 7))
+    model = model.to(where, memory_format=torch.channels_last)
+    assert [parameter.is_contiguous() for parameter in model.parameters()] == [False, True, False, True]
+    return model
+
+
 def loss_of(model: torch.nn.Module, where: str, step: int, rank: int) -> torch.Tensor:
     """Return the loss of a batch that differs by step and rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -106,9 +125,10 @@ def without_host_copies() -> Iterator[None]:
         torch.Tensor.cpu = plain  # type: ignore[method-assign]
 
 
-def train_hvd(where: str, around: Callable[[Callable[[], None]], None], compression: Any) -> torch.nn.Module:
+def train_hvd(
+    model: torch.nn.Module, where: str, around: Callable[[Callable[[], None]], None], compression: Any
+) -> torch.nn.Module:
     """Train with DistributedOptimizer. around: runs the forward and backward passes of a step."""
-    model = model_on(where)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     named = model.named_parameters()
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, compression=compression)
@@ -425,7 +445,8 @@ def main() -> None:
         print("right", flush=True)
     else:
         compression = hvd.Compression.fp16 if how == "hvd-fp16" else hvd.Compression.none
-        print(digest(train_hvd(where, around, compression)), flush=True)
+        model = strided_model_on(where) if "strided" in how else model_on(where)
+        print(digest(train_hvd(model, where, around, compression)), flush=True)
     hvd.shutdown()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
-from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, Lateness, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import host_count, missing_ranks
@@ -218,6 +218,9 @@ class Facts:
 NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)
 UNKNOWN_DELAYS = "most steps may be delayed, so single delayed ones cannot be told"
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
+INSIDE_STEPS = (
+    "Look in trace.json.gz for the rank that is late at each operation of a step: more steps do not tell why."
+)
 SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
 
 
@@ -555,28 +558,44 @@ def straggler(facts: Facts) -> RuleResult:
     )
 
 
+def _random_wait(facts: Facts, late: Lateness) -> tuple[Estimate, dict[str, Any]]:
+    """The saving of imbalance, and `needs` and `more` of its rule.
+
+    What equal ranks surely save is their difference at the last operation of a step. A wait inside a step counts up to
+    the upper end alone: it may be for communication that ends later on one rank, and more steps do not tell.
+    """
+    jitter, error_ns = late.jitter_ns, _clock_error_ns(facts.f)
+    low = 0.0 if _unsure_wait(facts, jitter) else jitter.low
+    short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
+    saving = replace(late.random_ns, low=min(low, 0.0) if short > 0 else low)
+    needs = facts.more_steps(jitter, error_ns)
+    if short > 0:
+        needs = {"needs": MORE_STEPS, "more": short * len(facts.f.trace.arms)}
+    elif jitter.value <= limits.GAIN_MIN * facts.step_ns:
+        needs = {"needs": INSIDE_STEPS}
+    return _beside_clocks(saving, error_ns), needs
+
+
 def imbalance(facts: Facts) -> RuleResult:
     """Steps of the ranks differ at random: each waits for whichever is last."""
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
-    error_ns, unsure = _clock_error_ns(f), _unsure_wait(facts, late.jitter_ns)
-    saving = _beside_clocks(late.jitter_ns, error_ns)
-    needs = facts.more_steps(late.jitter_ns, error_ns)
-    short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
-    saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
+    unsure, (saving, needs) = _unsure_wait(facts, late.random_ns), _random_wait(facts, late)
+    inside_ns = late.random_ns.value - late.jitter_ns.value
+    inside = f", {ms(inside_ns)} of it before the last operation" if ms(inside_ns) != ms(0) else ""
     return facts.evidence(
         "imbalance",
         "IMBALANCE",
         applies=not unsure,
         saving=saving,
         source=f.label,
-        rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
+        rests=unsure or f"{f.label}: waiting for the last rank{inside}, {late.steps} steps",
         why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
         f"{ms(saving.high)}) a step"
         + (". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else needs),
+        **needs,
     )
 
 

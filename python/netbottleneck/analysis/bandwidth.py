@@ -86,17 +86,22 @@ class Achievable:
         return self.best[0] < self.points[-1][0]
 
 
-def achievable_bandwidth(trace: Trace) -> Achievable | None:
-    """Probe result of the fastest transport; None without a probe."""
+def probed(trace: Trace) -> dict[str, Achievable]:
+    """By transport: its probe result."""
     rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rank in trace.ranks:
         for info in rank.transports:
             for point in info.probe:
                 if point.bits_per_s > 0:
                     rates[info.name][point.lanes].append(point.bits_per_s)
-    found = []
+    found = {}
     for name, by_lanes in rates.items():
         points = tuple((lanes, float(np.median(values))) for lanes, values in sorted(by_lanes.items()))
         top = max(rate for _, rate in points)
-        found.append(Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top)))
-    return max(found, key=lambda a: a.best[1], default=None)
+        found[name] = Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top))
+    return found
+
+
+def achievable_bandwidth(trace: Trace) -> Achievable | None:
+    """Probe result of the fastest transport; None without a probe."""
+    return max(probed(trace).values(), key=lambda a: a.best[1], default=None)

@@ -45,8 +45,8 @@ STEPS_MIN = 5
 PAIRS_MIN = 3
 # A gain over stock is withheld if our hooks surely slow stock, and by more than this part of the script's own step.
 HANDICAP_MAX = 0.03
-# The probe's best point is the one with the fewest streams that reaches this part of the top rate.
-PROBE_NEAR_BEST = 0.95
+# The probe's best point is the one with the fewest streams that reaches this part of the top rate, as in a job.
+PROBE_NEAR_BEST = 0.98
 # The latency fit needs at least this many operations that ran alone on their rank.
 FIT_OPERATIONS_MIN = 8
 # The latency fit needs a largest operation of at least this many times the size of the smallest.

@@ -354,7 +354,7 @@ def _link_bps(trace: Trace, base: Arm | None, moved: Achieved | None) -> tuple[f
 def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
     if achieved is None or achievable is None:
         return None
-    factor = min(achieved.active_bps / achievable.best[1], 1.0)
+    factor = min(achieved.active_bps / achievable.bps, 1.0)
     return parts.step_ns - max(parts.exposed_ns - parts.skew_ns, 0.0) * (1 - factor)
 
 
@@ -440,7 +440,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         times=_there(times),
         parts=parts,
         achieved=_there(achieved),
-        achievable=achievable_bandwidth(trace),
+        achievable=achievable_bandwidth(trace, _there(achieved).values()),
         link_bps=link_bps,
         link_disproved=bool(doubt),
         scaling=_there(factors),

@@ -344,7 +344,8 @@ def _limit(f: Findings) -> tuple[float | None, str]:
         return None, "the link's speed is not known: the probe did not run between two hosts"
     if not f.achievable.flat:
         return None, f"the link's speed is not known: the probe still rises at {streams(f.achievable.best[0])}"
-    return f.achievable.best[1], "best of the probe (the link's speed is not known)"
+    best = "best of the probe" if f.achievable.faster is None else f"rate of {f.achievable.faster[0]}"
+    return f.achievable.bps, f"{best} (the link's speed is not known)"
 
 
 def _send_less(f: Findings) -> str:
@@ -362,7 +363,7 @@ def _small_share(facts: Facts) -> tuple[float, str] | None:
     each = parts.tensor_bytes / max(parts.operations, 1)
     if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
         return None
-    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
+    limit = f.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
     return max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
 
 

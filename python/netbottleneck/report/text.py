@@ -78,11 +78,12 @@ def _bandwidth(findings: Findings, base: Arm) -> list[str]:
     label = findings.label
     if achievable is None:
         return [f"{moved} ({label})."]
-    points = (achievable.best, *achievable.points)
-    faster = next((point for point in points if point[1] > achieved.active_bps), None)
-    if faster is None:
+    can = next((f"{gbit(bps)} with {streams(n)}" for n, bps in achievable.points if bps > achieved.active_bps), None)
+    if achievable.bps > achieved.active_bps:
+        can = f"{gbit(achievable.bps)} {achievable.how}"
+    if can is None:
         return [f"{moved} ({label}); a probe of these hosts found nothing faster ({label})."]
-    return [f"{moved} ({label}); these hosts can do {gbit(faster[1])} with {streams(faster[0])} ({label})."]
+    return [f"{moved} ({label}); these hosts can do {can} ({label})."]
 
 
 def why_not_probed(findings: Findings) -> str:

@@ -656,8 +656,8 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
             poor=why,
         )
 
-    cost, probed = cost_of((a, b)), achievable(trace, name)
-    reached = (cost.link, probed, nominal(trace))
+    cost = cost_of((a, b))
+    reached = (cost.link, achievable(trace, name), nominal(trace))
     lines = bounding_lines(rows, a, b, floor)
     if most_fixed:
         lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)

@@ -94,6 +94,9 @@ def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_i
     needed = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
     assert needed["more"] == 3 * steps
     assert f"Measure {3 * steps} more steps" in needed["needs"]
+    many = facts.more_steps(Estimate(1.25 * limit, 0.0, 2.5 * limit))  # 25 x the steps
+    assert many["needs"].startswith("Nothing more: the saving is too near the limit to be decided here.")
+    assert many["more"] == 24 * steps
     for saving in (Estimate(limit, 0.0, 2 * limit), Estimate(2 * limit, -math.inf, math.inf)):
         assert "more" not in facts.more_steps(saving)
 
@@ -109,7 +112,19 @@ def test_a_probe_that_reaches_more_is_a_transport_limit_to_be_measured(tmp_path)
 def test_advice_never_names_the_run_that_was_just_made(tmp_path):
     v = verdict.decide(findings_of(tmp_path, transports=("stock", "ofi"), blocks=2))
     assert v.code == "TRANSPORT_LIMITED"
-    assert v.next.startswith("Measure 24 more steps with the same arms")
+    assert v.next.startswith("Measure 24 more steps with the same arms (a longer training)")
+
+
+def test_advice_to_measure_longer_names_what_makes_a_run_longer(unexplained):
+    tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
+    assert "(a longer training)" in rules.more_steps(unexplained, tried)
+    study = replace(unexplained, trace=replace(unexplained.trace, arms=(*unexplained.trace.arms, Arm("single"))))
+    assert "(--rounds of the study)" in rules.more_steps(study, tried)
+    close = replace(tried, ratio=Estimate(0.9702, 0.94, 1.0))
+    assert rules.more_steps(unexplained, close).startswith("Nothing more: the difference is too near the limit")
+    assert rules.more_steps(unexplained, replace(close, pairs=2)).startswith("Measure ")
+    advice = [rules.SAME_ARMS, verdict.QUIET, rules.more_steps(unexplained, tried)]
+    assert not any("END_STEP" in text for text in advice)
 
 
 def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):

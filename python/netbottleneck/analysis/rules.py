@@ -202,10 +202,9 @@ class Facts:
         reach = saving.value - error_ns - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
-        steps = sum(time.steps + time.blocks for time in self.f.times.values())
-        more = math.ceil(steps * (((saving.value - saving.low) / reach) ** 2 - 1))
-        text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
-        return {"needs": text, "more": more}
+        more = math.ceil(_all_steps(self.f) * (((saving.value - saving.low) / reach) ** 2 - 1))
+        text = f"Measure {more} more steps ({_how_longer(self.f)}), on hosts that do nothing else."
+        return {"needs": _too_many(self.f, more, "saving") or text, "more": more}
 
     def share(self, saving: Estimate, rest_ns: float | None = None) -> str:
         """A saving as text. rest_ns: what the mean of all steps has beside it; None: it is of the typical step."""
@@ -221,7 +220,24 @@ MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 INSIDE_STEPS = (
     "Look in trace.json.gz for the rank that is late at each operation of a step: more steps do not tell why."
 )
-SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
+SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each."
+
+
+def _how_longer(f: Findings) -> str:
+    """What a user changes so that a run has more steps. Only a study records one rank alone."""
+    return "--rounds of the study" if SINGLE in f.trace.arms else "a longer training"
+
+
+def _all_steps(f: Findings) -> int:
+    return sum(time.steps + time.blocks for time in f.times.values())
+
+
+def _too_many(f: Findings, more: int, what: str) -> str:
+    """Say that a run like this cannot decide whether a saving or difference counts; "" if `more` steps can."""
+    if more <= limits.LONGER_MAX * _all_steps(f):
+        return ""
+    times = f"over {limits.LONGER_MAX} times those of this run"
+    return f"Nothing more: the {what} is too near the limit to be decided here. It needs {more} more steps, {times}."
 
 
 def clock_text(f: Findings) -> str:
@@ -240,7 +256,8 @@ def steps_to_decide(f: Findings, pair: Paired) -> int:
 def more_steps(f: Findings, pair: Paired) -> str:
     """The run that decides a comparison."""
     more = steps_to_decide(f, pair)
-    return f"Measure {more} more steps with the same arms (NETBOTTLENECK_END_STEP): the interval is then narrow enough."
+    ask = f"Measure {more} more steps with the same arms ({_how_longer(f)}): the interval is then narrow enough."
+    return (_too_many(f, more, "difference") if pair.enough else "") or ask
 
 
 def _streams_hint(f: Findings, arm: Arm) -> str:

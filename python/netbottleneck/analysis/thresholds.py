@@ -41,6 +41,8 @@ STEPS_MIN = 5
 
 # Limits of the numbers that the rules compare.
 
+# More than this multiple of a run's steps is not asked for: what they decide is too small.
+LONGER_MAX = 10
 # Fewest pairs of blocks that support a claim.
 PAIRS_MIN = 3
 # A gain over stock is withheld if our hooks surely slow stock, and by more than this part of the script's own step.

@@ -121,7 +121,7 @@ def _too_little(f: Findings) -> Verdict | None:
     return Verdict(
         "INCONCLUSIVE",
         f"{steps} steps were counted; a verdict needs at least {limits.STEPS_MIN}.",
-        f"Measure {limits.STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
+        f"Measure {limits.STEPS_MIN - steps} more steps or more.",
         more=limits.STEPS_MIN - steps,
     )
 
@@ -252,7 +252,7 @@ def _missing(f: Findings) -> str:
 
 LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
-QUIET = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
+QUIET = "Measure on hosts that do nothing else, for more steps."
 
 
 def decide(

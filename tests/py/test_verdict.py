@@ -13,7 +13,7 @@ from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.model import NOT_RECORDED, Network
+from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
 from ringwriter import BUCKETS, FakeRun
@@ -535,6 +535,14 @@ def test_steps_without_operations_have_no_communication(tmp_path):
     hooked = findings.find(replace(run, collectives=(), notes=(note,)))
     assert note in verdict.decide(hooked).why
     assert "none of its communication was recorded (measured)" in sentences(hooked)[0]
+
+
+def test_a_run_whose_arms_stopped_before_the_first_step_names_the_reason(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, blocks=3).write())
+    note = f"{STAYS} stock, from step 10 on: inside model.join() ranks make different numbers of steps"
+    v = verdict.decide(findings.find(replace(run, steps=(), collectives=(), notes=(note,))))
+    assert (v.code, v.next) == ("INCONCLUSIVE", "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
+    assert note in v.why
 
 
 def test_a_run_of_only_the_untouched_script_has_no_communication(tmp_path):

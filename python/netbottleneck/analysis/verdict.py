@@ -24,7 +24,7 @@ from netbottleneck.analysis.rules import (
     without_traffic,
 )
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
+from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import percent
 
@@ -83,6 +83,10 @@ def _no_communication(f: Findings) -> Verdict | None:
         return Verdict("INCONCLUSIVE", f"No step counts: {ONE_STEP}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
     if f.trace.size < 2:
         return Verdict("NO_COMMUNICATION", "One rank: nothing is sent.", "Start two ranks or more.")
+    stays = next((note for note in f.trace.notes if note.startswith(STAYS)), None)
+    if f.base is None and stays is not None:
+        why = f"No step with communication was recorded: {stays}."
+        return Verdict("INCONCLUSIVE", why, "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
         return Verdict(
             "NO_COMMUNICATION",

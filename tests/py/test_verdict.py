@@ -11,7 +11,8 @@ from netbottleneck.analysis import findings, intervals, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
-from netbottleneck.report.text import sentences
+from netbottleneck.report.text import NO_SCALING, sentences
+from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network
 from netbottleneck.trace.transports import Arm
@@ -522,6 +523,18 @@ def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
     note = f"the DDP model of Other was left alone: {NOT_RECORDED}."
     beside = replace(numbers, trace=replace(numbers.trace, notes=(note,)))
     assert verdict.decide(beside).code != "INPUT_LIMITED"  # the other model may train before the forward
+
+
+def test_a_scaling_factor_is_not_estimated_without_all_communication_of_a_step(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, blocks=9).write())
+    note = f"the DDP model of Other was left alone: {NOT_RECORDED}."
+    beside = findings.find(replace(run, notes=(note,)))
+    assert findings.find(run).scaling
+    assert not beside.scaling
+    assert NO_SCALING in " ".join(report_text(beside, verdict.decide(beside)).split())
+    alone = tuple(replace(step, arm=Arm("single"), block=99) if step.block == 0 else step for step in run.steps)
+    measured = findings.find(replace(run, steps=alone, notes=(note,))).scaling
+    assert {found.how for found in measured.values()} == {"measured"}
 
 
 def test_one_rank_has_no_communication(tmp_path):

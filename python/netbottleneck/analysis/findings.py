@@ -60,7 +60,7 @@ from netbottleneck.analysis.thresholds import (
     LINK_EXCEEDED_AT_TIMES,
     TIMEOUT_NS,
 )
-from netbottleneck.trace.model import Rank, Step, Trace, TransportInfo
+from netbottleneck.trace.model import NOT_RECORDED, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
 
@@ -170,6 +170,11 @@ class Findings:
     def label(self) -> str:
         """Label of the numbers: "measured", or "predicted" for a simulated trace."""
         return "measured" if self.trace.origin == "measured" else "predicted"
+
+    @property
+    def not_recorded(self) -> str:
+        """The note on communication that is not in the record; "" if there is none."""
+        return next((note for note in self.trace.notes if NOT_RECORDED in note), "")
 
     @property
     def link_burst_bytes(self) -> int | None:
@@ -363,6 +368,13 @@ def _base(trace: Trace, available: Mapping[Arm, object]) -> Arm | None:
     return next((arm for arm in order if arm in available), None)
 
 
+def _scaling(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
+    """The scaling factor of an arm; None if it would be estimated without all communication of a step."""
+    found = scaling_factor(trace, arm, splits)
+    known = found is None or found.measured or not any(NOT_RECORDED in note for note in trace.notes)
+    return found if known else None
+
+
 def _comparisons(common: Findings, base: Arm, warmup: int) -> tuple[Paired, ...]:
     """`base` against each other arm that moves gradients."""
     others = [arm for arm in common.times if arm.real and arm != base]
@@ -430,7 +442,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
     achieved = {arm: achieved_bandwidth(arm, own) for arm, own in splits.items()}
-    factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
+    factors = {arm: _scaling(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)
     link_bps, doubt = _link_bps(trace, base, None if base is None else achieved[base])

@@ -24,7 +24,6 @@ from netbottleneck.analysis.usage import (
     rating,
     slow_interface,
 )
-from netbottleneck.trace.model import NOT_RECORDED
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
@@ -187,7 +186,7 @@ class Facts:
     @property
     def not_recorded(self) -> str:
         """The note on communication that is not in the record; "" if there is none."""
-        return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
+        return self.f.not_recorded
 
     def evidence(self, cause: str, code: str, step_ns: float | None = None, **fields: object) -> RuleResult:
         """Return the result of a rule, with the limits of this run. step_ns: which the saving is of, if another."""

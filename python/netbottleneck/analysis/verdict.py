@@ -24,7 +24,7 @@ from netbottleneck.analysis.rules import (
     without_traffic,
 )
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, STAYS
+from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import percent
 
@@ -98,9 +98,7 @@ def _no_communication(f: Findings) -> Verdict | None:
 
 def _no_operation(f: Findings, steps: int) -> Verdict:
     """The verdict if several ranks recorded steps, and no operation in them."""
-    untimed, unrecorded = (
-        next((note for note in f.trace.notes if mark in note), None) for mark in (NOT_TIMED, NOT_RECORDED)
-    )
+    untimed = next((note for note in f.trace.notes if NOT_TIMED in note), None)
     if untimed is not None:
         return Verdict(
             "NO_COMMUNICATION",
@@ -108,8 +106,8 @@ def _no_operation(f: Findings, steps: int) -> Verdict:
             "Measure a run without that communication hook.",
         )
     found = f"{f.trace.size} ranks, and no operation in {steps} steps."
-    if unrecorded is not None:
-        return Verdict("INCONCLUSIVE", f"{found} {unrecorded}", "Record all that communicates, and report again.")
+    if f.not_recorded:
+        return Verdict("INCONCLUSIVE", f"{found} {f.not_recorded}", "Record all that communicates, and report again.")
     return Verdict(
         "NO_COMMUNICATION",
         found,

@@ -198,7 +198,7 @@ def attach(
             raise
         left_alone(_name(ddp), str(error))
         for other in {measured.session for measured in _measured.values() if not measured.closed}:
-            other.notes.append(f"{_name(ddp)} was left alone: {NOT_RECORDED}.")
+            other.notes.append(f'{_name(ddp)} was left alone: {NOT_RECORDED}, and what it computes counts as "other".')
         logger.debug("left alone", exc_info=error)
         return None
 

@@ -381,6 +381,9 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
     return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
 
 
+NO_SCALING = "Scaling factor: not estimated, as not all communication of a step is in this record."
+
+
 def _scaling_table(findings: Findings) -> tuple[str, Table]:
     table = make_table("transport", "T_1 / T_n", "T_1", "", f"T_{findings.trace.size}")
     for name, s in findings.scaling.items():
@@ -601,6 +604,8 @@ def _print_runs(console: Console, findings: Findings) -> None:
         _print_table(console, *_transport_table(findings))
     if findings.scaling:
         _print_table(console, *_scaling_table(findings))
+    elif findings.not_recorded:
+        console.print(NO_SCALING, highlight=False, markup=False)
 
 
 def _print_verdict(console: Console, verdict: Verdict) -> None:

@@ -537,6 +537,12 @@ def test_a_scaling_factor_is_not_estimated_without_all_communication_of_a_step(t
     assert {found.how for found in measured.values()} == {"measured"}
 
 
+def test_a_rule_without_data_gives_no_reason(tmp_path):
+    found = verdict.decide(findings_of(tmp_path, transports=("stock", "ofi"), blocks=9))
+    host = next(one for one in found.evidence if one.code == "HOST_LIMITED")
+    assert (host.applies, host.saving, host.why) == (False, None, "")
+
+
 def test_one_rank_has_no_communication(tmp_path):
     assert verdict.decide(findings_of(tmp_path, size=1, blocks=3)).code == "NO_COMMUNICATION"
 

@@ -489,6 +489,7 @@ def host(facts: Facts) -> RuleResult:
             "core."
         )
     saving = busy or slowed or NOTHING_SAVED
+    enough = f"With enough cores the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}"
     return facts.evidence(
         "host contention",
         "HOST_LIMITED",
@@ -497,8 +498,7 @@ def host(facts: Facts) -> RuleResult:
         source="predicted" if busy is not None else f.label,
         rests="; ".join(sources)
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
-        why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter."
-        f"{as_good_sentence(f)}",
+        why=" ".join([*reasons, enough]) if reasons else "",
         next="Give the ranks more cores, or fewer threads to the model.",
         **(facts.more_steps(saving) if pair is not None else {"needs": without_traffic(f)}),
     )

@@ -11,7 +11,8 @@ from netbottleneck.analysis import findings, intervals, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
-from netbottleneck.report.text import NO_SCALING, sentences
+from netbottleneck.report.progress import verdict_line
+from netbottleneck.report.text import NO_SCALING, saving_text, sentences
 from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network
@@ -729,6 +730,17 @@ def test_compute_that_lacks_a_core_counts_once(tmp_path):
     assert exposed > 100
     assert saving_ms(8, 6) == pytest.approx(exposed + 8)
     assert saving_ms(6, 8) == pytest.approx(exposed + 8)
+
+
+def test_input_and_optimizer_save_at_most_their_part_of_the_step(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
+    )
+    v = verdict.decide(numbers)
+    assert v.why.endswith(": a step saves that at most.")
+    assert saving_text(v.evidence[0]).startswith("at most 60.")
+    assert "input costs 60." in verdict_line(v)
+    assert [one.code for one in v.evidence if one.at_most] == ["INPUT_LIMITED", "OPTIMIZER_LIMITED"]
 
 
 def test_a_saving_is_measured_if_it_is_a_measured_time_alone(tmp_path):

@@ -48,7 +48,7 @@ class RuleResult:
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
     source: "measured" if the saving is a measured time alone, else "predicted". rests: how the saving is known, or why
     there is none. needs: the measurement that decides, if the saving is uncertain; more: its number of further steps,
-    None if that is not known.
+    None if that is not known. at_most: `saving` is a part of the step that no remedy removes as a whole.
     """
 
     cause: str
@@ -63,6 +63,7 @@ class RuleResult:
     next: str = ""
     needs: str = ""
     more: int | None = None
+    at_most: bool = False
 
     @property
     def fired(self) -> bool:
@@ -629,9 +630,11 @@ def before_forward(facts: Facts) -> RuleResult:
         source=f.label,
         rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
-        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
+        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step): a step saves "
+        "that at most.",
         next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
         "prefetching. Logging counts there as well.",
+        at_most=True,
         **facts.more_steps(saving),
     )
 
@@ -647,7 +650,8 @@ def optimizer(facts: Facts) -> RuleResult:
         source=facts.f.label,
         rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
-        f"{percent(saving.high / facts.step_ns)} of the step).",
+        f"{percent(saving.high / facts.step_ns)} of the step): a step saves that at most.",
+        at_most=True,
         next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
         **facts.more_steps(saving),
     )

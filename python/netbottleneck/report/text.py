@@ -13,7 +13,7 @@ from rich.text import Text
 
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
-from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
+from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
@@ -509,8 +509,12 @@ def saving_text(one: RuleResult) -> str:
     """The saving of a rule with its interval; "-" if its condition does not hold."""
     if not one.applies or one.saving is None:
         return "-"
-    low, high = bare_ms(one.saving.low), bare_ms(one.saving.high)
-    return f"{ms(one.saving.value)} ({low} to {high})"
+    return ("at most " if one.at_most else "") + interval_text(one.saving)
+
+
+def interval_text(value: Estimate) -> str:
+    """A time with its interval."""
+    return f"{ms(value.value)} ({bare_ms(value.low)} to {bare_ms(value.high)})"
 
 
 def margin_text(one: RuleResult) -> str:

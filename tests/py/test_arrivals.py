@@ -245,6 +245,48 @@ def test_a_rank_whose_communication_ends_later_is_not_a_straggler():
     assert "STRAGGLER" not in {one.code for one in found.evidence if one.fired}
 
 
+def stepwise(works_ms, steps=30):
+    """A run of operations that block both ranks: by operation, the ms that each rank computes before it, then 1 ms."""
+    plain = trace_of(Job(buckets=(MIB,), blocks=1, block_steps=steps + 1))
+    kept, operations = [], []
+    for index in range(steps + 1):
+        at = begin = index * 1000 * MS
+        forward = {0: [], 1: []}
+        for key, works in enumerate(works_ms):
+            entered = [at + work * MS for work in works]
+            for rank, submit in enumerate(entered):
+                forward[rank].append((at, submit))
+                first = replace(plain.collectives[0], key=key, round=index, rank=rank, step=index)
+                times = {"submit_ns": submit, "agreed_ns": submit, "start_ns": submit, "first_byte_ns": None}
+                operations.append(replace(first, **times, done_ns=max(entered) + MS))
+            at = max(entered) + MS
+        for rank in (0, 1):
+            step = next(step for step in plain.steps if step.rank == rank)
+            times = {"begin_ns": begin, "end_ns": at, "forward": tuple(forward[rank]), "grad_ready": (), "waits": ()}
+            kept.append(replace(step, index=index, block=0, optimizer=(), modules=(), **times))
+    return replace(plain, steps=tuple(kept), collectives=tuple(operations))
+
+
+def test_waits_that_alternate_inside_a_step_are_named_and_not_sure():
+    found = findings.find(stepwise([(20, 40), (40, 20), (30, 30)]))
+    assert found.parts[found.base].skew_ns == 20 * MS
+    row = next(one for one in verdict.decide(found).evidence if one.code == "IMBALANCE")
+    assert (row.saving.value, row.saving.low) == (20 * MS, 0)
+    assert row.rests == "measured: waiting for the last rank, 20.0 ms of it before the last operation, 30 steps"
+    assert row.uncertain
+    judged = verdict.decide(found)
+    assert judged.code == "INCONCLUSIVE"
+    assert judged.why.startswith("Imbalance may cost 20.0 ms, ")
+    assert "trace.json.gz" in judged.next
+
+
+def test_a_straggler_that_is_late_at_every_operation_is_no_imbalance():
+    found = findings.find(stepwise([(20, 40), (20, 40), (20, 40)]))
+    row = next(one for one in verdict.decide(found).evidence if one.code == "IMBALANCE")
+    assert row.saving.value == 0
+    assert verdict.decide(found).code == "STRAGGLER"
+
+
 def test_a_two_level_all_reduce_counts_what_crosses_the_link():
     assert bandwidth.bus_factor("allreduce", 16, "two_level all-reduce", 2) == 1.0
     assert bandwidth.bus_factor("allreduce", 16, "ring all-reduce", 2) == 1.875

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from netbottleneck.hooks import measured_model
 from netbottleneck.hooks.measured_model import compiled
 from netbottleneck.runtime import job
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.ring_reader import load
+from netbottleneck.trace.transports import Arm
+from ringwriter import FakeRun
 
 LOOP = """
 import json
@@ -514,3 +518,18 @@ def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch
     assert job.uncaught() is failure
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     assert job.uncaught() is None
+
+
+@pytest.mark.parametrize(
+    ("stays", "reason"),
+    [
+        (None, "a step ends where a torch optimizer updates weights"),
+        (Arm("stock"), "all further steps use stock: ranks differ; leave out NETBOTTLENECK_TRANSPORT to observe this"),
+    ],
+)
+def test_a_run_without_steps_names_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stays: Arm | None, reason: str
+) -> None:
+    session: Any = SimpleNamespace(folder=FakeRun(tmp_path, blocks=0).write(), stays=stays, why_stays="ranks differ")
+    measured_model._write(session, show=False)
+    assert f": no step was recorded: {reason}" in caplog.text

@@ -64,10 +64,22 @@ def test_every_number_of_the_opening_sentence_is_labelled(run):
 )
 def test_a_probe_that_is_slower_than_the_run_is_not_what_the_hosts_can_do(tmp_path, probe_bytes, expected):
     one, four = probe_bytes
-    run = Run(FakeRun(tmp_path, blocks=9, probe=[[1, one, 100 * MS], [4, four, 100 * MS]]).write())
+    probe = [[1, one, 100 * MS], [4, four, 100 * MS]]
+    run = Run(FakeRun(tmp_path, blocks=9, probe=probe, transfer_ms={"ofi": (35, 123)}).write())
     moved = text.sentences(run.findings)[1]
     assert moved.startswith("The stock path moved data at 0.48 Gbit/s in transfer")
     assert moved.endswith(f"(measured); {expected}")
+
+
+def test_an_arm_that_is_faster_than_the_probe_is_what_the_hosts_can_do(tmp_path):
+    probe = [[1, 6_000_000, 100 * MS], [4, 20_000_000, 100 * MS]]
+    found = Run(FakeRun(tmp_path, blocks=9, probe=probe).write()).findings
+    assert text.sentences(found)[1].endswith("; these hosts can do 1.89 Gbit/s over ofi (measured).")
+    assert found.achievable.bps == found.achieved["ofi"].active_bps
+    saved_ns = found.parts["stock"].exposed_ns - found.parts["ofi"].exposed_ns
+    assert found.parts["stock"].step_ns - found.predicted_full_use_ns == pytest.approx(saved_ns, rel=0.05)
+    slower_link = replace(found.trace, network=replace(found.trace.network, link_bps=1.8e9))
+    assert findings.find(slower_link).achievable.faster is None  # a burst, which is not a rate
 
 
 def test_a_run_without_a_base_has_no_differences(tmp_path):

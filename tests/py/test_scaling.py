@@ -12,6 +12,8 @@ from netbottleneck.analysis import bandwidth, comparisons, findings, intervals
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
+from netbottleneck.whatif import fit
+from netbottleneck.whatif.cost import Link
 from ringwriter import MS, FakeRun
 
 SIZE = 60
@@ -302,11 +304,13 @@ def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
 
 
 def test_the_achievable_rate_uses_the_fewest_streams():
-    probe = (Probe(1, 10, 8), Probe(2, 20, 8), Probe(4, 39, 8), Probe(8, 40, 8))
+    probe = (Probe(1, 10, 8), Probe(2, 20, 8), Probe(4, 97, 8), Probe(8, 99, 8), Probe(16, 100, 8))
     ranks = (Rank(0, transports=(TransportInfo("tcp", probe=probe),)),)
-    found = bandwidth.achievable_bandwidth(Trace("t", 1, (Arm("tcp"),), ranks=ranks))
-    assert found.best == (4, 39e9)
-    assert [count for count, _ in found.points] == [1, 2, 4, 8]
+    trace = Trace("t", 1, (Arm("tcp"),), ranks=ranks)
+    found = bandwidth.achievable_bandwidth(trace)
+    assert found.best == (8, 99e9)  # as the engine chooses: csrc/engine/lane_search.c
+    assert fit.achievable(trace, Arm("stock")) == fit.achievable(trace, Arm("tcp")) == Link(99e9, 8, 10e9)
+    assert [count for count, _ in found.points] == [1, 2, 4, 8, 16]
     assert bandwidth.achievable_bandwidth(Trace("t", 1, (Arm("tcp"),))) is None
 
 

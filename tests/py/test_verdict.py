@@ -11,9 +11,11 @@ from netbottleneck.analysis import findings, intervals, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
-from netbottleneck.report.text import sentences
+from netbottleneck.report.progress import verdict_line
+from netbottleneck.report.text import NO_SCALING, saving_text, sentences
+from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.model import NOT_RECORDED, Network
+from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
 from ringwriter import BUCKETS, FakeRun
@@ -94,6 +96,9 @@ def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_i
     needed = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
     assert needed["more"] == 3 * steps
     assert f"Measure {3 * steps} more steps" in needed["needs"]
+    many = facts.more_steps(Estimate(1.25 * limit, 0.0, 2.5 * limit))  # 25 x the steps
+    assert many["needs"].startswith("Nothing more: the saving is too near the limit to be decided here.")
+    assert many["more"] == 24 * steps
     for saving in (Estimate(limit, 0.0, 2 * limit), Estimate(2 * limit, -math.inf, math.inf)):
         assert "more" not in facts.more_steps(saving)
 
@@ -109,7 +114,19 @@ def test_a_probe_that_reaches_more_is_a_transport_limit_to_be_measured(tmp_path)
 def test_advice_never_names_the_run_that_was_just_made(tmp_path):
     v = verdict.decide(findings_of(tmp_path, transports=("stock", "ofi"), blocks=2))
     assert v.code == "TRANSPORT_LIMITED"
-    assert v.next.startswith("Measure 24 more steps with the same arms")
+    assert v.next.startswith("Measure 24 more steps with the same arms (a longer training)")
+
+
+def test_advice_to_measure_longer_names_what_makes_a_run_longer(unexplained):
+    tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
+    assert "(a longer training)" in rules.more_steps(unexplained, tried)
+    study = replace(unexplained, trace=replace(unexplained.trace, arms=(*unexplained.trace.arms, Arm("single"))))
+    assert "(--rounds of the study)" in rules.more_steps(study, tried)
+    close = replace(tried, ratio=Estimate(0.9702, 0.94, 1.0))
+    assert rules.more_steps(unexplained, close).startswith("Nothing more: the difference is too near the limit")
+    assert rules.more_steps(unexplained, replace(close, pairs=2)).startswith("Measure ")
+    advice = [rules.SAME_ARMS, verdict.QUIET, rules.more_steps(unexplained, tried)]
+    assert not any("END_STEP" in text for text in advice)
 
 
 def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
@@ -480,7 +497,8 @@ def test_a_wait_between_ranks_is_as_uncertain_as_their_clocks(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
     )
-    random = replace(numbers.lateness, last=None, jitter_ns=Estimate(40e6, 39e6, 41e6), steps=30)
+    wait = Estimate(40e6, 39e6, 41e6)
+    random = replace(numbers.lateness, last=None, jitter_ns=wait, random_ns=wait, steps=30)
 
     def saving(code, lateness, error_ms):
         found = replace(numbers, clock_error_ns=error_ms * 1e6, lateness=lateness)
@@ -508,6 +526,24 @@ def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
     assert verdict.decide(beside).code != "INPUT_LIMITED"  # the other model may train before the forward
 
 
+def test_a_scaling_factor_is_not_estimated_without_all_communication_of_a_step(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, blocks=9).write())
+    note = f"the DDP model of Other was left alone: {NOT_RECORDED}."
+    beside = findings.find(replace(run, notes=(note,)))
+    assert findings.find(run).scaling
+    assert not beside.scaling
+    assert NO_SCALING in " ".join(report_text(beside, verdict.decide(beside)).split())
+    alone = tuple(replace(step, arm=Arm("single"), block=99) if step.block == 0 else step for step in run.steps)
+    measured = findings.find(replace(run, steps=alone, notes=(note,))).scaling
+    assert {found.how for found in measured.values()} == {"measured"}
+
+
+def test_a_rule_without_data_gives_no_reason(tmp_path):
+    found = verdict.decide(findings_of(tmp_path, transports=("stock", "ofi"), blocks=9))
+    host = next(one for one in found.evidence if one.code == "HOST_LIMITED")
+    assert (host.applies, host.saving, host.why) == (False, None, "")
+
+
 def test_one_rank_has_no_communication(tmp_path):
     assert verdict.decide(findings_of(tmp_path, size=1, blocks=3)).code == "NO_COMMUNICATION"
 
@@ -519,6 +555,14 @@ def test_steps_without_operations_have_no_communication(tmp_path):
     hooked = findings.find(replace(run, collectives=(), notes=(note,)))
     assert note in verdict.decide(hooked).why
     assert "none of its communication was recorded (measured)" in sentences(hooked)[0]
+
+
+def test_a_run_whose_arms_stopped_before_the_first_step_names_the_reason(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, blocks=3).write())
+    note = f"{STAYS} stock, from step 10 on: inside model.join() ranks make different numbers of steps"
+    v = verdict.decide(findings.find(replace(run, steps=(), collectives=(), notes=(note,))))
+    assert (v.code, v.next) == ("INCONCLUSIVE", "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
+    assert note in v.why
 
 
 def test_a_run_of_only_the_untouched_script_has_no_communication(tmp_path):
@@ -689,6 +733,17 @@ def test_compute_that_lacks_a_core_counts_once(tmp_path):
     assert exposed > 100
     assert saving_ms(8, 6) == pytest.approx(exposed + 8)
     assert saving_ms(6, 8) == pytest.approx(exposed + 8)
+
+
+def test_input_and_optimizer_save_at_most_their_part_of_the_step(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
+    )
+    v = verdict.decide(numbers)
+    assert v.why.endswith(": a step saves that at most.")
+    assert saving_text(v.evidence[0]).startswith("at most 60.")
+    assert "input costs 60." in verdict_line(v)
+    assert [one.code for one in v.evidence if one.at_most] == ["INPUT_LIMITED", "OPTIMIZER_LIMITED"]
 
 
 def test_a_saving_is_measured_if_it_is_a_measured_time_alone(tmp_path):

@@ -116,7 +116,7 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
     for expected in (
         "The step of stock took 1849 ms, 1845 ms to 1867 ms (measured).",
         "The model of this run predicts",
-        "At the achievable rate, 1.91 Gbit/s, the step would be",
+        "At the probe's rate, 1.91 Gbit/s, the step would be",
         "With this link, 2.00 Gbit/s, fully used, the step would be",
         "With communication that takes no time, the step would be",
         "does not help: a faster link gains at most 1 % (predicted).",

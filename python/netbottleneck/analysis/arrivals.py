@@ -187,8 +187,10 @@ class Lateness:
     last: the rank that arrives last persistently, None if there is none. ranks: that rank, or all ranks of its host if
     the whole host is last; hostname: of that host. chance: probability that ranks of equal speed differ as much.
     persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if all steps of all
-    ranks were equally long. longer: how much longer than on the typical other rank the input, compute and optimizer of
-    `ranks` are, in ns a step; own_ns: the same of all that is not communication.
+    ranks were equally long. Both are differences at the last operation of a step. random_ns: the wait of the mean rank
+    for any rank but `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the
+    typical other rank the input, compute and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is
+    not communication.
     """
 
     steps: int
@@ -196,6 +198,7 @@ class Lateness:
     chance: float
     persistent_ns: Estimate
     jitter_ns: Estimate
+    random_ns: Estimate
     longer: Mapping[str, float]
     own_ns: float
     ranks: tuple[int, ...] = ()
@@ -358,20 +361,25 @@ def _hostname(trace: Trace, ranks: Sequence[int]) -> str:
     return next((rank.hostname for rank in trace.ranks if len(ranks) > 1 and rank.rank in ranks), "")
 
 
+def _for_others(split: Split, ranks: Sequence[int]) -> int:
+    """Ns of a step in which its rank waited for any rank but `ranks`."""
+    return max(0, split.skew_ns - sum(split.late_ns.get(rank, 0) for rank in ranks))
+
+
 def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None:
     """Lateness of the ranks in the steps of an arm, `splits`; None for one rank, or without a common step.
 
     A step saves at most the idle time in which its ranks waited for the last one.
     """
-    idle: dict[int, dict[int, int]] = defaultdict(dict)
+    idle: dict[int, dict[int, Split]] = defaultdict(dict)
     for split in splits:
-        idle[split.index][split.rank] = split.skew_ns
+        idle[split.index][split.rank] = split
     ranks = range(trace.size)
     everyone = set(ranks)
     indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if own.keys() == everyone))
     if trace.size < 2 or not len(arrived):
         return None
-    waited = np.array([[idle[index][rank] for rank in ranks] for index in indices], np.float64)
+    waited = np.array([[idle[index][rank].skew_ns for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
     members, chance = _last(arrived, _by_host(trace, ranks))
     evened = _evened(arrived, members)
@@ -379,6 +387,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
     jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
     last = tuple(ranks[column] for column in members)
+    others = [float(np.mean([_for_others(idle[index][rank], last) for rank in ranks])) for index in indices]
     longer = _longer(splits, last) if last else {}
     latest = max(members, key=lambda column: float(arrived[:, column].mean()), default=None)
     return Lateness(
@@ -387,6 +396,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         chance,
         mean_of_steps(persistent),
         mean_of_steps(jitter),
+        mean_of_steps(np.maximum(others, jitter)),
         {phase: longer[phase] for phase in PHASES if last},
         longer.get(OWN, 0.0),
         last,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from netbottleneck.analysis.thresholds import PROBE_NEAR_BEST
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
+from netbottleneck.units import streams
 
 if TYPE_CHECKING:
     from netbottleneck.analysis.intervals import Split
@@ -87,11 +89,25 @@ def stated_link_bps(trace: Trace, arm: Arm | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Achievable:
-    """Probe results: (streams, bits/s) points, medians over ranks; best: fewest streams near the top rate."""
+    """Probe results: (streams, bits/s) points, medians over ranks; best: fewest streams near the top rate.
+
+    faster: an arm that moved data faster in the run than all points, with its rate in transfer; None if none did.
+    """
 
     transport: str
     points: tuple[tuple[int, float], ...]
     best: tuple[int, float]
+    faster: tuple[Arm, float] | None = None
+
+    @property
+    def bps(self) -> float:
+        """The achievable rate: that of the best point, or of the faster arm."""
+        return self.best[1] if self.faster is None else self.faster[1]
+
+    @property
+    def how(self) -> str:
+        """What reached the achievable rate: "with 8 streams", or "over tcp"."""
+        return f"with {streams(self.best[0])}" if self.faster is None else f"over {self.faster[0]}"
 
     @property
     def flat(self) -> bool:
@@ -99,17 +115,33 @@ class Achievable:
         return self.best[0] < self.points[-1][0]
 
 
-def achievable_bandwidth(trace: Trace) -> Achievable | None:
-    """Probe result of the fastest transport; None without a probe."""
+def probed(trace: Trace) -> dict[str, Achievable]:
+    """By transport: its probe result."""
     rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rank in trace.ranks:
         for info in rank.transports:
             for point in info.probe:
                 if point.bits_per_s > 0:
                     rates[info.name][point.lanes].append(point.bits_per_s)
-    found = []
+    found = {}
     for name, by_lanes in rates.items():
         points = tuple((lanes, float(np.median(values))) for lanes, values in sorted(by_lanes.items()))
         top = max(rate for _, rate in points)
-        found.append(Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top)))
-    return max(found, key=lambda a: a.best[1], default=None)
+        found[name] = Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top))
+    return found
+
+
+def achievable_bandwidth(trace: Trace, moved: Iterable[Achieved] = ()) -> Achievable | None:
+    """Probe result of the fastest transport; None without a probe.
+
+    moved: what arms of the run achieved. A compressed arm proves nothing, nor does one that was faster than the link's
+    configured rate.
+    """
+    found = max(probed(trace).values(), key=lambda a: a.best[1], default=None)
+    if found is None:
+        return None
+    link_bps = (trace.network.link_bps if trace.network is not None else None) or math.inf
+    rates = [(one.arm, one.active_bps) for one in moved if one.arm.compression is None and one.active_bps <= link_bps]
+    fastest = max(rates, key=lambda rate: rate[1], default=None)
+    beyond = fastest is not None and PROBE_NEAR_BEST * fastest[1] > max(rate for _, rate in found.points)
+    return replace(found, faster=fastest) if beyond else found

@@ -509,6 +509,9 @@ def travels(trace: Trace) -> dict[Arm, tuple[Travel, ...]]:
     return {name: tuple(sorted(all_of, key=lambda t: (t.most_bytes, t.least_bytes))) for name, all_of in found.items()}
 
 
+MEASURED = "measured"
+
+
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """Scaling factor T_1 / T_n for equal work per worker. how: "measured" or "estimated from compute"."""
@@ -517,6 +520,11 @@ class Scaling:
     t1_ns: float
     tn_ns: float
     how: str
+
+    @property
+    def measured(self) -> bool:
+        """True if T_1 was measured, by steps of one rank alone."""
+        return self.how == MEASURED
 
 
 def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
@@ -527,7 +535,7 @@ def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling |
         return None
     tn_ns = float(np.median(times))
     if alone:
-        t1_ns, how = float(np.median(alone)), "measured"
+        t1_ns, how = float(np.median(alone)), MEASURED
     else:
         own = [s.step_ns - s.exposed_ns - s.wait_ns for s in splits if s.arm == arm]
         if not own:

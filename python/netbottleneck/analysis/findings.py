@@ -61,7 +61,7 @@ from netbottleneck.analysis.thresholds import (
     LINK_EXCEEDED_AT_TIMES,
     TIMEOUT_NS,
 )
-from netbottleneck.trace.model import Rank, Step, Trace
+from netbottleneck.trace.model import NOT_RECORDED, Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
 
@@ -173,6 +173,11 @@ class Findings:
     def label(self) -> str:
         """Label of the numbers: "measured", or "predicted" for a simulated trace."""
         return "measured" if self.trace.origin == "measured" else "predicted"
+
+    @property
+    def not_recorded(self) -> str:
+        """The note on communication that is not in the record; "" if there is none."""
+        return next((note for note in self.trace.notes if NOT_RECORDED in note), "")
 
     @property
     def link_burst_bytes(self) -> int | None:
@@ -347,13 +352,20 @@ def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[fl
 def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
     if achieved is None or achievable is None:
         return None
-    factor = min(achieved.active_bps / achievable.best[1], 1.0)
+    factor = min(achieved.active_bps / achievable.bps, 1.0)
     return parts.step_ns - max(parts.exposed_ns - parts.skew_ns, 0.0) * (1 - factor)
 
 
 def _base(trace: Trace, available: Mapping[Arm, object]) -> Arm | None:
     order = [STOCK, *(arm for arm in trace.arms if arm.real), *trace.arms]
     return next((arm for arm in order if arm in available), None)
+
+
+def _scaling(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
+    """The scaling factor of an arm; None if it would be estimated without all communication of a step."""
+    found = scaling_factor(trace, arm, splits)
+    known = found is None or found.measured or not any(NOT_RECORDED in note for note in trace.notes)
+    return found if known else None
 
 
 def _comparisons(common: Findings, base: Arm, warmup: int) -> tuple[Paired, ...]:
@@ -424,7 +436,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
     achieved = {arm: achieved_bandwidth(arm, own) for arm, own in splits.items()}
-    factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
+    factors = {arm: _scaling(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)
     link_bps, doubt = link_rate(trace, base, None if base is None else achieved[base])
@@ -434,7 +446,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         times=_there(times),
         parts=parts,
         achieved=_there(achieved),
-        achievable=achievable_bandwidth(trace),
+        achievable=achievable_bandwidth(trace, _there(achieved).values()),
         link_bps=link_bps,
         link_disproved=bool(doubt),
         scaling=_there(factors),

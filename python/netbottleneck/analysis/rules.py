@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
-from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, Lateness, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import host_count, missing_ranks
@@ -24,7 +24,6 @@ from netbottleneck.analysis.usage import (
     rating,
     slow_interface,
 )
-from netbottleneck.trace.model import NOT_RECORDED
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
@@ -49,7 +48,7 @@ class RuleResult:
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
     source: "measured" if the saving is a measured time alone, else "predicted". rests: how the saving is known, or why
     there is none. needs: the measurement that decides, if the saving is uncertain; more: its number of further steps,
-    None if that is not known.
+    None if that is not known. at_most: `saving` is a part of the step that no remedy removes as a whole.
     """
 
     cause: str
@@ -64,6 +63,7 @@ class RuleResult:
     next: str = ""
     needs: str = ""
     more: int | None = None
+    at_most: bool = False
 
     @property
     def fired(self) -> bool:
@@ -187,7 +187,7 @@ class Facts:
     @property
     def not_recorded(self) -> str:
         """The note on communication that is not in the record; "" if there is none."""
-        return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
+        return self.f.not_recorded
 
     def evidence(self, cause: str, code: str, step_ns: float | None = None, **fields: object) -> RuleResult:
         """Return the result of a rule, with the limits of this run. step_ns: which the saving is of, if another."""
@@ -202,10 +202,9 @@ class Facts:
         reach = saving.value - error_ns - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
-        steps = sum(time.steps + time.blocks for time in self.f.times.values())
-        more = math.ceil(steps * (((saving.value - saving.low) / reach) ** 2 - 1))
-        text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
-        return {"needs": text, "more": more}
+        more = math.ceil(_all_steps(self.f) * (((saving.value - saving.low) / reach) ** 2 - 1))
+        text = f"Measure {more} more steps ({_how_longer(self.f)}), on hosts that do nothing else."
+        return {"needs": _too_many(self.f, more, "saving") or text, "more": more}
 
     def share(self, saving: Estimate, rest_ns: float | None = None) -> str:
         """A saving as text. rest_ns: what the mean of all steps has beside it; None: it is of the typical step."""
@@ -218,7 +217,27 @@ class Facts:
 NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)
 UNKNOWN_DELAYS = "most steps may be delayed, so single delayed ones cannot be told"
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
-SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each (NETBOTTLENECK_END_STEP)."
+INSIDE_STEPS = (
+    "Look in trace.json.gz for the rank that is late at each operation of a step: more steps do not tell why."
+)
+SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each."
+
+
+def _how_longer(f: Findings) -> str:
+    """What a user changes so that a run has more steps. Only a study records one rank alone."""
+    return "--rounds of the study" if SINGLE in f.trace.arms else "a longer training"
+
+
+def _all_steps(f: Findings) -> int:
+    return sum(time.steps + time.blocks for time in f.times.values())
+
+
+def _too_many(f: Findings, more: int, what: str) -> str:
+    """Say that a run like this cannot decide whether a saving or difference counts; "" if `more` steps can."""
+    if more <= limits.LONGER_MAX * _all_steps(f):
+        return ""
+    times = f"over {limits.LONGER_MAX} times those of this run"
+    return f"Nothing more: the {what} is too near the limit to be decided here. It needs {more} more steps, {times}."
 
 
 def clock_text(f: Findings) -> str:
@@ -237,7 +256,8 @@ def steps_to_decide(f: Findings, pair: Paired) -> int:
 def more_steps(f: Findings, pair: Paired) -> str:
     """The run that decides a comparison."""
     more = steps_to_decide(f, pair)
-    return f"Measure {more} more steps with the same arms (NETBOTTLENECK_END_STEP): the interval is then narrow enough."
+    ask = f"Measure {more} more steps with the same arms ({_how_longer(f)}): the interval is then narrow enough."
+    return (_too_many(f, more, "difference") if pair.enough else "") or ask
 
 
 def _streams_hint(f: Findings, arm: Arm) -> str:
@@ -341,7 +361,8 @@ def _limit(f: Findings) -> tuple[float | None, str]:
         return None, "the link's speed is not known: the probe did not run between two hosts"
     if not f.achievable.flat:
         return None, f"the link's speed is not known: the probe still rises at {streams(f.achievable.best[0])}"
-    return f.achievable.best[1], "best of the probe (the link's speed is not known)"
+    best = "best of the probe" if f.achievable.faster is None else f"rate of {f.achievable.faster[0]}"
+    return f.achievable.bps, f"{best} (the link's speed is not known)"
 
 
 def _send_less(f: Findings) -> str:
@@ -359,7 +380,7 @@ def _small_share(facts: Facts) -> tuple[Estimate, str] | None:
     each = parts.tensor_bytes / max(parts.operations, 1)
     if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
         return None
-    limit = f.link_bps or (f.achievable.best[1] if f.achievable else limits.SLOWEST_LINK_BPS)
+    limit = f.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
     share = max(0.0, 1 - did.active_bps / limit)
     return Estimate(share, share, share), f"operations of {nbytes(each)}, far below the link's rate"
 
@@ -475,6 +496,7 @@ def host(facts: Facts) -> RuleResult:
             "core."
         )
     saving = busy or slowed or NOTHING_SAVED
+    enough = f"With enough cores the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}"
     return facts.evidence(
         "host contention",
         "HOST_LIMITED",
@@ -483,8 +505,7 @@ def host(facts: Facts) -> RuleResult:
         source="predicted" if busy is not None else f.label,
         rests="; ".join(sources)
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
-        why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter."
-        f"{as_good_sentence(f)}",
+        why=" ".join([*reasons, enough]) if reasons else "",
         next="Give the ranks more cores, or fewer threads to the model.",
         **(facts.more_steps(saving) if pair is not None else {"needs": without_traffic(f)}),
     )
@@ -561,28 +582,44 @@ def straggler(facts: Facts) -> RuleResult:
     )
 
 
+def _random_wait(facts: Facts, late: Lateness) -> tuple[Estimate, dict[str, Any]]:
+    """The saving of imbalance, and `needs` and `more` of its rule.
+
+    What equal ranks surely save is their difference at the last operation of a step. A wait inside a step counts up to
+    the upper end alone: it may be for communication that ends later on one rank, and more steps do not tell.
+    """
+    jitter, error_ns = late.jitter_ns, _clock_error_ns(facts.f)
+    low = 0.0 if _unsure_wait(facts, jitter) else jitter.low
+    short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
+    saving = replace(late.random_ns, low=min(low, 0.0) if short > 0 else low)
+    needs = facts.more_steps(jitter, error_ns)
+    if short > 0:
+        needs = {"needs": MORE_STEPS, "more": short * len(facts.f.trace.arms)}
+    elif jitter.value <= limits.GAIN_MIN * facts.step_ns:
+        needs = {"needs": INSIDE_STEPS}
+    return _beside_clocks(saving, error_ns), needs
+
+
 def imbalance(facts: Facts) -> RuleResult:
     """Steps of the ranks differ at random: each waits for whichever is last."""
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
-    error_ns, unsure = _clock_error_ns(f), _unsure_wait(facts, late.jitter_ns)
-    saving = _beside_clocks(late.jitter_ns, error_ns)
-    needs = facts.more_steps(late.jitter_ns, error_ns)
-    short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
-    saving = replace(saving, low=min(saving.low, 0.0)) if short > 0 else saving
+    unsure, (saving, needs) = _unsure_wait(facts, late.random_ns), _random_wait(facts, late)
+    inside_ns = late.random_ns.value - late.jitter_ns.value
+    inside = f", {ms(inside_ns)} of it before the last operation" if ms(inside_ns) != ms(0) else ""
     return facts.evidence(
         "imbalance",
         "IMBALANCE",
         applies=not unsure,
         saving=saving,
         source=f.label,
-        rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
+        rests=unsure or f"{f.label}: waiting for the last rank{inside}, {late.steps} steps",
         why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
         f"{ms(saving.high)}) a step"
         + (". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        **({"needs": MORE_STEPS, "more": short * len(f.trace.arms)} if short > 0 else needs),
+        **needs,
     )
 
 
@@ -599,9 +636,11 @@ def before_forward(facts: Facts) -> RuleResult:
         source=f.label,
         rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
-        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
+        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step): a step saves "
+        "that at most.",
         next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
         "prefetching. Logging counts there as well.",
+        at_most=True,
         **facts.more_steps(saving),
     )
 
@@ -617,7 +656,8 @@ def optimizer(facts: Facts) -> RuleResult:
         source=facts.f.label,
         rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
-        f"{percent(saving.high / facts.step_ns)} of the step).",
+        f"{percent(saving.high / facts.step_ns)} of the step): a step saves that at most.",
+        at_most=True,
         next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
         **facts.more_steps(saving),
     )

@@ -43,12 +43,14 @@ STEPS_MIN = 5
 
 # Limits of the numbers that the rules compare.
 
+# More than this multiple of a run's steps is not asked for: what they decide is too small.
+LONGER_MAX = 10
 # Fewest pairs of blocks that support a claim.
 PAIRS_MIN = 3
 # A gain over stock is withheld if our hooks surely slow stock, and by more than this part of the script's own step.
 HANDICAP_MAX = 0.03
-# The probe's best point is the one with the fewest streams that reaches this part of the top rate.
-PROBE_NEAR_BEST = 0.95
+# The probe's best point is the one with the fewest streams that reaches this part of the top rate, as in a job.
+PROBE_NEAR_BEST = 0.98
 # The latency fit needs at least this many operations that ran alone on their rank, and this part of those of a size.
 FIT_OPERATIONS_MIN = 8
 FIT_ALONE_PART = 0.5

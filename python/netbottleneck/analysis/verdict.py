@@ -24,7 +24,7 @@ from netbottleneck.analysis.rules import (
     without_traffic,
 )
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
+from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import percent
 
@@ -83,6 +83,10 @@ def _no_communication(f: Findings) -> Verdict | None:
         return Verdict("INCONCLUSIVE", f"No step counts: {ONE_STEP}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
     if f.trace.size < 2:
         return Verdict("NO_COMMUNICATION", "One rank: nothing is sent.", "Start two ranks or more.")
+    stays = next((note for note in f.trace.notes if note.startswith(STAYS)), None)
+    if f.base is None and stays is not None:
+        why = f"No step with communication was recorded: {stays}."
+        return Verdict("INCONCLUSIVE", why, "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
         return Verdict(
             "NO_COMMUNICATION",
@@ -94,9 +98,7 @@ def _no_communication(f: Findings) -> Verdict | None:
 
 def _no_operation(f: Findings, steps: int) -> Verdict:
     """The verdict if several ranks recorded steps, and no operation in them."""
-    untimed, unrecorded = (
-        next((note for note in f.trace.notes if mark in note), None) for mark in (NOT_TIMED, NOT_RECORDED)
-    )
+    untimed = next((note for note in f.trace.notes if NOT_TIMED in note), None)
     if untimed is not None:
         return Verdict(
             "NO_COMMUNICATION",
@@ -104,8 +106,8 @@ def _no_operation(f: Findings, steps: int) -> Verdict:
             "Measure a run without that communication hook.",
         )
     found = f"{f.trace.size} ranks, and no operation in {steps} steps."
-    if unrecorded is not None:
-        return Verdict("INCONCLUSIVE", f"{found} {unrecorded}", "Record all that communicates, and report again.")
+    if f.not_recorded:
+        return Verdict("INCONCLUSIVE", f"{found} {f.not_recorded}", "Record all that communicates, and report again.")
     return Verdict(
         "NO_COMMUNICATION",
         found,
@@ -121,7 +123,7 @@ def _too_little(f: Findings) -> Verdict | None:
     return Verdict(
         "INCONCLUSIVE",
         f"{steps} steps were counted; a verdict needs at least {limits.STEPS_MIN}.",
-        f"Measure {limits.STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
+        f"Measure {limits.STEPS_MIN - steps} more steps or more.",
         more=limits.STEPS_MIN - steps,
     )
 
@@ -252,7 +254,7 @@ def _missing(f: Findings) -> str:
 
 LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
-QUIET = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
+QUIET = "Measure on hosts that do nothing else, for more steps."
 
 
 def decide(

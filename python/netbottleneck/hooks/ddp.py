@@ -23,6 +23,7 @@ from netbottleneck.runtime.session import Session, observe, open_together, same_
 from netbottleneck.torch.gradients import UNREACHABLE, is_reachable
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import BARE, STOCK
+from netbottleneck.units import nbytes
 
 # The user's communication hooks on DDP models. They run unchanged; Python hooks are timed.
 #
@@ -197,8 +198,12 @@ def attach(
         if chosen.strict:
             raise
         left_alone(_name(ddp), str(error))
-        for other in {measured.session for measured in _measured.values() if not measured.closed}:
-            other.notes.append(f"{_name(ddp)} was left alone: {NOT_RECORDED}.")
+        for other, measured in _measured.items():
+            if not measured.closed:
+                measured.session.notes.append(
+                    f"a DDP model ({_contents(ddp)}) was left alone: {NOT_RECORDED}, and what it computes counts as "
+                    f'"other". The measured one is {_contents(other)}.'
+                )
         logger.debug("left alone", exc_info=error)
         return None
 
@@ -224,7 +229,7 @@ def _attach(
     _end_of_same_parameters(ddp)
     reason = _refusal(ddp, settings)
     if session is None:
-        session = _open(ddp, settings, reason or _not_the_only_one())
+        session = _open(ddp, settings, reason or _not_the_only_one(ddp))
         finish_at_exit(session)
     elif reason:
         raise LeftAlone(reason)
@@ -396,12 +401,14 @@ def measures() -> bool:
     return not all(each.closed for each in _measured.values())
 
 
-def _not_the_only_one() -> str:
-    if not measures():
+def _not_the_only_one(ddp: DistributedDataParallel) -> str:
+    other = next((model for model, measured in _measured.items() if not measured.closed), None)
+    if other is None:
         return ""
     return (
-        "another DDP model is measured already, and only one model of a step can be; to choose which, start without "
-        "NETBOTTLENECK, NETBOTTLENECK_TRANSPORT and netbottleneck run, and call netbottleneck.attach on that one"
+        f"another DDP model is measured already ({_contents(other)}; this one: {_contents(ddp)}), and only one model "
+        "of a step can be; to choose which, start without NETBOTTLENECK, NETBOTTLENECK_TRANSPORT and netbottleneck "
+        "run, and call netbottleneck.attach on that one"
     )
 
 
@@ -425,3 +432,10 @@ def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
 
 def _name(ddp: DistributedDataParallel) -> str:
     return f"the DDP model of {type(ddp.module).__name__}"
+
+
+def _contents(ddp: DistributedDataParallel) -> str:
+    """Return what tells a model from another one of its class: "Sequential, 4 parameters, 1.5 MiB"."""
+    own = list(ddp.module.parameters())
+    size = nbytes(sum(parameter.numel() * parameter.element_size() for parameter in own))
+    return f"{type(ddp.module).__name__}, {len(own)} parameters, {size}"

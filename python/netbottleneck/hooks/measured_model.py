@@ -36,6 +36,7 @@ from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session
 from netbottleneck.torch.functions import makes_state
 from netbottleneck.torch.gradients import GradientSink
+from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
@@ -744,12 +745,18 @@ def _at_most(limit_s: float) -> Generator[None, None, None]:
         signal.signal(signal.SIGALRM, before)
 
 
+OBSERVE = "leave out NETBOTTLENECK_TRANSPORT to observe this script"
+
+
 def _write(session: Session, show: bool) -> None:
     from netbottleneck.report import Run
 
     run = Run(session.folder)
     if not run.trace.steps:
-        logger.warning("%s: no step was recorded: a step ends where a torch optimizer updates weights", session.folder)
+        why = "a step ends where a torch optimizer updates weights"
+        if session.stays is not None:
+            why = f"{STAYS} {session.stays}: {session.why_stays}; {OBSERVE}"
+        logger.warning("%s: no step was recorded: %s", session.folder, why)
         return
     run.write_all()
     if show and sys.stdout is not None and not sys.stdout.closed:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
-from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
+from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
@@ -78,11 +78,12 @@ def _bandwidth(findings: Findings, base: Arm) -> list[str]:
     label = findings.label
     if achievable is None:
         return [f"{moved} ({label})."]
-    points = (achievable.best, *achievable.points)
-    faster = next((point for point in points if point[1] > achieved.active_bps), None)
-    if faster is None:
+    can = next((f"{gbit(bps)} with {streams(n)}" for n, bps in achievable.points if bps > achieved.active_bps), None)
+    if achievable.bps > achieved.active_bps:
+        can = f"{gbit(achievable.bps)} {achievable.how}"
+    if can is None:
         return [f"{moved} ({label}); a probe of these hosts found nothing faster ({label})."]
-    return [f"{moved} ({label}); these hosts can do {gbit(faster[1])} with {streams(faster[0])} ({label})."]
+    return [f"{moved} ({label}); these hosts can do {can} ({label})."]
 
 
 def why_not_probed(findings: Findings) -> str:
@@ -380,6 +381,9 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
     return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
 
 
+NO_SCALING = "Scaling factor: not estimated, as not all communication of a step is in this record."
+
+
 def _scaling_table(findings: Findings) -> tuple[str, Table]:
     table = make_table("transport", "T_1 / T_n", "T_1", "", f"T_{findings.trace.size}")
     for name, s in findings.scaling.items():
@@ -505,8 +509,12 @@ def saving_text(one: RuleResult) -> str:
     """The saving of a rule with its interval; "-" if its condition does not hold."""
     if not one.applies or one.saving is None:
         return "-"
-    low, high = bare_ms(one.saving.low), bare_ms(one.saving.high)
-    return f"{ms(one.saving.value)} ({low} to {high})"
+    return ("at most " if one.at_most else "") + interval_text(one.saving)
+
+
+def interval_text(value: Estimate) -> str:
+    """A time with its interval."""
+    return f"{ms(value.value)} ({bare_ms(value.low)} to {bare_ms(value.high)})"
 
 
 def margin_text(one: RuleResult) -> str:
@@ -600,6 +608,8 @@ def _print_runs(console: Console, findings: Findings) -> None:
         _print_table(console, *_transport_table(findings))
     if findings.scaling:
         _print_table(console, *_scaling_table(findings))
+    elif findings.not_recorded:
+        console.print(NO_SCALING, highlight=False, markup=False)
 
 
 def _print_verdict(console: Console, verdict: Verdict) -> None:

@@ -22,6 +22,7 @@ from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.job import together
+from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import AUTO, BARE, NATIVE, NULL, SINGLE, STOCK, Arm
 
@@ -251,7 +252,7 @@ class Session:
     def stay(self, arm: Arm) -> None:
         """Assign all further steps to one arm, and stop recording them."""
         self.stays = arm
-        note = f"all further steps use {arm}, from step {self.step} on: {self.why_stays}"
+        note = f"{STAYS} {arm}, from step {self.step} on: {self.why_stays}"
         logger.warning("%s", note)
         self.notes.append(note)
 

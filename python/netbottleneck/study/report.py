@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import rules
+from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import stock_is_as_good
 from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
@@ -160,7 +161,7 @@ VERSION = 2
 BASE = STOCK
 LEGEND = (
     "bare: untouched DDP; single: one rank alone. step: median; in transfer: achieved rate, one way; achievable: by a "
-    "probe of the same hosts (streams). All measured."
+    "probe of the same hosts (streams), or by a faster arm (its name). All measured."
 )
 
 
@@ -336,12 +337,17 @@ def _rows(cell: CellReport) -> Iterable[tuple[str, ...]]:
     for name, taken in findings.times.items():
         achieved = findings.achieved.get(name)
         moved = gbit(achieved.active_bps) if achieved else ""
-        reach = f"{gbit(achievable.best[1])} ({achievable.best[0]})" if achievable and achieved else ""
+        reach = _reach(achievable) if achievable and achieved else ""
         yield f"  {name}", ms(taken.median_ns), _difference(cell, name), moved, reach
         tuned = cell.tuned.findings if cell.tuned is not None and name == BASE else None
         if tuned is not None and BASE in tuned.times:
             moved = gbit(tuned.achieved[BASE].active_bps) if BASE in tuned.achieved else ""
             yield "  stock x4", ms(tuned.times[BASE].median_ns), "separate run, not paired", moved, reach
+
+
+def _reach(achievable: Achievable) -> str:
+    """The achievable rate with the probe's streams, or with the arm that was faster."""
+    return f"{gbit(achievable.bps)} ({achievable.faster[0] if achievable.faster else achievable.best[0]})"
 
 
 def _difference(cell: CellReport, transport: Arm) -> str:

@@ -37,6 +37,8 @@ SIZE_MAX = 10_000_000
 NOT_TIMED = "its buckets are not timed"
 # Part of a note: the run communicates through operations that are not recorded.
 NOT_RECORDED = "what it communicates is not in this record"
+# Begin of a note that arms no longer take turns, and that no step is recorded from there on.
+STAYS = "all further steps use"
 # Tables of a trace whose rows each belong to one rank.
 BY_RANK = ("ranks", "steps", "collectives", "nccl", "faults")
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
-from netbottleneck.analysis.bandwidth import stated_link_bps
+from netbottleneck.analysis.bandwidth import achievable_bandwidth, probed, stated_link_bps
 from netbottleneck.analysis.comparisons import Estimate, block_pairs, by_block, middle
 from netbottleneck.analysis.intervals import (
     counted,
@@ -43,8 +43,6 @@ FORMULAS = (
     ("inline", "direct"),
     ("star", "direct"),  # name in older traces
 )
-# A transport's stream count is the lowest that reaches this part of the best rate.
-GOOD = 0.98
 ROUNDS = 20
 # Samples further off than this many median deviations get less weight (Huber; 1.4826 scales to a normal deviation).
 HUBER = 1.5 * 1.4826
@@ -188,14 +186,9 @@ def flows(trace: Trace, transport: Arm) -> tuple[float, float]:
 
 
 def achievable(trace: Trace, transport: Arm) -> Link | None:
-    """Return the rate that the probe reached, with the streams used after it; None without a probe."""
-    for info in _transport_infos(trace, transport):
-        rates = {probe.lanes: probe.bits_per_s for probe in info.probe if probe.bits_per_s > 0}
-        if rates:
-            best = max(rates.values())
-            fewest = min(lanes for lanes, rate in rates.items() if rate >= GOOD * best)
-            return Link(best, info.streams_used or fewest, rates.get(1))
-    return None
+    """Return the best point of the transport's own probe, else of the fastest other one; None without a probe."""
+    found = probed(trace).get(Arm.parse(transport).transport) or achievable_bandwidth(trace)
+    return None if found is None else Link(found.best[1], found.best[0], dict(found.points).get(1))
 
 
 def nominal(trace: Trace, transport: Arm) -> Link | None:
@@ -668,8 +661,8 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
             poor=why,
         )
 
-    cost, probed = cost_of((a, b)), achievable(trace, name)
-    reached = (cost.link, probed, link)
+    cost = cost_of((a, b))
+    reached = (cost.link, achievable(trace, name), link)
     lines = bounding_lines(rows, a, b, floor)
     if most_fixed:
         lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)

@@ -97,7 +97,7 @@ def achievable(job: Job) -> Iterator[Setting]:
     """The probe's rate instead of the achieved one; nothing without a probe."""
     link = job.fit.achievable if job.fit is not None else None
     if link is not None:
-        title = f"the achievable rate, {gbit(link.rate_bps)}"
+        title = f"the probe's rate, {gbit(link.rate_bps)}"
         yield _setting(job, "achievable", title, replace(job.cost, link=link))
 
 

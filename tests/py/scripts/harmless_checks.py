@@ -375,7 +375,13 @@ def models_that_are_left_alone_log_it_once_and_train() -> None:
     logging.getLogger("netbottleneck").addHandler(handler)
     assert ddp.attach(second, settings=settings("stock")) is None
     logging.getLogger("netbottleneck").removeHandler(handler)
-    assert "another DDP model is measured already" in records[0].getMessage()
+    assert "another DDP model is measured already (" in records[0].getMessage()
+    other_has, this_has = ddp._contents(other), ddp._contents(second)
+    assert f"({other_has}; this one: {this_has})" in records[0].getMessage()
+    assert this_has.startswith(f"{type(model).__name__}, {len(list(model.parameters()))} parameters, ")
+    (note,) = [note for note in first.session.notes if "was left alone" in note]
+    assert note.startswith(f"a DDP model ({this_has}) was left alone: ")
+    assert note.endswith(f'counts as "other". The measured one is {other_has}.')
     train(second, 3)
     same(model, untouched(3))
     folder_of(first)

@@ -6,6 +6,8 @@ data/report.txt is Run("data/synthetic.jsonl.gz").text, looked through by hand.
 import csv
 import io
 import json
+import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -312,6 +314,24 @@ def test_a_killed_rank_is_named(tmp_path):
     assert "rank 1: 1 step(s) began and did not end" in text
     assert "rank 1: 1 event(s) dropped" in text
     assert "rank 1 did not finish cleanly" in text
+
+
+UNFINISHED = {"finished": False, "hostname": platform.node(), "pid_namespace": os.readlink("/proc/self/ns/pid")}
+
+
+def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    found = Run(FakeRun(tmp_path / "runs", blocks=3, meta=UNFINISHED).write())
+    assert "! in progress: 18 steps so far." in found.text
+    assert "did not finish cleanly" not in found.text
+    found.write_all(tmp_path / "files")
+    assert tr.read(tmp_path / "files" / "ranks" / "0.jsonl.gz").in_progress is False
+
+
+@pytest.mark.parametrize("other", [{"hostname": "elsewhere"}, {"pid_namespace": "pid:[1]"}, {"error": "out of memory"}])
+def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkeypatch, other):
+    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    assert "in progress" not in Run(FakeRun(tmp_path, blocks=3, meta=UNFINISHED | other).write()).text
 
 
 def test_a_rank_without_a_record_is_named(run):

@@ -160,15 +160,15 @@ def _comparison(findings: Findings) -> list[str]:
     return []
 
 
-def _about_rank(rank: Rank, origin: str) -> list[str]:
+def _about_rank(rank: Rank, trace: Trace) -> list[str]:
     found = []
-    if rank.steps_unfinished:
+    if rank.steps_unfinished and not trace.in_progress:
         found.append(f"rank {rank.rank}: {rank.steps_unfinished} step(s) began and did not end; they are left out.")
     if rank.events_dropped:
         found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
     if rank.error:
         found.append(f"rank {rank.rank} failed: {rank.error}")
-    elif not rank.finished and origin == "measured":
+    elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
         found.append(f"rank {rank.rank} did not finish cleanly.")
     if rank.clock.method == JUMPED:
         found.append(f"rank {rank.rank}: its clock jumped against rank 0's: what compares their times is not judged.")
@@ -205,8 +205,10 @@ def warnings(findings: Findings) -> list[str]:
     found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
     if NULL in findings.times:
         found.append("the arm null moves no bytes: the training of this run is not valid.")
+    if trace.in_progress:
+        found.append(f"in progress: {len({step.index for step in trace.steps})} steps so far.")
     for rank in trace.ranks:
-        found += _about_rank(rank, trace.origin)
+        found += _about_rank(rank, trace)
     missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
     if missing:
         found.append(f"no record of rank {', '.join(map(str, missing))}.")

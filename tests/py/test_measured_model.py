@@ -16,6 +16,7 @@ import torch
 
 from netbottleneck.hooks.measured_model import compiled
 from netbottleneck.runtime import job
+from netbottleneck.runtime.session import words
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.ring_reader import load
 
@@ -514,3 +515,8 @@ def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch
     assert job.uncaught() is failure
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     assert job.uncaught() is None
+
+
+def test_an_exception_without_a_message_is_recorded_by_its_type() -> None:
+    assert words(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert words(RuntimeError("boom")) == "RuntimeError: boom"

@@ -316,6 +316,20 @@ def test_a_killed_rank_is_named(tmp_path):
     assert "rank 1 did not finish cleanly" in text
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("KeyboardInterrupt", "! rank 0 was interrupted"),
+        ("KeyboardInterrupt: ", "! rank 0 was interrupted"),
+        ("KeyError: 'mine'", "! rank 0 failed: KeyError: 'mine'"),
+        ("MemoryError: ", "! rank 0 failed: MemoryError"),
+    ],
+)
+def test_the_error_of_a_rank_has_no_empty_message(tmp_path, error, line):
+    found = Run(FakeRun(tmp_path, blocks=3, meta={"finished": False, "error": error}).write())
+    assert line in found.text.splitlines()
+
+
 UNFINISHED = {"finished": False, "hostname": platform.node(), "pid_namespace": os.readlink("/proc/self/ns/pid")}
 
 

@@ -513,7 +513,7 @@ class Following:
         ended = bool(trace.ranks) and all(rank.finished or rank.error for rank in trace.ranks)
         gone = _gone(self.path, trace)
         lines = _missing(trace)
-        lines += [f"rank {rank.rank} failed: {rank.error}" for rank in trace.ranks if rank.error]
+        lines += [text.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [note for note in trace.notes if note.startswith(("left out:", "rank "))]
         if self._part.full:

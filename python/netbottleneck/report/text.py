@@ -160,6 +160,13 @@ def _comparison(findings: Findings) -> list[str]:
     return []
 
 
+def failure(rank: Rank) -> str:
+    """The error of a rank that failed."""
+    error = (rank.error or "").strip().removesuffix(":")
+    interrupted = error == KeyboardInterrupt.__name__
+    return f"rank {rank.rank} was interrupted" if interrupted else f"rank {rank.rank} failed: {error}"
+
+
 def _about_rank(rank: Rank, trace: Trace) -> list[str]:
     found = []
     if rank.steps_unfinished and not trace.in_progress:
@@ -167,7 +174,7 @@ def _about_rank(rank: Rank, trace: Trace) -> list[str]:
     if rank.events_dropped:
         found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
     if rank.error:
-        found.append(f"rank {rank.rank} failed: {rank.error}")
+        found.append(failure(rank))
     elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
         found.append(f"rank {rank.rank} did not finish cleanly.")
     if rank.clock.method == JUMPED:

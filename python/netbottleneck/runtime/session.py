@@ -81,6 +81,11 @@ class Blocks:
         return ""
 
 
+def words(error: BaseException) -> str:
+    """Return an exception as the record has it: its type, and its message if it has one."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 @dataclass(eq=False)
 class Session:
     """The record that all hooks of this process write to. Time between `end` and `begin` belongs to no step.
@@ -302,7 +307,7 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """End the run with the error that ends the training. A failure of the run folder is logged, not raised."""
         try:
-            self.close(f"{type(error).__name__}: {error}")
+            self.close(words(error))
         except OSError as failure:  # the disk may be full
             logger.error("%s: the record is not complete: %s", self.folder, failure)
 

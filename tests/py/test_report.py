@@ -330,6 +330,18 @@ def test_the_error_of_a_rank_has_no_empty_message(tmp_path, error, line):
     assert line in found.text.splitlines()
 
 
+def test_a_rank_that_left_before_another_failed_is_named(tmp_path):
+    run = FakeRun(tmp_path, blocks=3).write()
+    assert "without an exception" not in Run(run).text
+    path = run / "ranks" / "0.meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": False, "error": "peer lost"}))
+    found = [line for line in text.warnings(Run(run).findings) if line.startswith("rank")]
+    assert found == [
+        "rank 0 failed: peer lost",
+        "rank 1 ended without an exception: it reached its end, or called sys.exit.",
+    ]
+
+
 UNFINISHED = {"finished": False, "hostname": platform.node(), "pid_namespace": os.readlink("/proc/self/ns/pid")}
 
 

@@ -433,6 +433,8 @@ def _export_place() -> None:
 
 def _run_as_main(module: bool, argv: Sequence[str]) -> None:
     """Run a script or a module as Python would. Its exceptions are shown as Python shows them."""
+    from netbottleneck.runtime import job
+
     sys.argv = list(argv)
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
@@ -448,7 +450,8 @@ def _run_as_main(module: bool, argv: Sequence[str]) -> None:
             _run_file(argv[0])
         else:
             runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit:
+    except SystemExit as error:
+        job.leaves(error)
         raise
     except BaseException as error:
         uncaught = error

@@ -700,7 +700,7 @@ def finish(session: Session, *, show: bool = True) -> None:
 
 def close(session: Session) -> None:
     """Close a session on this rank, which completes its records; copy them to rank 0's host if no folder is shared."""
-    failed = job.uncaught()
+    failed = job.failure()
     session.close(words(failed) if failed is not None else None)
     session.bring()
 

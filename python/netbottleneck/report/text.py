@@ -175,6 +175,8 @@ def _about_rank(rank: Rank, trace: Trace) -> list[str]:
         found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
     if rank.error:
         found.append(failure(rank))
+    elif rank.finished and any(other.error for other in trace.ranks):
+        found.append(f"rank {rank.rank} ended without an exception: it reached its end, or called sys.exit.")
     elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
         found.append(f"rank {rank.rank} did not finish cleanly.")
     if rank.clock.method == JUMPED:

@@ -547,6 +547,8 @@ def test_an_exit_with_another_code_than_0_is_the_error_of_its_rank(
     env = {"NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_START_STEP": "0"}
     (result,) = ranks(1, "netbottleneck", env, args=["run", str(script), str(code)], check=False)
     assert result.code == code
+    hint = f"rank 0 ended by an exception; its steps until then: netbottleneck report {tmp_path / 'run'}"
+    assert result.stderr.count(hint) == (error is not None)
     trace = load(tmp_path / "run")
     assert trace.steps
     assert [(rank.finished, rank.error) for rank in trace.ranks] == [(error is None, error)]

@@ -322,6 +322,8 @@ class Session:
             self.running = False  # the loop ended in an unfinished step
         if self.joining is not None:
             self.joining.settle()
+        if error is not None:
+            self._name_record()
         for call in self.on_close:
             try:
                 call()
@@ -340,6 +342,15 @@ class Session:
             for communicator in dict.fromkeys(self.arms.values()):
                 communicator.close() if error is None else getattr(communicator, "abort", communicator.close)()
             self.recorder.close()
+
+    def _name_record(self) -> None:
+        """Log how to read what was recorded before the error, unless another rank has failed before."""
+        if self.step > self.settings.start_step and not run_folder.failed(self.folder):
+            logger.warning(
+                "rank %d ended by an exception; its steps until then: netbottleneck report %s",
+                self.place.rank,
+                self.folder,
+            )
 
     def _note_unfinished(self) -> None:
         line = self.blocks.unfinished(self.step) if isinstance(self.blocks, Auto) and self.stays is None else ""

@@ -51,7 +51,8 @@ def test_the_numbers_are_those_of_the_summary(run, found):
         own = [n for n in found.numbers if n.labels.get("cause") == one["cause"]]
         known = one["saving_s"] if one["applies"] and one["saving_s"] else {}
         assert {n.labels["end"]: n.value for n in own} == {end: at for end, at in known.items() if at is not None}
-        assert {n.labels["fired"] for n in own} <= {str(one["fired"]).lower()}
+        for name in ("fired", "at_most"):
+            assert {n.labels[name] for n in own} <= {str(one[name]).lower()}
     for pair in (one for one in summary["comparisons"] if one["gain"] and one["enough"]):
         for end, at in pair["gain"].items():
             assert value_of(found, "gain_ratio", arm=pair["other"], end=end) == at

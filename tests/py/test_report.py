@@ -330,6 +330,16 @@ def test_the_error_of_a_rank_has_no_empty_message(tmp_path, error, line):
     assert line in found.text.splitlines()
 
 
+def test_the_saving_of_a_whole_part_of_the_step_is_an_upper_bound(run):
+    known = next(one for one in run.verdict.evidence if one.applies and one.saving is not None)
+    for code, bound in (("OPTIMIZER_LIMITED", True), ("INPUT_LIMITED", True), ("LINK_LIMITED", False)):
+        rule = replace(known, code=code)
+        assert text.saving_text(rule).startswith("at most ") == bound
+        judged = verdict.Verdict(code, "", "", evidence=(rule,))
+        (shown,) = summary.summary(run.findings, judged)["verdict"]["evidence"]
+        assert shown["at_most"] == bound
+
+
 def test_a_rank_that_left_before_another_failed_is_named(tmp_path):
     run = FakeRun(tmp_path, blocks=3).write()
     assert "without an exception" not in Run(run).text

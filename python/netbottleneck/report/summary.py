@@ -25,7 +25,7 @@ from netbottleneck.analysis.intervals import WARMUP_STEPS, backward_spans, host_
 from netbottleneck.analysis.rules import RuleResult, handicap_sentence
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report.text import sentences
+from netbottleneck.report.text import is_bound, sentences
 from netbottleneck.trace.files import whole_file
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import Arm
@@ -54,6 +54,7 @@ def _evidence(one: RuleResult) -> dict[str, Any]:
         "fired": one.fired,
         "uncertain": one.uncertain,
         "saving_s": None if one.saving is None else _interval(one.saving, 1e-9),
+        "at_most": is_bound(one),
         "margin": one.margin if one.margin is not None and math.isfinite(one.margin) else None,
         "source": one.source,
         "rests": one.rests,

@@ -512,12 +512,21 @@ def retransmitted(host: HostUse) -> str:
     return percent(host.retransmitted_segments / host.sent_segments, digits=2)
 
 
+# Rules whose saving is the whole of a part that a step cannot be without.
+WHOLE_PARTS = frozenset({"INPUT_LIMITED", "OPTIMIZER_LIMITED"})
+
+
+def is_bound(one: RuleResult) -> bool:
+    """True if a step saves at most the saving of this rule."""
+    return one.code in WHOLE_PARTS
+
+
 def saving_text(one: RuleResult) -> str:
     """The saving of a rule with its interval; "-" if its condition does not hold."""
     if not one.applies or one.saving is None:
         return "-"
     low, high = bare_ms(one.saving.low), bare_ms(one.saving.high)
-    return f"{ms(one.saving.value)} ({low} to {high})"
+    return f"{'at most ' if is_bound(one) else ''}{ms(one.saving.value)} ({low} to {high})"
 
 
 def margin_text(one: RuleResult) -> str:

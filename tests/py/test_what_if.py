@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import RANKS_LIMIT_S
+from rich.console import Console
 
 from netbottleneck.cli import main, what_if
+from netbottleneck.report import Run
+from netbottleneck.report import what_if as report
 from netbottleneck.trace import layer_log
 from netbottleneck.trace.layer_log import LayerLog, VecTable
-from netbottleneck.whatif import compat2020
+from netbottleneck.whatif import compat2020, questions, sweeps
 from netbottleneck.whatif.compat2020 import Grid
 from ringwriter import FakeRun
 
@@ -146,6 +151,22 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
             assert row["reason"]
     links = [row["step_s"] for row in rows if row["question"] == "link"]
     assert links == sorted(links, reverse=True)
+
+
+def test_answers_from_a_poor_fit_are_marked() -> None:
+    fitted = questions.job(Run(TRACE).trace)
+    job = replace(fitted, cost=replace(fitted.cost, poor="half of the operations deviate by 23 %"))
+    kinds = ("links", "free")
+    rows = [sweeps.answers(job, sweeps.links(job, [1e9])), sweeps.answers(job, [sweeps.free(job)])]
+    least = sweeps.enough_link(job)
+    assert [own[0].label for own in rows] == ["predicted from a poor fit", "predicted"]
+    assert least.label == "predicted from a poor fit"
+    shown = Console(file=io.StringIO(), width=80)
+    report.show(sweeps.Answers(job, tuple(zip(kinds, rows, strict=True)), (least,)), shown)
+    printed = " ".join(shown.file.getvalue().split())
+    assert "links (predicted from a poor fit)" in printed
+    assert "free (predicted)" in printed
+    assert "gains at most 1 % (predicted from a poor fit)." in printed
 
 
 def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_path: Path) -> None:

@@ -150,9 +150,9 @@ def _least_sentence(one: LeastValue) -> str:
         return f"{_where(one)}, {one.aim}: {NOT_REACHABLE[one.question]}: {one.reason}."
     amount, between = _amount(one, one.value.value), _interval(one) or "no interval"
     if one.question == "enough link":
-        return f"{_where(one)}: a link faster than {amount}, {between}, does not help: {one.aim} (predicted)."
+        return f"{_where(one)}: a link faster than {amount}, {between}, does not help: {one.aim} ({one.label})."
     how = {"least link": ", fully used", "least compression": " at the achieved rate"}.get(one.question, "")
-    return f"{_where(one)}: {one.aim} needs {amount}{how}, {between} (predicted)."
+    return f"{_where(one)}: {one.aim} needs {amount}{how}, {between} ({one.label})."
 
 
 def _least_table(answers: Answers) -> Table:
@@ -213,6 +213,7 @@ def _table(rows: Sequence[Answer]) -> Table:
 
 
 def _tables(answers: Answers) -> Iterator[tuple[str, Table]]:
+    """Tables with their titles, which say how well their numbers are known."""
     for title, rows in answers.tables:
         whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
         if len(whole) == len(rows) > 1:
@@ -220,11 +221,17 @@ def _tables(answers: Answers) -> Iterator[tuple[str, Table]]:
             cells = [prediction(answers.job, one) for one in whole]
             known = {_cell(row): one for row, one in zip(cells, whole, strict=True) if one.interval}
             for over, table in tables(cells, known):
-                yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
+                yield over + (f", {hosts} ranks per host" if hosts > 1 else "") + _known(rows), table
         elif rows:
-            yield title, _table(rows)
+            yield title + _known(rows), _table(rows)
     if len(answers.least_values) > LEAST_VALUES_MAX:
-        yield "Required values", _least_table(answers)
+        yield "Required values" + _known(answers.least_values), _least_table(answers)
+
+
+def _known(rows: Sequence[Answer | LeastValue]) -> str:
+    """The label of a table in brackets: of its least certain number."""
+    poor = any(one.label == questions.POORLY_PREDICTED for one in rows)
+    return f" ({questions.POORLY_PREDICTED if poor else questions.PREDICTED})"
 
 
 def remarks(answers: Answers) -> list[str]:
@@ -250,7 +257,7 @@ def show(answers: Answers, console: Console | None = None) -> None:
         shown.print(f"! {remark}", style="yellow", highlight=False, markup=False)
     for title, table in _tables(answers):
         shown.print()
-        shown.print(f"{title} (predicted)", style="bold", highlight=False, markup=False)
+        shown.print(title, style="bold", highlight=False, markup=False)
         shown.print(table)
 
 

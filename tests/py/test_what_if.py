@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -167,6 +168,19 @@ def test_answers_from_a_poor_fit_are_marked() -> None:
     assert "links (predicted from a poor fit)" in printed
     assert "free (predicted)" in printed
     assert "gains at most 1 % (predicted from a poor fit)." in printed
+
+
+def test_remarks_follow_the_table_that_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", str(TRACE), "--target-scaling", "0.9"]) == 0
+    output = capsys.readouterr().out
+    general, *parts = re.split(r"\n\n(?=[A-Z].*\(predicted\)\n)", output)
+    by_title = {part.partition(",")[0].partition(" (")[0]: " ".join(part.split()) for part in parts}
+    assert "! encoding and decoding are assumed to take no time: pass" in " ".join(general.split())
+    assert "formula of" not in general
+    assert "! 4 workers, measured 2: scaled by the formula of ring" in by_title["Other numbers of workers"]
+    assert "scaled by the formula of two_level" in by_title["Ranks per host"]
+    assert output.count("! encoding and decoding") == 1
+    assert "!" not in by_title["Other links"]
 
 
 def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_path: Path) -> None:

@@ -170,6 +170,21 @@ def test_answers_from_a_poor_fit_are_marked() -> None:
     assert "gains at most 1 % (predicted from a poor fit)." in printed
 
 
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ([], "plan: Horovod's fusion, at most 64.0 MiB every 5.00 ms (predicted)"),
+        (["--plan", "ddp"], "plan: DDP's buckets of 25.0 MiB (predicted)"),
+    ],
+)
+def test_the_tables_of_a_layer_log_name_the_plan_that_they_assume(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], plan: list[str], words: str
+) -> None:
+    arguments = ["--step-s", str(STEP_S), "--workers", "4,8", "--link-gbps", "10", *plan]
+    assert main(["what-if", files[0], *arguments]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_remarks_follow_the_table_that_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["what-if", str(TRACE), "--target-scaling", "0.9"]) == 0
     output = capsys.readouterr().out

@@ -13,7 +13,7 @@ from rich.table import Table
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.report.html import Curve
 from netbottleneck.report.text import bare_ms, make_table, put_row, screen
-from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.units import gbit, ms, nbytes, percent, streams
 from netbottleneck.whatif import questions, sweeps
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.questions import NEGLIGIBLE_GAIN, Answer, LeastValue, prediction
@@ -217,11 +217,25 @@ def _tables(answers: Answers) -> Iterator[tuple[str, Table, Sequence[str]]]:
     told = set(remarks(answers))
     for title, rows in answers.tables:
         own = list(_grid_tables(answers, rows)) or ([(title, _table(rows))] if rows else [])
-        about = _remarks_of(rows, told)
+        about, plan = _remarks_of(rows, told), _assumed(answers.job, rows)
         for number, (over, table) in enumerate(own, 1):
-            yield over + _known(rows), table, about if number == len(own) else ()
+            yield over + plan + _known(rows), table, about if number == len(own) else ()
     if len(answers.least_values) > LEAST_VALUES_MAX:
         yield "Required values" + _known(answers.least_values), _least_table(answers), ()
+
+
+def _assumed(job: questions.Job, rows: Sequence[Answer]) -> str:
+    """The fusion that a table of a layer log assumes, as it records none; "" for a run, and for a table of plans."""
+    if job.fit is not None or any(one.setting.plan != job.plan for one in rows):
+        return ""
+    size, cycle = nbytes(job.plan.fusion_bytes), ms(job.plan.cycle_ns)
+    words = {
+        "explicit": "its own buckets",
+        "ddp": f"DDP's buckets of {size}",
+        "horovod": f"Horovod's fusion, at most {size} every {cycle}",
+        "paper2020": f"the 2020 paper's fusion, {size} or {cycle}",
+    }
+    return f"; plan: {words[job.plan.rule]}"
 
 
 def _grid_tables(answers: Answers, rows: Sequence[Answer]) -> Iterator[tuple[str, Table]]:

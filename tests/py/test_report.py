@@ -330,6 +330,15 @@ def test_the_error_of_a_rank_has_no_empty_message(tmp_path, error, line):
     assert line in found.text.splitlines()
 
 
+def test_the_row_of_the_untouched_script_has_our_own_cost(tmp_path):
+    found = Run(FakeRun(tmp_path, transports=("bare", "stock"), blocks=12).write())
+    cost = found.findings.handicap.difference_ns
+    shown = text.differences(found.findings)["bare"]
+    assert (shown.ns.value, shown.ns.low, shown.ns.high) == (-cost.value, -cost.high, -cost.low)
+    (row,) = (line for line in found.text.splitlines() if line.split()[:1] == ["bare"])
+    assert f"{terminal.bare_ms(shown.ns.value)} ms (" in row
+
+
 def test_the_saving_of_a_whole_part_of_the_step_is_an_upper_bound(run):
     known = next(one for one in run.verdict.evidence if one.applies and one.saving is not None)
     for code, bound in (("OPTIMIZER_LIMITED", True), ("INPUT_LIMITED", True), ("LINK_LIMITED", False)):

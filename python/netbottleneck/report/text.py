@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
-from netbottleneck.analysis.comparisons import Costs, Travel, changed_at
+from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
@@ -23,7 +24,7 @@ from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUs
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
-from netbottleneck.trace.transports import MEANING, NATIVE, NULL, PSEUDO, Arm
+from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
@@ -368,20 +369,40 @@ def bare_ms(ns: float) -> str:
     return ms(ns).removesuffix(" ms")
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A paired difference of an arm's step to the base's. enough: its interval is known."""
+
+    ns: Estimate
+    enough: bool
+    withheld: bool = False
+
+
+def differences(findings: Findings) -> dict[Arm, Difference]:
+    """The differences to the base, by arm. That of the untouched script is our own cost with the other sign."""
+    found = {
+        pair.other: Difference(pair.difference_ns, pair.enough, findings.handicapped) for pair in findings.comparisons
+    }
+    own = findings.handicap
+    if own is not None:
+        cost = own.difference_ns
+        found[BARE] = Difference(Estimate(-cost.value, -cost.high, -cost.low), own.enough)
+    return found
+
+
 def _transport_table(findings: Findings) -> tuple[str, Table]:
     compared = ("difference, 95 %",) if findings.base is not None else ()
     table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", *compared)
-    pairs = {pair.other: pair for pair in findings.comparisons}
+    pairs = differences(findings)
     for name, time in findings.times.items():
         pair = pairs.get(name)
         if pair is None:
             difference = ""
-        elif findings.handicapped:
+        elif pair.withheld:
             difference = "withheld"
         else:
-            ns = pair.difference_ns
-            interval = f" ({bare_ms(ns.low)} to {bare_ms(ns.high)})" if pair.enough else " (no interval)"
-            difference = ms(ns.value) + interval
+            interval = f" ({bare_ms(pair.ns.low)} to {bare_ms(pair.ns.high)})" if pair.enough else " (no interval)"
+            difference = ms(pair.ns.value) + interval
         spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
         cells = (name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}")
         put_row(table, *cells, *([difference] if compared else []))

@@ -74,6 +74,9 @@ _LATER = {
     "size": "netbottleneck.runtime.ops",
 }
 
+# Public modules that are imported on first use.
+_MODULES = {"callbacks": "netbottleneck.callbacks"}
+
 # Names that earlier releases document, served for one release more. A module, and in a module the names of another.
 _MOVED = {
     "evidence": "netbottleneck.study.evidence",
@@ -137,8 +140,9 @@ for _name in _MOVED_NAMES:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        return importlib.import_module(_MOVED[name])
+    module = _MODULES.get(name) or _MOVED.get(name)
+    if module is not None:
+        return importlib.import_module(module)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)

@@ -128,6 +128,16 @@ assert not {"torch", "lightning", "pytorch_lightning", "transformers", "accelera
 """)
 
 
+def test_the_callbacks_are_an_attribute_of_the_package() -> None:
+    python("""
+import sys
+import netbottleneck
+assert "netbottleneck.callbacks" not in sys.modules
+assert "accelerate" in netbottleneck.callbacks.__all__
+assert "torch" not in sys.modules
+""")
+
+
 def test_one_clear_line_names_the_missing_package() -> None:
     output = python("""
 import sys

@@ -112,8 +112,9 @@ def test_report_prints_the_report_of_a_trace(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "all" / "summary.json").exists()
 
 
-def test_report_of_a_missing_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "/nonexistent/run"]) == 1
+@pytest.mark.parametrize("words", ["report", "top", f"compare {TRACE}"])
+def test_a_missing_run_is_one_line_and_a_usage_error(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert main([*words.split(), "/nonexistent/run"]) == cli.USAGE
     output = capsys.readouterr().err
     assert output.count("\n") == 1
     assert "/nonexistent/run" in output
@@ -142,11 +143,12 @@ def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
         (["report", str(TRACE), "--html", "none/x.html"], "--html none/x.html"),
         (["report", str(TRACE), "--write", "file/x"], "--write file/x"),
         (["report", str(TRACE), "--export", "prometheus=none/x.prom"], "--export prometheus none/x.prom"),
+        (["report", str(TRACE), "--export", "nagios=x"], "--export nagios"),
         (["compare", str(TRACE), str(TRACE), "--html", "none/x.html"], "--html none/x.html"),
         (["bench", "--json", "none/x.json"], "--json none/x.json"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+def test_what_cannot_be_written_is_refused_before_the_work(
     arguments: list[str],
     option: str,
     tmp_path: Path,

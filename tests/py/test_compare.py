@@ -172,7 +172,7 @@ def test_runs_without_a_common_arm_are_refused(made, capsys):
 
 
 def test_a_missing_run_is_named(made, tmp_path, capsys):
-    assert cli.main(["compare", str(made("a")), str(tmp_path / "none")]) == 1
+    assert cli.main(["compare", str(made("a")), str(tmp_path / "none")]) == cli.USAGE
     assert "none" in capsys.readouterr().err
 
 

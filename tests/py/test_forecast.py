@@ -250,3 +250,12 @@ def test_the_stored_run_is_forecast_from_itself_and_grows_with_ranks() -> None:
     scaling = two.transports["ofi"].scaling
     assert scaling is not None
     assert scaling.low <= scaling.value <= scaling.high
+
+
+def test_the_example_of_the_page_prints_a_step_or_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "what-if.md").read_text(encoding="utf-8")
+    example = page.partition("## Forecast a future run")[2].partition("```python")[2].partition("```")[0]
+    exec(example.replace("RUN", str(STORED)), {})
+    printed = capsys.readouterr().out
+    assert "stock Estimate" in printed
+    assert "tcp no forecast: no all-reduce over tcp" in printed

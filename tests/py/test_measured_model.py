@@ -18,6 +18,7 @@ import torch
 from netbottleneck.hooks import measured_model
 from netbottleneck.hooks.measured_model import compiled
 from netbottleneck.runtime import job
+from netbottleneck.runtime.session import words
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.ring_reader import load
 from netbottleneck.trace.transports import Arm
@@ -533,3 +534,40 @@ def test_a_run_without_steps_names_the_reason(
     session: Any = SimpleNamespace(folder=FakeRun(tmp_path, blocks=0).write(), stays=stays, why_stays="ranks differ")
     measured_model._write(session, show=False)
     assert f": no step was recorded: {reason}" in caplog.text
+
+
+def test_an_exception_without_a_message_is_recorded_by_its_type() -> None:
+    assert words(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert words(RuntimeError("boom")) == "RuntimeError: boom"
+
+
+LEAVING = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("code", "error"), [(0, None), (3, "SystemExit: 3")])
+def test_an_exit_with_another_code_than_0_is_the_error_of_its_rank(
+    ranks: Ranks, tmp_path: Path, code: int, error: str | None
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LEAVING)
+    env = {"NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_START_STEP": "0"}
+    (result,) = ranks(1, "netbottleneck", env, args=["run", str(script), str(code)], check=False)
+    assert result.code == code
+    hint = f"rank 0 ended by an exception; its steps until then: netbottleneck report {tmp_path / 'run'}"
+    assert result.stderr.count(hint) == (error is not None)
+    trace = load(tmp_path / "run")
+    assert trace.steps
+    assert [(rank.finished, rank.error) for rank in trace.ranks] == [(error is None, error)]

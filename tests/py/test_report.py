@@ -6,6 +6,8 @@ data/report.txt is Run("data/synthetic.jsonl.gz").text, looked through by hand.
 import csv
 import io
 import json
+import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -324,6 +326,69 @@ def test_a_killed_rank_is_named(tmp_path):
     assert "rank 1: 1 step(s) began and did not end" in text
     assert "rank 1: 1 event(s) dropped" in text
     assert "rank 1 did not finish cleanly" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("KeyboardInterrupt", "! rank 0 was interrupted"),
+        ("KeyboardInterrupt: ", "! rank 0 was interrupted"),
+        ("KeyError: 'mine'", "! rank 0 failed: KeyError: 'mine'"),
+        ("MemoryError: ", "! rank 0 failed: MemoryError"),
+    ],
+)
+def test_the_error_of_a_rank_has_no_empty_message(tmp_path, error, line):
+    found = Run(FakeRun(tmp_path, blocks=3, meta={"finished": False, "error": error}).write())
+    assert line in found.text.splitlines()
+
+
+def test_the_row_of_the_untouched_script_has_our_own_cost(tmp_path):
+    found = Run(FakeRun(tmp_path, transports=("bare", "stock"), blocks=12).write())
+    cost = found.findings.handicap.difference_ns
+    shown = text.differences(found.findings)["bare"]
+    assert (shown.ns.value, shown.ns.low, shown.ns.high) == (-cost.value, -cost.high, -cost.low)
+    (row,) = (line for line in found.text.splitlines() if line.split()[:1] == ["bare"])
+    assert f"{terminal.bare_ms(shown.ns.value)} ms (" in row
+
+
+def test_the_saving_of_a_whole_part_of_the_step_is_an_upper_bound(run):
+    known = next(one for one in run.verdict.evidence if one.applies and one.saving is not None)
+    for bound in (True, False):
+        rule = replace(known, at_most=bound)
+        assert text.saving_text(rule).startswith("at most ") == bound
+        judged = verdict.Verdict(rule.code, "", "", evidence=(rule,))
+        (shown,) = summary.summary(run.findings, judged)["verdict"]["evidence"]
+        assert shown["at_most"] == bound
+
+
+def test_a_rank_that_left_before_another_failed_is_named(tmp_path):
+    run = FakeRun(tmp_path, blocks=3).write()
+    assert "without an exception" not in Run(run).text
+    path = run / "ranks" / "0.meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": False, "error": "peer lost"}))
+    found = [line for line in text.warnings(Run(run).findings) if line.startswith("rank")]
+    assert found == [
+        "rank 0 failed: peer lost",
+        "rank 1 ended without an exception: it reached its end, or called sys.exit.",
+    ]
+
+
+UNFINISHED = {"finished": False, "hostname": platform.node(), "pid_namespace": os.readlink("/proc/self/ns/pid")}
+
+
+def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    found = Run(FakeRun(tmp_path / "runs", blocks=3, meta=UNFINISHED).write())
+    assert "! in progress: 18 steps so far." in found.text
+    assert "did not finish cleanly" not in found.text
+    found.write_all(tmp_path / "files")
+    assert tr.read(tmp_path / "files" / "ranks" / "0.jsonl.gz").in_progress is False
+
+
+@pytest.mark.parametrize("other", [{"hostname": "elsewhere"}, {"pid_namespace": "pid:[1]"}, {"error": "out of memory"}])
+def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkeypatch, other):
+    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    assert "in progress" not in Run(FakeRun(tmp_path, blocks=3, meta=UNFINISHED | other).write()).text
 
 
 def test_a_rank_without_a_record_is_named(run):

@@ -302,7 +302,7 @@ def test_a_verdict_that_needs_more_steps_than_the_window_names_the_window(fake: 
 def test_a_missing_folder_and_one_without_a_run_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["top", str(tmp_path / "none"), "--once"]) == 1
+    assert cli.main(["top", str(tmp_path / "none"), "--once"]) == cli.USAGE
     assert "none: no such folder" in capsys.readouterr().err
     assert cli.main(["top", str(tmp_path), "--once"]) == 1
     error = capsys.readouterr().err

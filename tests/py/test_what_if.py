@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import RANKS_LIMIT_S
+from rich.console import Console
 
 from netbottleneck.cli import main, what_if
 from netbottleneck.report import Run
+from netbottleneck.report import what_if as report
 from netbottleneck.trace import layer_log
 from netbottleneck.trace.layer_log import LayerLog, VecTable
-from netbottleneck.whatif import compat2020
+from netbottleneck.whatif import compat2020, questions, sweeps
 from netbottleneck.whatif.compat2020 import Grid
 from ringwriter import FakeRun
 
@@ -148,6 +152,50 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
             assert row["reason"]
     links = [row["step_s"] for row in rows if row["question"] == "link"]
     assert links == sorted(links, reverse=True)
+
+
+def test_answers_from_a_poor_fit_are_marked() -> None:
+    fitted = questions.job(Run(TRACE).trace)
+    job = replace(fitted, cost=replace(fitted.cost, poor="half of the operations deviate by 23 %"))
+    kinds = ("links", "free")
+    rows = [sweeps.answers(job, sweeps.links(job, [1e9])), sweeps.answers(job, [sweeps.free(job)])]
+    least = sweeps.enough_link(job)
+    assert [own[0].label for own in rows] == ["predicted from a poor fit", "predicted"]
+    assert least.label == "predicted from a poor fit"
+    shown = Console(file=io.StringIO(), width=80)
+    report.show(sweeps.Answers(job, tuple(zip(kinds, rows, strict=True)), (least,)), shown)
+    printed = " ".join(shown.file.getvalue().split())
+    assert "links (predicted from a poor fit)" in printed
+    assert "free (predicted)" in printed
+    assert "gains at most 1 % (predicted from a poor fit)." in printed
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ([], "plan: Horovod's fusion, at most 64.0 MiB every 5.00 ms (predicted)"),
+        (["--plan", "ddp"], "plan: DDP's buckets of 25.0 MiB (predicted)"),
+    ],
+)
+def test_the_tables_of_a_layer_log_name_the_plan_that_they_assume(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], plan: list[str], words: str
+) -> None:
+    arguments = ["--step-s", str(STEP_S), "--workers", "4,8", "--link-gbps", "10", *plan]
+    assert main(["what-if", files[0], *arguments]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_remarks_follow_the_table_that_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", str(TRACE), "--target-scaling", "0.9"]) == 0
+    output = capsys.readouterr().out
+    general, *parts = re.split(r"\n\n(?=[A-Z].*\(predicted\)\n)", output)
+    by_title = {part.partition(",")[0].partition(" (")[0]: " ".join(part.split()) for part in parts}
+    assert "! encoding and decoding are assumed to take no time: pass" in " ".join(general.split())
+    assert "formula of" not in general
+    assert "! 4 workers, measured 2: scaled by the formula of ring" in by_title["Other numbers of workers"]
+    assert "scaled by the formula of two_level" in by_title["Ranks per host"]
+    assert output.count("! encoding and decoding") == 1
+    assert "!" not in by_title["Other links"]
 
 
 def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_path: Path) -> None:

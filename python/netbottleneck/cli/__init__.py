@@ -1,7 +1,7 @@
 """The command line: `netbottleneck COMMAND …`. Each command imports its modules when it runs.
 
-Exit codes: 0 success, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --strict) or not judged (compare), 130
-interrupted by Ctrl-C, 143 a study that was ended by SIGTERM."""
+Exit codes: 0 success, 1 failure, 2 usage (also a run that does not exist), 3 a gate failed, 4 inconclusive (with
+--strict) or not judged (compare), 130 interrupted by Ctrl-C, 143 a study that was ended by SIGTERM."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 SUCCESS, FAILURE, USAGE, GATE, INCONCLUSIVE = range(5)
 INTERRUPTED = 130  # a shell's code for SIGINT
+
+
+class _NotFound(FileNotFoundError):
+    """An argument names a file or folder that does not exist: a usage error."""
 
 
 def _study(argv: Sequence[str]) -> int:
@@ -93,6 +97,8 @@ def _report(argv: Sequence[str]) -> int:
     path = Path(args.run)
     from netbottleneck.trace import flight_recorder, kineto
 
+    if not path.exists() and not flight_recorder.dumps(path):
+        raise _NotFound(f"{args.run}: no such file or folder")
     if (path.suffix == ".json" and not (kineto.is_kineto(path) or flight_recorder.dumps(path))) or any(
         (path / name).exists() for name in ("evidence.json", "cells")
     ):
@@ -124,6 +130,12 @@ def _check_targets(
     """End with a usage error, before any work, if a result could not be written where the options say."""
     from netbottleneck.trace.files import check_file, check_folder
 
+    if exports:
+        from netbottleneck.report.exporters import EXPORTERS
+
+        for name in (one.partition("=")[0] for one in exports):
+            if name not in EXPORTERS:
+                parser.error(f"--export {name}: name one of {', '.join(EXPORTERS)}")
     try:
         if html:
             check_file("--html", html)
@@ -175,7 +187,7 @@ def _top(argv: Sequence[str]) -> int:
     from netbottleneck.report import WINDOW_STEPS, Following
 
     if not Path(args.run).is_dir():
-        raise FileNotFoundError(f"{args.run}: no such folder; give the run folder (NETBOTTLENECK_DIR)")
+        raise _NotFound(f"{args.run}: no such folder; give the run folder (NETBOTTLENECK_DIR)")
     following = Following(args.run, WINDOW_STEPS if args.window is None else args.window)
     if args.of:
         return _beside_a_rank(following, args.of, args.refresh)
@@ -339,6 +351,9 @@ def _compare(argv: Sequence[str]) -> int:
     if percent is not None and not math.isfinite(percent):
         parser.error(f"--max-step-time-regression-pct {percent:g}: must be finite")
     _check_targets(parser, args.html, None, ())
+    for name in (args.before, args.after):
+        if not Path(name).exists():
+            raise _NotFound(f"{name}: no such file or folder")
     from netbottleneck.report import compare
     from netbottleneck.trace.files import write_text
 
@@ -418,6 +433,8 @@ def _export_place() -> None:
 
 def _run_as_main(module: bool, argv: Sequence[str]) -> None:
     """Run a script or a module as Python would. Its exceptions are shown as Python shows them."""
+    from netbottleneck.runtime import job
+
     sys.argv = list(argv)
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
@@ -433,7 +450,8 @@ def _run_as_main(module: bool, argv: Sequence[str]) -> None:
             _run_file(argv[0])
         else:
             runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit:
+    except SystemExit as error:
+        job.leaves(error)
         raise
     except BaseException as error:
         uncaught = error
@@ -597,7 +615,7 @@ def _report_error(error: Exception) -> int:
     if os.environ.get("NETBOTTLENECK_LOG_LEVEL", "").lower() in ("debug", "trace"):
         traceback.print_exception(error)
     print(f"netbottleneck: {_one_line(error)}", file=sys.stderr)
-    return FAILURE
+    return USAGE if isinstance(error, _NotFound) else FAILURE
 
 
 def _one_line(error: Exception) -> str:

@@ -33,7 +33,7 @@ from netbottleneck.hooks.left_alone import held
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.runtime.session import Session
+from netbottleneck.runtime.session import Session, words
 from netbottleneck.torch.functions import makes_state
 from netbottleneck.torch.gradients import GradientSink
 from netbottleneck.trace.model import STAYS
@@ -701,8 +701,8 @@ def finish(session: Session, *, show: bool = True) -> None:
 
 def close(session: Session) -> None:
     """Close a session on this rank, which completes its records; copy them to rank 0's host if no folder is shared."""
-    failed = job.uncaught()
-    session.close(f"{type(failed).__name__}: {failed}" if failed is not None else None)
+    failed = job.failure()
+    session.close(words(failed) if failed is not None else None)
     session.bring()
 
 

@@ -332,6 +332,7 @@ class Run:
             self.trace = flight_recorder.load(dumps)
         elif self._folder or not self.path.exists():
             self.trace = ring_reader.load(self.path)
+            self.trace = replace(self.trace, in_progress=_in_progress(self.path, self.trace))
         else:
             self.trace = tr.read(self.path)
         if self._folder is not None:
@@ -535,9 +536,9 @@ class Following:
         """Return the state of the run ("in progress", "ended" or "stopped"), then lines about what is missing in it."""
         trace = run.trace
         ended = bool(trace.ranks) and all(rank.finished or rank.error for rank in trace.ranks)
-        gone = [rank for rank in trace.ranks if _is_gone(rank) and not _elsewhere(self.path, rank.rank)]
+        gone = _gone(self.path, trace)
         lines = _missing(trace)
-        lines += [f"rank {rank.rank} failed: {rank.error}" for rank in trace.ranks if rank.error]
+        lines += [text.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [note for note in trace.notes if note.startswith(("left out:", "rank "))]
         if self._part.full:
@@ -570,9 +571,24 @@ def _missing(trace: tr.Trace) -> list[str]:
     return [f"no record of rank {', '.join(map(str, missing))} in this folder"] if missing else []
 
 
-def _is_gone(rank: tr.Rank) -> bool:
-    """True if a rank of this host did not end its record, and its process is not there any more."""
-    return not (rank.finished or rank.error) and rank.hostname == platform.node() and not _lives(rank.pid)
+def _here(folder: Path, trace: tr.Trace) -> list[tr.Rank]:
+    """Return the ranks that did not end their record and whose process numbers are of this host."""
+    own = [rank for rank in trace.ranks if not (rank.finished or rank.error) and rank.hostname == platform.node()]
+    return [rank for rank in own if not _elsewhere(folder, rank.rank)]
+
+
+def _gone(folder: Path, trace: tr.Trace) -> list[tr.Rank]:
+    """Return the ranks of this host that did not end their record, and whose process is not there any more."""
+    return [rank for rank in _here(folder, trace) if not _lives(rank.pid)]
+
+
+def _in_progress(folder: Path, trace: tr.Trace) -> bool:
+    """True if no rank has ended its record, and the processes of this host's ranks are there.
+
+    False if this host has none of the ranks: whether they run is then not known.
+    """
+    ended = any(rank.finished or rank.error for rank in trace.ranks)
+    return not ended and bool(_here(folder, trace)) and not _gone(folder, trace)
 
 
 def _elsewhere(folder: Path, rank: int) -> bool:

@@ -22,7 +22,12 @@ from netbottleneck.trace.model import Interval, Trace
 Summary = Mapping[str, Any]
 Labelled = tuple[dict[str, str], float | None]
 PREFIX = "netbottleneck"
-DESCRIBING = ("source", "fired", "transport")  # labels that say what a number is; no two numbers differ in them alone
+DESCRIBING = (
+    "source",
+    "fired",
+    "at_most",
+    "transport",
+)  # labels that say what a number is; no two numbers differ in them alone
 VALUE = ("end", "value")
 MLFLOW_BATCH = 1000  # most metrics of one request
 MLFLOW_REFUSES = re.compile(r"[^\w./ -]")  # characters that the name of a metric must not contain
@@ -140,7 +145,8 @@ def _ends(labels: dict[str, str], interval: Mapping[str, float | None]) -> Itera
 def _savings(summary: Summary) -> Iterator[Labelled]:
     for one in summary["verdict"]["evidence"]:
         if one["applies"] and one["saving_s"] is not None:
-            labels = {"cause": one["cause"], "source": one["source"], "fired": str(one["fired"]).lower()}
+            labels = {"cause": one["cause"], "source": one["source"]}
+            labels |= {name: str(one[name]).lower() for name in ("fired", "at_most")}
             yield from _ends(labels, one["saving_s"])
 
 

@@ -758,7 +758,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "nccl_title": text.NCCL_TITLE,
         "not_probed": "" if findings.achievable else text.why_not_probed(findings),
         "meanings": {name: MEANING[name] for name in findings.times if name in MEANING},
-        "pairs": {pair.other: pair for pair in findings.comparisons},
+        "pairs": text.differences(findings),
     }
 
 

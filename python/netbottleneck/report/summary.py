@@ -54,6 +54,7 @@ def _evidence(one: RuleResult) -> dict[str, Any]:
         "fired": one.fired,
         "uncertain": one.uncertain,
         "saving_s": None if one.saving is None else _interval(one.saving, 1e-9),
+        "at_most": one.at_most,
         "margin": one.margin if one.margin is not None and math.isfinite(one.margin) else None,
         "source": one.source,
         "rests": one.rests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
@@ -23,7 +24,7 @@ from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUs
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
-from netbottleneck.trace.transports import MEANING, NATIVE, NULL, PSEUDO, Arm
+from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
@@ -161,15 +162,24 @@ def _comparison(findings: Findings) -> list[str]:
     return []
 
 
-def _about_rank(rank: Rank, origin: str) -> list[str]:
+def failure(rank: Rank) -> str:
+    """The error of a rank that failed."""
+    error = (rank.error or "").strip().removesuffix(":")
+    interrupted = error == KeyboardInterrupt.__name__
+    return f"rank {rank.rank} was interrupted" if interrupted else f"rank {rank.rank} failed: {error}"
+
+
+def _about_rank(rank: Rank, trace: Trace) -> list[str]:
     found = []
-    if rank.steps_unfinished:
+    if rank.steps_unfinished and not trace.in_progress:
         found.append(f"rank {rank.rank}: {rank.steps_unfinished} step(s) began and did not end; they are left out.")
     if rank.events_dropped:
         found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
     if rank.error:
-        found.append(f"rank {rank.rank} failed: {rank.error}")
-    elif not rank.finished and origin == "measured":
+        found.append(failure(rank))
+    elif rank.finished and any(other.error for other in trace.ranks):
+        found.append(f"rank {rank.rank} ended without an exception: it reached its end, or called sys.exit.")
+    elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
         found.append(f"rank {rank.rank} did not finish cleanly.")
     if rank.clock.method == JUMPED:
         found.append(f"rank {rank.rank}: its clock jumped against rank 0's: what compares their times is not judged.")
@@ -206,8 +216,10 @@ def warnings(findings: Findings) -> list[str]:
     found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
     if NULL in findings.times:
         found.append("the arm null moves no bytes: the training of this run is not valid.")
+    if trace.in_progress:
+        found.append(f"in progress: {len({step.index for step in trace.steps})} steps so far.")
     for rank in trace.ranks:
-        found += _about_rank(rank, trace.origin)
+        found += _about_rank(rank, trace)
     missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
     if missing:
         found.append(f"no record of rank {', '.join(map(str, missing))}.")
@@ -358,20 +370,40 @@ def bare_ms(ns: float) -> str:
     return ms(ns).removesuffix(" ms")
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A paired difference of an arm's step to the base's. enough: its interval is known."""
+
+    ns: Estimate
+    enough: bool
+    withheld: bool = False
+
+
+def differences(findings: Findings) -> dict[Arm, Difference]:
+    """The differences to the base, by arm. That of the untouched script is our own cost with the other sign."""
+    found = {
+        pair.other: Difference(pair.difference_ns, pair.enough, findings.handicapped) for pair in findings.comparisons
+    }
+    own = findings.handicap
+    if own is not None:
+        cost = own.difference_ns
+        found[BARE] = Difference(Estimate(-cost.value, -cost.high, -cost.low), own.enough)
+    return found
+
+
 def _transport_table(findings: Findings) -> tuple[str, Table]:
     compared = ("difference, 95 %",) if findings.base is not None else ()
     table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", *compared)
-    pairs = {pair.other: pair for pair in findings.comparisons}
+    pairs = differences(findings)
     for name, time in findings.times.items():
         pair = pairs.get(name)
         if pair is None:
             difference = ""
-        elif findings.handicapped:
+        elif pair.withheld:
             difference = "withheld"
         else:
-            ns = pair.difference_ns
-            interval = f" ({bare_ms(ns.low)} to {bare_ms(ns.high)})" if pair.enough else " (no interval)"
-            difference = ms(ns.value) + interval
+            interval = f" ({bare_ms(pair.ns.low)} to {bare_ms(pair.ns.high)})" if pair.enough else " (no interval)"
+            difference = ms(pair.ns.value) + interval
         spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
         cells = (name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}")
         put_row(table, *cells, *([difference] if compared else []))

@@ -13,7 +13,7 @@ from rich.table import Table
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.report.html import Curve
 from netbottleneck.report.text import bare_ms, make_table, put_row, screen
-from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.units import gbit, ms, nbytes, percent, streams
 from netbottleneck.whatif import questions, sweeps
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.questions import NEGLIGIBLE_GAIN, Answer, LeastValue, prediction
@@ -150,9 +150,9 @@ def _least_sentence(one: LeastValue) -> str:
         return f"{_where(one)}, {one.aim}: {NOT_REACHABLE[one.question]}: {one.reason}."
     amount, between = _amount(one, one.value.value), _interval(one) or "no interval"
     if one.question == "enough link":
-        return f"{_where(one)}: a link faster than {amount}, {between}, does not help: {one.aim} (predicted)."
+        return f"{_where(one)}: a link faster than {amount}, {between}, does not help: {one.aim} ({one.label})."
     how = {"least link": ", fully used", "least compression": " at the achieved rate"}.get(one.question, "")
-    return f"{_where(one)}: {one.aim} needs {amount}{how}, {between} (predicted)."
+    return f"{_where(one)}: {one.aim} needs {amount}{how}, {between} ({one.label})."
 
 
 def _least_table(answers: Answers) -> Table:
@@ -212,46 +212,87 @@ def _table(rows: Sequence[Answer]) -> Table:
     return table
 
 
-def _tables(answers: Answers) -> Iterator[tuple[str, Table]]:
+def _tables(answers: Answers) -> Iterator[tuple[str, Table, Sequence[str]]]:
+    """Tables with their titles, which say how well their numbers are known, and with the remarks about their rows."""
+    told = set(remarks(answers))
     for title, rows in answers.tables:
-        whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
-        if len(whole) == len(rows) > 1:
-            hosts = whole[0].setting.cost.ranks_per_host
-            cells = [prediction(answers.job, one) for one in whole]
-            known = {_cell(row): one for row, one in zip(cells, whole, strict=True) if one.interval}
-            for over, table in tables(cells, known):
-                yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
-        elif rows:
-            yield title, _table(rows)
+        own = list(_grid_tables(answers, rows)) or ([(title, _table(rows))] if rows else [])
+        about, plan = _remarks_of(rows, told), _assumed(answers.job, rows)
+        for number, (over, table) in enumerate(own, 1):
+            yield over + plan + _known(rows), table, about if number == len(own) else ()
     if len(answers.least_values) > LEAST_VALUES_MAX:
-        yield "Required values", _least_table(answers)
+        yield "Required values" + _known(answers.least_values), _least_table(answers), ()
+
+
+def _assumed(job: questions.Job, rows: Sequence[Answer]) -> str:
+    """The fusion that a table of a layer log assumes, as it records none; "" for a run, and for a table of plans."""
+    if job.fit is not None or any(one.setting.plan != job.plan for one in rows):
+        return ""
+    size, cycle = nbytes(job.plan.fusion_bytes), ms(job.plan.cycle_ns)
+    words = {
+        "explicit": "its own buckets",
+        "ddp": f"DDP's buckets of {size}",
+        "horovod": f"Horovod's fusion, at most {size} every {cycle}",
+        "paper2020": f"the 2020 paper's fusion, {size} or {cycle}",
+    }
+    return f"; plan: {words[job.plan.rule]}"
+
+
+def _grid_tables(answers: Answers, rows: Sequence[Answer]) -> Iterator[tuple[str, Table]]:
+    """Tables of a product of workers, links and ratios; nothing for other rows."""
+    whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
+    if len(whole) == len(rows) > 1:
+        hosts = whole[0].setting.cost.ranks_per_host
+        cells = [prediction(answers.job, one) for one in whole]
+        known = {_cell(row): one for row, one in zip(cells, whole, strict=True) if one.interval}
+        for over, table in tables(cells, known):
+            yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
+
+
+def _known(rows: Sequence[Answer | LeastValue]) -> str:
+    """The label of a table in brackets: of its least certain number."""
+    poor = any(one.label == questions.POORLY_PREDICTED for one in rows)
+    return f" ({questions.POORLY_PREDICTED if poor else questions.PREDICTED})"
 
 
 def remarks(answers: Answers) -> list[str]:
-    """Caveats of the answers. Of remarks that differ only in their numbers, the first is kept."""
-    rows = [one for _, own in answers.tables for one in own]
+    """Caveats of all answers."""
+    return list(dict.fromkeys((*answers.job.notes, *answers.missing)))
+
+
+def _remarks_of(rows: Sequence[Answer], told: set[str]) -> list[str]:
+    """Caveats of the rows of a table, without those in `told`, to which they are added.
+
+    Of remarks that differ only in their numbers, the first is kept.
+    """
+    kinds: dict[str, str] = {}
+    for note in (note for one in rows for note in one.notes):
+        kinds.setdefault(re.sub(r"\d[\d.]*", "0", note), note)
+    found = [note for note in kinds.values() if not any(line.startswith(note) for line in told)]
+    told.update(found)
     refused: dict[str, list[str]] = {}
     for one in rows:
         if one.refused:
             refused.setdefault(one.refused.partition("; requested:")[0], []).append(one.setting.title)
-    notes = [note for one in rows for note in one.notes]
-    kinds: dict[str, str] = {}
-    for note in (*answers.job.notes, *answers.missing, *notes):
-        kinds.setdefault(re.sub(r"\d[\d.]*", "0", note), note)
-    return [*kinds.values(), *(f"{why}. Not answered: {', '.join(titles)}" for why, titles in refused.items())]
+    return [*found, *(f"{why}. Not answered: {', '.join(titles)}" for why, titles in refused.items())]
+
+
+def _print_remarks(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(f"! {line}", style="yellow", highlight=False, markup=False)
 
 
 def show(answers: Answers, console: Console | None = None) -> None:
-    """Print the answers to the terminal."""
+    """Print the answers to the terminal; remarks about a table follow it."""
     shown = screen(console)
     for line in sentences(answers):
         shown.print(line, highlight=False, markup=False)
-    for remark in remarks(answers):
-        shown.print(f"! {remark}", style="yellow", highlight=False, markup=False)
-    for title, table in _tables(answers):
+    _print_remarks(shown, remarks(answers))
+    for title, table, about in _tables(answers):
         shown.print()
-        shown.print(f"{title} (predicted)", style="bold", highlight=False, markup=False)
+        shown.print(title, style="bold", highlight=False, markup=False)
         shown.print(table)
+        _print_remarks(shown, about)
 
 
 # The curve of a page: the step by rate of a fully used link.

@@ -33,9 +33,11 @@ __all__ = [
     "cuda_built",
     "current",
     "ddl_built",
+    "failure",
     "gloo_built",
     "gloo_enabled",
     "is_started",
+    "leaves",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -213,6 +215,7 @@ class _Process:
     observer: Observer = field(default_factory=Observer)
     lock: Any = field(default_factory=threading.RLock)  # a signal handler may call stop while start waits for ranks
     handler: logging.Handler | None = None  # our handler of the package's logger
+    left: SystemExit | None = None  # the exit that ends the process
 
 
 _process = _Process()
@@ -302,6 +305,17 @@ def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
 def uncaught() -> BaseException | None:
     """Return the exception that ends this process; None if it is interactive, as it goes on after exceptions."""
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def leaves(error: SystemExit) -> None:
+    """Note the exit that ends this process. Python keeps no SystemExit for exit handlers."""
+    _process.left = error
+
+
+def failure() -> BaseException | None:
+    """Return the exception that ends this process with a code other than 0, as far as it is known."""
+    left = _process.left
+    return left if left is not None and left.code else uncaught()
 
 
 def set_up_log(settings: Settings, place: connect.Place) -> None:

@@ -216,13 +216,24 @@ def incomplete(folder: Path, size: int, until: float) -> list[int]:
         time.sleep(0.02)
 
 
+def failed(folder: Path) -> bool:
+    """Return True if the folder has the record of a rank that failed."""
+    return any(_described(meta).get("error") for meta in (folder / RANKS).glob("*.meta.json"))
+
+
 def _is_complete(meta: Path) -> bool:
     """Return True if a rank's description of itself says that it finished or failed."""
-    try:
-        found = json.loads(meta.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    found = _described(meta)
     return bool(found.get("finished") or found.get("error"))
+
+
+def _described(meta: Path) -> dict[str, Any]:
+    """Return a rank's description of itself; {} if it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(meta.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def gather(comm: "_core.Comm", folder: Path, until: float) -> None:

@@ -82,6 +82,11 @@ class Blocks:
         return ""
 
 
+def words(error: BaseException) -> str:
+    """Return an exception as the record has it: its type, and its message if it has one."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 @dataclass(eq=False)
 class Session:
     """The record that all hooks of this process write to. Time between `end` and `begin` belongs to no step.
@@ -303,7 +308,7 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """End the run with the error that ends the training. A failure of the run folder is logged, not raised."""
         try:
-            self.close(f"{type(error).__name__}: {error}")
+            self.close(words(error))
         except OSError as failure:  # the disk may be full
             logger.error("%s: the record is not complete: %s", self.folder, failure)
 
@@ -318,6 +323,8 @@ class Session:
             self.running = False  # the loop ended in an unfinished step
         if self.joining is not None:
             self.joining.settle()
+        if error is not None:
+            self._name_record()
         for call in self.on_close:
             try:
                 call()
@@ -336,6 +343,15 @@ class Session:
             for communicator in dict.fromkeys(self.arms.values()):
                 communicator.close() if error is None else getattr(communicator, "abort", communicator.close)()
             self.recorder.close()
+
+    def _name_record(self) -> None:
+        """Log how to read what was recorded before the error, unless another rank has failed before."""
+        if self.step > self.settings.start_step and not run_folder.failed(self.folder):
+            logger.warning(
+                "rank %d ended by an exception; its steps until then: netbottleneck report %s",
+                self.place.rank,
+                self.folder,
+            )
 
     def _note_unfinished(self) -> None:
         line = self.blocks.unfinished(self.step) if isinstance(self.blocks, Auto) and self.stays is None else ""

@@ -370,7 +370,7 @@ class Network:
 class Trace:
     """A run. origin: "measured" or "simulated"; epoch_wall_ns: wall clock at time 0.
 
-    groups: of a flight recorder's dumps alone."""
+    groups: of a flight recorder's dumps alone. in_progress: its ranks still run; not part of a file."""
 
     id: str
     size: int
@@ -391,6 +391,7 @@ class Trace:
     nccl: tuple[NcclOperation, ...] = ()
     faults: tuple[Fault, ...] = ()
     groups: tuple[ProcessGroup, ...] = ()
+    in_progress: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.size <= SIZE_MAX:
@@ -509,8 +510,8 @@ _ROWS: Mapping[str, tuple[str, type]] = types.MappingProxyType(
 
 
 def _lines(trace: Trace) -> Iterator[str]:
-    tables = {attribute for attribute, _ in _ROWS.values()}
-    head = {k: v for k, v in shallow(trace).items() if k not in tables}
+    left_out = {"in_progress", *(attribute for attribute, _ in _ROWS.values())}
+    head = {k: v for k, v in shallow(trace).items() if k not in left_out}
     yield encode({"format": FORMAT, "version": VERSION} | head)
     for kind, (attribute, _) in _ROWS.items():
         for row in getattr(trace, attribute):

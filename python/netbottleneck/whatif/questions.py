@@ -27,7 +27,7 @@ from netbottleneck.whatif.simulate import Workload, simulate, workload
 
 __all__ = ["Answer", "Job", "LeastValue", "Setting", "job"]
 
-MEASURED, PREDICTED = "measured", "predicted"
+MEASURED, PREDICTED, POORLY_PREDICTED = "measured", "predicted", "predicted from a poor fit"
 # Least number of simulated steps if the recorded steps differ, and most recorded steps used, evenly spaced.
 STEPS, STEPS_MAX = 15, 45
 
@@ -213,6 +213,11 @@ def scaling(job: Job, step_ns: float) -> float:
     return job.alone_ns / step_ns if step_ns > 0 else math.nan
 
 
+def label_of(cost: Cost) -> str:
+    """How well a number at this cost is known."""
+    return POORLY_PREDICTED if cost.poor else PREDICTED
+
+
 def answer(job: Job, setting: Setting) -> Answer:
     """Answer a setting; refused if the fit is too poor for it, or if the engine cannot represent it."""
     try:
@@ -225,7 +230,8 @@ def answer(job: Job, setting: Setting) -> Answer:
     except ValueError as error:
         return Answer(setting, None, None, None, refused=f"at one end of the interval: {error}")
     step, factor = estimates(job, found.step_ns, others, steps)
-    return Answer(setting, found, step, factor, bool(others), notes=(*setting.remarks, *found.notes))
+    notes = (*setting.remarks, *found.notes)
+    return Answer(setting, found, step, factor, bool(others), label_of(setting.cost), notes)
 
 
 def prediction(job: Job, one: Answer) -> Prediction:
@@ -404,6 +410,7 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
     low, high = aim.span
     best = make(high)
     unmet = LeastValue(aim.question, aim.title, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
+    unmet = replace(unmet, label=label_of(best.cost))
     try:
         reached_ns = simulate_setting(job, best).step_ns
     except ValueError as error:

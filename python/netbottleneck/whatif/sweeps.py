@@ -19,7 +19,6 @@ from netbottleneck.whatif.cost import UNLIMITED, Cost, Link
 from netbottleneck.whatif.plan import FUSION_BYTES, Plan
 from netbottleneck.whatif.questions import (
     NEGLIGIBLE_GAIN,
-    PREDICTED,
     Aim,
     Answer,
     IntervalEnd,
@@ -206,7 +205,7 @@ def ideal_overlap(job: Job, base: Answer) -> Answer:
     value_ns = longer(IntervalEnd("", job))
     step, factor = estimates(job, value_ns, others, [longer(end) for end in others])
     overlapped = replace(found, step_ns=value_ns, communication_end_ns=value_ns)
-    return Answer(setting, overlapped, step, factor, base.interval, PREDICTED, base.notes)
+    return Answer(setting, overlapped, step, factor, base.interval, base.label, base.notes)
 
 
 def answers(job: Job, settings: Iterator[Setting] | Sequence[Setting]) -> tuple[Answer, ...]:

@@ -95,13 +95,7 @@ def _report(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     _check_targets(parser, args.html, args.write, args.export)
     path = Path(args.run)
-    from netbottleneck.trace import flight_recorder, kineto
-
-    if not path.exists() and not flight_recorder.dumps(path):
-        raise _NotFound(f"{args.run}: no such file or folder")
-    if (path.suffix == ".json" and not (kineto.is_kineto(path) or flight_recorder.dumps(path))) or any(
-        (path / name).exists() for name in ("evidence.json", "cells")
-    ):
+    if _is_study(path):
         if args.export:
             parser.error(f"--export {args.export[0]}: takes a run; a study's are in {path}/cells/CELL/run or run/N")
         if args.strict:
@@ -122,6 +116,18 @@ def _report(argv: Sequence[str]) -> int:
     for name, _, place in (one.partition("=") for one in args.export):
         print(f"Exported to {name}: {run.export(name, place)}", file=sys.stderr)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else SUCCESS
+
+
+def _is_study(path: Path) -> bool:
+    """True if a path is a study's folder or facts, False for a run. Raises _NotFound if it does not exist."""
+    from netbottleneck.trace import flight_recorder, kineto
+
+    dumps = flight_recorder.dumps(path)
+    if not path.exists() and not dumps:
+        raise _NotFound(f"{path}: no such file or folder")
+    if path.suffix == ".json":
+        return not (kineto.is_kineto(path) or dumps)
+    return any((path / name).exists() for name in ("evidence.json", "cells"))
 
 
 def _check_targets(

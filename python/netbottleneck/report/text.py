@@ -181,6 +181,11 @@ def _about_rank(rank: Rank, trace: Trace) -> list[str]:
         found.append(f"rank {rank.rank} ended without an exception: it reached its end, or called sys.exit.")
     elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
         found.append(f"rank {rank.rank} did not finish cleanly.")
+    return found + _about_clock(rank)
+
+
+def _about_clock(rank: Rank) -> list[str]:
+    found = []
     if rank.clock.method == JUMPED:
         found.append(f"rank {rank.rank}: its clock jumped against rank 0's: what compares their times is not judged.")
     elif rank.clock.method in UNSURE_METHODS and rank.rank != 0:

@@ -323,8 +323,7 @@ class Session:
             self.running = False  # the loop ended in an unfinished step
         if self.joining is not None:
             self.joining.settle()
-        if error is not None:
-            self._name_record()
+        self._name_record()
         for call in self.on_close:
             try:
                 call()
@@ -345,8 +344,8 @@ class Session:
             self.recorder.close()
 
     def _name_record(self) -> None:
-        """Log how to read what was recorded before the error, unless another rank has failed before."""
-        if self.step > self.settings.start_step and not run_folder.failed(self.folder):
+        """Log how to read what was recorded before an error, unless another rank has failed before."""
+        if self.error is not None and self.step > self.settings.start_step and not run_folder.failed(self.folder):
             logger.warning(
                 "rank %d ended by an exception; its steps until then: netbottleneck report %s",
                 self.place.rank,

@@ -400,7 +400,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     middle = typical(rows, lambda row: row[1])
     splits, typical_splits = [row[1] for row in rows], [row[1] for row in middle]
     steps = {(step.rank, step.index) for step, _, _ in rows}
-    own = [c for c in trace.collectives if c.arm == base and (c.rank, c.step) in steps]
+    own = [c for c in trace.collectives if c.arm == base and not c.by_script and (c.rank, c.step) in steps]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
         common,
@@ -417,8 +417,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         headroom=headroom(trace, base),
         slowed=_slowed(trace, base, warmup),
         script_ns=_script_ns(middle),
-        latency_share=latency_share([c for c in own if not c.by_script], last_entries(trace)),
-        gradient_operations=sum(not c.by_script for c in own) / len(rows),
+        latency_share=latency_share(own, last_entries(trace)),
+        gradient_operations=len(own) / len(rows),
         starved=_starved(rows),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),

@@ -393,22 +393,29 @@ def _timeouts(facts: Facts) -> str:
     return facts.delays_unknown or "packets are lost, and the time until they are sent again does not depend on size"
 
 
-def latency(facts: Facts) -> RuleResult:
-    """Operations cost time that does not depend on their size."""
-    f, unknown = facts.f, facts.rates_known
-    if facts.missing or _timeouts(facts):
-        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing or _timeouts(facts))
-    share, rests = None if facts.coarse_clocks else f.latency_share, "least squares over the sizes"
+def _fixed_share(facts: Facts, fitted: Estimate | None) -> tuple[Estimate | None, str]:
+    """The part of transfer time that does not depend on size, None if not known, and its source or why not."""
+    unknown = facts.rates_known
+    if not facts.coarse_clocks and facts.f.latency_share is not None:
+        return facts.f.latency_share, "least squares over the sizes"
     small = None if unknown else _small_share(facts)
-    if share is None and small is not None:
-        share, rests = small
-    fitted = facts.predicted.savings_ns.get("latency")
-    if share is None and fitted is not None and facts.moving.value > 0:
+    if small is not None:
+        return small
+    if fitted is not None and facts.moving.value > 0:
         part = fitted.scaled(1 / facts.moving.value)
         share = Estimate(min(1.0, part.value), min(1.0, part.low), min(1.0, part.high))
-        rests = "fit of the what-if engine"
+        return share, "fit of the what-if engine"
+    return None, unknown or "the operations' sizes give no fit"
+
+
+def latency(facts: Facts) -> RuleResult:
+    """Operations cost time that does not depend on their size."""
+    f = facts.f
+    if facts.missing or _timeouts(facts):
+        return facts.evidence("latency", "LATENCY_LIMITED", rests=facts.missing or _timeouts(facts))
+    fitted = facts.predicted.savings_ns.get("latency")
+    share, rests = _fixed_share(facts, fitted)
     if share is None:
-        rests = unknown or "the operations' sizes give no fit"
         return facts.evidence("latency", "LATENCY_LIMITED", rests=rests)
     moving = facts.moving
     saving = fitted or Estimate(moving.value * share.value, moving.low * share.low, moving.high * share.high)
@@ -473,28 +480,32 @@ def _busy_cores(facts: Facts, slowed: Estimate | None) -> tuple[Estimate | None,
     return saving, rests if sure else f"{rests}: {spin}"
 
 
-def host(facts: Facts) -> RuleResult:
-    """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
-    f = facts.f
-    pair = f.slowed if f.slowed is not None and f.slowed.enough else None
-    slowed = None if pair is None else pair.difference_ns
-    busy, rests = _busy_cores(facts, slowed)
-    sources, reasons = [], []
-    if pair is not None:
-        more = pair.difference_ns
-        sources.append(f"{f.label}: {pair.pairs} pairs with {NULL}")
+def _host_reasons(f: Findings, slowed: Estimate | None, busy: Estimate | None) -> list[str]:
+    """A sentence for each way in which the host's processors make the step longer."""
+    reasons = []
+    if slowed is not None:
         reasons.append(
-            f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
-            "travel than without."
+            f"Forward and backward take {ms(slowed.value)} longer ({ms(slowed.low)} to {ms(slowed.high)}) while "
+            "gradients travel than without."
         )
-    if rests:
-        sources.append(rests)
     if busy is not None:
         reasons.append(
             f"The ranks of one machine keep {percent(f.cores_busy or 0.0)} of its cores busy over the whole step, also "
             f"while communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a "
             "core."
         )
+    return reasons
+
+
+def host(facts: Facts) -> RuleResult:
+    """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
+    f = facts.f
+    pair = f.slowed if f.slowed is not None and f.slowed.enough else None
+    slowed = None if pair is None else pair.difference_ns
+    busy, rests = _busy_cores(facts, slowed)
+    reasons = _host_reasons(f, slowed, busy)
+    sources = [] if pair is None else [f"{f.label}: {pair.pairs} pairs with {NULL}"]
+    sources += [rests] if rests else []
     saving = busy or slowed or NOTHING_SAVED
     enough = f"With enough cores the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}"
     return facts.evidence(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from netbottleneck.analysis import arrivals, bandwidth, findings, rules, verdict
+from netbottleneck.analysis import arrivals, bandwidth, findings, rule_facts, verdict
 from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock, NcclKernel, NcclOperation, NcclStep
 
@@ -117,7 +117,7 @@ def test_one_aligned_clock_does_not_make_the_others_exact():
     for error_ns, coarse in ((1000, False), (10**9, True)):
         found = findings.find(heartbeat(trace_of(replace(APART, ranks=3, clock_ms={1: 12.0, 2: 0.0})), 2, error_ns))
         assert clock(found.trace).method == arrivals.BY_OPERATIONS
-        assert rules.Facts(found, found.base, rules.Predicted(), ()).coarse_clocks == coarse
+        assert rule_facts.Facts(found, found.base, rule_facts.Predicted(), ()).coarse_clocks == coarse
 
 
 def test_a_simulated_run_has_one_clock():

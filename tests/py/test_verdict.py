@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck.analysis import findings, intervals, rules, usage, verdict
+from netbottleneck.analysis import findings, intervals, rule_facts, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
@@ -59,7 +59,7 @@ def test_a_faster_transport_is_a_transport_limit(tmp_path):
 
 def test_a_handicapped_stock_withholds_the_gain(tmp_path):
     numbers = findings_of(tmp_path, blocks=9, bare_ms=160)
-    sentence = rules.handicap_sentence(numbers)
+    sentence = rule_facts.handicap_sentence(numbers)
     assert sentence.startswith("Our hooks slow the stock path by 9.4 %, so no gain is reported")
     assert findings.best_gain(numbers) is None
     assert not findings.stock_is_as_good(numbers)
@@ -67,7 +67,7 @@ def test_a_handicapped_stock_withholds_the_gain(tmp_path):
 
 
 def test_a_stock_as_fast_as_the_script_is_not_handicapped(tmp_path):
-    assert rules.handicap_sentence(findings_of(tmp_path, blocks=9)) is None
+    assert rule_facts.handicap_sentence(findings_of(tmp_path, blocks=9)) is None
 
 
 def test_one_pair_of_blocks_is_not_enough_for_a_claim(tmp_path):
@@ -90,7 +90,7 @@ def test_an_inconclusive_verdict_has_the_number_of_steps_that_its_advice_names(t
 
 def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_it_out(tmp_path):
     numbers = findings_of(tmp_path, blocks=9)
-    facts = rules.Facts(numbers, numbers.base, rules.Predicted(), ())
+    facts = rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), ())
     limit = GAIN_MIN * facts.step_ns
     steps = sum(time.steps + time.blocks for time in numbers.times.values())
     needed = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
@@ -119,13 +119,13 @@ def test_advice_never_names_the_run_that_was_just_made(tmp_path):
 
 def test_advice_to_measure_longer_names_what_makes_a_run_longer(unexplained):
     tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
-    assert "(a longer training)" in rules.more_steps(unexplained, tried)
+    assert "(a longer training)" in rule_facts.more_steps(unexplained, tried)
     study = replace(unexplained, trace=replace(unexplained.trace, arms=(*unexplained.trace.arms, Arm("single"))))
-    assert "(--rounds of the study)" in rules.more_steps(study, tried)
+    assert "(--rounds of the study)" in rule_facts.more_steps(study, tried)
     close = replace(tried, ratio=Estimate(0.9702, 0.94, 1.0))
-    assert rules.more_steps(unexplained, close).startswith("Nothing more: the difference is too near the limit")
-    assert rules.more_steps(unexplained, replace(close, pairs=2)).startswith("Measure ")
-    advice = [rules.SAME_ARMS, verdict.QUIET, rules.more_steps(unexplained, tried)]
+    assert rule_facts.more_steps(unexplained, close).startswith("Nothing more: the difference is too near the limit")
+    assert rule_facts.more_steps(unexplained, replace(close, pairs=2)).startswith("Measure ")
+    advice = [rule_facts.SAME_ARMS, verdict.QUIET, rule_facts.more_steps(unexplained, tried)]
     assert not any("END_STEP" in text for text in advice)
 
 
@@ -206,7 +206,7 @@ def test_rates_are_judged_by_the_time_in_which_data_moved(tmp_path):
     assert parts.transfer_ns == pytest.approx(40e6, rel=0.01)
     for share, judged in ((0.19, True), (0.21, False)):
         unsure = replace(numbers, clock_error_ns=share * 40e6 / parts.operations)
-        assert (rules.Facts(unsure, Arm("stock"), rules.Predicted(), ()).rates_known == "") == judged
+        assert (rule_facts.Facts(unsure, Arm("stock"), rule_facts.Predicted(), ()).rates_known == "") == judged
 
 
 def test_a_noisy_arm_does_not_hide_a_sure_gain(tmp_path):
@@ -241,7 +241,7 @@ def test_a_gain_is_as_sure_in_ns_as_in_percent_where_steps_get_longer(tmp_path):
         assert v.code == "TRANSPORT_LIMITED"
         assert v.evidence[0].saving.value == pytest.approx(-pair.difference_ns.value)
         assert pair.base_ns == pytest.approx(pair.difference_ns.low / (pair.ratio.low - 1))
-        assert rules.steps_to_decide(numbers, pair) > 0  # nobody is asked for 0 more steps
+        assert rule_facts.steps_to_decide(numbers, pair) > 0  # nobody is asked for 0 more steps
 
 
 LARGE_LINK = {"network": {"how": "", "link_bps": 1e10}}
@@ -266,7 +266,7 @@ def test_a_run_that_ended_in_its_first_block_goes_on_with_its_arms(tmp_path, pro
     slow = {"tcp": (35, 123)}
     run = FakeRun(tmp_path, transports=arms, run=LARGE_LINK, blocks=1, block_steps=12, probe=probe, transfer_ms=slow)
     found = findings.find(ring_reader.load(run.write()))
-    assert verdict.decide(found).next == rules.SAME_ARMS
+    assert verdict.decide(found).next == rule_facts.SAME_ARMS
 
 
 def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
@@ -312,7 +312,7 @@ def test_a_slow_interface_counts_only_if_the_gradients_travel_there(tmp_path, pr
             for rank, part in enumerate(bytes_moved)
         ]
         predicted = usage.faster(numbers.trace, Arm("stock"), uses)
-        found = rules.configuration(rules.Facts(numbers, numbers.base, rules.Predicted(), uses))
+        found = rules.configuration(rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), uses))
         assert (usage.FASTER_INTERFACE in predicted) == found.applies
         return found
 
@@ -631,7 +631,7 @@ def test_a_comparison_whose_interval_includes_the_least_gain_names_its_steps(une
         "Exposed communication and waiting are 82 % of the step (82 % to 82 %). The gain of ofi is 1.0 % "
         "(-2.0 % to 4.0 %) over 9 pairs of blocks, and the interval includes 3.0 %."
     )
-    assert found.more == rules.steps_to_decide(unexplained, tried) > 0
+    assert found.more == rule_facts.steps_to_decide(unexplained, tried) > 0
     assert found.next.startswith(f"Measure {found.more} more steps with the same arms")
     surely = replace(tried, ratio=Estimate(0.967, 0.965, 0.969))  # in ns it is below the limit of the mean step
     decided = verdict.decide(replace(unexplained, comparisons=(replace(surely, difference_ns=Estimate(-1, -1, -1)),)))
@@ -774,7 +774,7 @@ def test_a_saving_whose_interval_includes_the_limit_is_inconclusive(tmp_path):
 
 def rule_of(code, numbers, **facts):
     """The result of one rule."""
-    given = rules.Facts(numbers, numbers.base, rules.Predicted(), (), **facts)
+    given = rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), (), **facts)
     return next(one for one in rules.judge(given) if one.code == code)
 
 
@@ -892,7 +892,7 @@ def test_packet_loss_that_delays_most_steps_is_not_judged(tmp_path):
     for code in ("PACKET_LOSS", "TRANSPORT_LIMITED", "LATENCY_LIMITED"):
         found = rule_of(code, numbers, connected=connected)
         assert not found.applies
-        assert found.rests.endswith(rules.UNKNOWN_DELAYS)
+        assert found.rests.endswith(rule_facts.UNKNOWN_DELAYS)
     v = verdict.decide(numbers, connected=connected)
     assert v.code == "INCONCLUSIVE"
     assert "Packet loss: stock sent 2.0 % of 70000 segments" in v.why
@@ -913,7 +913,7 @@ def test_no_arm_is_asked_for_where_no_gradients_can_be_moved(tmp_path):
 
 
 def test_every_code_of_a_rule_is_listed(unexplained):
-    facts = rules.Facts(unexplained, Arm("stock"), rules.Predicted(), ())
+    facts = rule_facts.Facts(unexplained, Arm("stock"), rule_facts.Predicted(), ())
     codes = [rule(facts).code for rule in rules.RULES]
     assert len(codes) == len(set(codes))
     assert set(codes) < set(verdict.CODES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -583,21 +583,24 @@ def _constant_part(sizes: Floats, times: Floats, weights: Floats) -> float:
     return float(np.clip(1 - slope * mean / mean_ns, 0.0, 1.0))
 
 
+def _alone_on_rank(rows: Sequence[tuple[int, int, Collective]]) -> Iterator[tuple[Collective, int]]:
+    """Of (begin, end, operation) of one rank: the operations that overlap no other, and their ns."""
+    spans = sorted(rows, key=lambda row: row[:2])
+    busy_until = 0
+    for place, (start, done, c) in enumerate(spans):
+        followed = place + 1 < len(spans) and spans[place + 1][0] < done
+        if busy_until <= start < done and not followed:
+            yield c, done - start
+        busy_until = max(busy_until, done)
+
+
 def _alone(operations: Sequence[Collective], last: Last) -> list[tuple[Collective, int]]:
     """The finished operations that ran alone on their rank, and their ns; of sizes of which half or more did."""
     by_rank: dict[int, list[tuple[int, int, Collective]]] = defaultdict(list)
     for c in operations:
         if c.finished and c.tensor_bytes > 0:
             by_rank[c.rank].append((max(c.start_ns or 0, last.get(c.match, (0, 0))[0]), c.done_ns or 0, c))
-    found = []
-    for rows in by_rank.values():
-        spans = sorted(rows, key=lambda row: row[:2])
-        busy_until = 0
-        for place, (start, done, c) in enumerate(spans):
-            followed = place + 1 < len(spans) and spans[place + 1][0] < done
-            if busy_until <= start < done and not followed:
-                found.append((c, done - start))
-            busy_until = max(busy_until, done)
+    found = [one for rows in by_rank.values() for one in _alone_on_rank(rows)]
     every = Counter(c.tensor_bytes for rows in by_rank.values() for _, _, c in rows)
     some = Counter(c.tensor_bytes for c, _ in found)
     return [(c, ns) for c, ns in found if some[c.tensor_bytes] >= FIT_ALONE_PART * every[c.tensor_bytes]]

@@ -3,261 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
-from netbottleneck.analysis.arrivals import BY_OPERATIONS, Lateness, transfer_error_ns
-from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.analysis.findings import Findings, best_gain, stock_is_as_good
-from netbottleneck.analysis.intervals import host_count, missing_ranks
+from netbottleneck.analysis.arrivals import Lateness
+from netbottleneck.analysis.comparisons import Estimate
+from netbottleneck.analysis.findings import Findings, best_gain
+from netbottleneck.analysis.intervals import host_count
+from netbottleneck.analysis.rule_facts import (
+    INSIDE_STEPS,
+    MORE_STEPS,
+    NOTHING_SAVED,
+    SAME_ARMS,
+    UNKNOWN_DELAYS,
+    Facts,
+    RuleResult,
+    as_good_sentence,
+    clock_text,
+    handicap_sentence,
+    more_steps,
+    steps_to_decide,
+)
 from netbottleneck.analysis.usage import (
     FASTER_INTERFACE,
-    NO_CONNECTIONS,
     NO_OTHERS,
-    Connected,
-    HostUse,
-    Unseen,
     limited,
-    packet_loss,
     rating,
     slow_interface,
 )
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What the what-if engine predicts a step of the base to save, in ns, by the cause that is removed.
-
-    refused: why there is no prediction, "" if there is. buckets: the plan of the saving named buckets.
-    """
-
-    savings_ns: Mapping[str, Estimate] = field(default_factory=dict)
-    refused: str = ""
-    buckets: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RuleResult:
-    """The result of one rule.
-
-    cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
-    saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
-    source: "measured" if the saving is a measured time alone, else "predicted". rests: how the saving is known, or why
-    there is none. needs: the measurement that decides, if the saving is uncertain; more: its number of further steps,
-    None if that is not known. at_most: `saving` is a part of the step that no remedy removes as a whole.
-    """
-
-    cause: str
-    code: str
-    applies: bool = False
-    saving: Estimate | None = None
-    limit_ns: float = 0.0
-    step_ns: float = 0.0
-    source: str = "predicted"
-    rests: str = ""
-    why: str = ""
-    next: str = ""
-    needs: str = ""
-    more: int | None = None
-    at_most: bool = False
-
-    @property
-    def fired(self) -> bool:
-        """True if the saving is surely above the limit."""
-        return self.applies and self.saving is not None and self.saving.low > self.limit_ns
-
-    @property
-    def uncertain(self) -> bool:
-        """True if the saving is probably above the limit, but not surely."""
-        return self.applies and not self.fired and self.saving is not None and self.saving.value > self.limit_ns
-
-    @property
-    def margin(self) -> float | None:
-        """How far the saving is surely above the limit, as a part of the step; negative below it. None if not known."""
-        known = self.applies and self.saving is not None and self.step_ns > 0
-        return (self.saving.low - self.limit_ns) / self.step_ns if known and self.saving is not None else None
-
-
-def own_cost(findings: Findings) -> str | None:
-    """Sentence: cost of our measuring on the stock path, against the untouched script in the same run."""
-    pair = findings.handicap
-    if pair is None or not pair.enough:
-        return None
-    ratio, more = pair.ratio, pair.difference_ns
-    return (
-        f"Our measuring changes the step by {percent(ratio.value - 1, signed=True)} ({ms(more.value)}) against the "
-        f"untouched script; 95 % interval {percent(ratio.low - 1, signed=True)} to "
-        f"{percent(ratio.high - 1, signed=True)}, {pair.pairs} pairs of blocks ({findings.label})."
-    )
-
-
-def handicap_sentence(findings: Findings) -> str | None:
-    """Sentence: gains are withheld because our hooks slow the stock path; None if that does not apply."""
-    pair = findings.handicap
-    if pair is None or not findings.handicapped or not findings.comparisons:
-        return None
-    ratio = pair.ratio
-    return (
-        f"Our hooks slow the stock path by {percent(ratio.value - 1)}, so no gain is reported (against the untouched "
-        f"script; 95 % interval {percent(ratio.low - 1)} to {percent(ratio.high - 1)}, {pair.pairs} pairs of blocks)."
-    )
-
-
-def as_good_sentence(findings: Findings) -> str:
-    """Sentence about the arms that were compared."""
-    if not stock_is_as_good(findings):
-        return ""
-    tried = "; ".join(
-        f"{p.other} {percent(p.gain.value)} ({percent(p.gain.low)} to {percent(p.gain.high)})"
-        for p in findings.comparisons
-        if p.enough
-    )
-    return f" The {findings.base} path is as good as what was tried (gain of {tried})."
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts and connections.
-
-    unseen: bytes on an interface that no recorded operation of the base explains; None without counters.
-    """
-
-    f: Findings
-    base: Arm
-    predicted: Predicted
-    hosts: Sequence[HostUse]
-    unseen: Unseen | None = None
-    connected: Connected = NO_CONNECTIONS
-
-    @property
-    def step_ns(self) -> float:
-        """Ns of the mean step of the base."""
-        return self.f.parts_ns["step"].value
-
-    @property
-    def moving(self) -> Estimate:
-        """Ns a step of exposed communication and waiting after the last rank arrived, without that of lost packets."""
-        return self.f.delays.moving_ns if self.lost and self.f.delays is not None else self.f.parts_ns["moving"]
-
-    @property
-    def lost(self) -> str:
-        """Sentence: the packet loss of base; "" if there is none."""
-        return packet_loss(self.connected, self.base)
-
-    @property
-    def delays_unknown(self) -> str:
-        """Why lost packets may delay typical steps; "" if they do not."""
-        return f"packets are lost, and {UNKNOWN_DELAYS}" if self.lost and self.f.delays is None else ""
-
-    @property
-    def coarse_clocks(self) -> bool:
-        """True if the ranks' clocks may differ by too much of the time in transfer.
-
-        Clocks that are aligned by operations are exact enough.
-        """
-        f, parts = self.f, self.f.parts[self.base]
-        if f.achieved.get(self.base) is None or parts.transfer_ns <= 0:
-            return False
-        aligned = any(rank.clock.method == BY_OPERATIONS for rank in f.trace.ranks)
-        error_ns = transfer_error_ns(f.trace) if aligned else f.clock_error_ns
-        return error_ns * parts.operations > limits.CLOCK_SHARE * parts.transfer_ns
-
-    @property
-    def missing(self) -> str:
-        """Why time in transfer is not known, if ranks have no record; "" if all have one."""
-        ranks = ", ".join(map(str, missing_ranks(self.f.trace)))
-        return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer" if ranks else ""
-
-    @property
-    def rates_known(self) -> str:
-        """Why rates may not be judged; "" if they may."""
-        if self.missing:
-            return self.missing
-        if self.coarse_clocks:
-            return clock_text(self.f)
-        more = self.unseen
-        if more is not None and more.surely >= limits.OTHER_TRAFFIC:
-            return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
-        return self.not_recorded
-
-    @property
-    def not_recorded(self) -> str:
-        """The note on communication that is not in the record; "" if there is none."""
-        return self.f.not_recorded
-
-    def evidence(self, cause: str, code: str, step_ns: float | None = None, **fields: object) -> RuleResult:
-        """Return the result of a rule, with the limits of this run. step_ns: which the saving is of, if another."""
-        step = self.step_ns if step_ns is None else step_ns
-        return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * step, step_ns=step, **fields)  # type: ignore[arg-type]
-
-    def more_steps(self, saving: Estimate, error_ns: float = 0.0) -> dict[str, Any]:
-        """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
-
-        The interval's width falls as 1/sqrt(n). error_ns: an error beside the interval, which more steps do not reduce.
-        """
-        reach = saving.value - error_ns - limits.GAIN_MIN * self.step_ns
-        if not 0 < reach < saving.value - saving.low < math.inf:
-            return {"needs": MORE_STEPS}
-        more = math.ceil(_all_steps(self.f) * (((saving.value - saving.low) / reach) ** 2 - 1))
-        text = f"Measure {more} more steps ({_how_longer(self.f)}), on hosts that do nothing else."
-        return {"needs": _too_many(self.f, more, "saving") or text, "more": more}
-
-    def share(self, saving: Estimate, rest_ns: float | None = None) -> str:
-        """A saving as text. rest_ns: what the mean of all steps has beside it; None: it is of the typical step."""
-        ends = (saving.value, saving.low, saving.high)
-        steps = [self.step_ns if rest_ns is None else rest_ns + end for end in ends]
-        value, low, high = (percent(end / step) for end, step in zip(ends, steps, strict=True))
-        return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
-
-
-NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)
-UNKNOWN_DELAYS = "most steps may be delayed, so single delayed ones cannot be told"
-MORE_STEPS = "Measure more steps, on hosts that do nothing else."
-INSIDE_STEPS = (
-    "Look in trace.json.gz for the rank that is late at each operation of a step: more steps do not tell why."
-)
-SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each."
-
-
-def _how_longer(f: Findings) -> str:
-    """What a user changes so that a run has more steps. Only a study records one rank alone."""
-    return "--rounds of the study" if SINGLE in f.trace.arms else "a longer training"
-
-
-def _all_steps(f: Findings) -> int:
-    return sum(time.steps + time.blocks for time in f.times.values())
-
-
-def _too_many(f: Findings, more: int, what: str) -> str:
-    """Say that a run like this cannot decide whether a saving or difference counts; "" if `more` steps can."""
-    if more <= limits.LONGER_MAX * _all_steps(f):
-        return ""
-    times = f"over {limits.LONGER_MAX} times those of this run"
-    return f"Nothing more: the {what} is too near the limit to be decided here. It needs {more} more steps, {times}."
-
-
-def clock_text(f: Findings) -> str:
-    """Say how far the ranks' clocks may differ."""
-    if math.isinf(f.clock_error_ns):
-        return "the clocks of the ranks were not compared"
-    return f"clocks may differ by {ms(f.clock_error_ns)}"
-
-
-def steps_to_decide(f: Findings, pair: Paired) -> int:
-    """Number of further steps, of all arms, that decide a comparison."""
-    cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
-    return max(pair.more_pairs(limits.GAIN_MIN), 1) * cycle
-
-
-def more_steps(f: Findings, pair: Paired) -> str:
-    """The run that decides a comparison."""
-    more = steps_to_decide(f, pair)
-    ask = f"Measure {more} more steps with the same arms ({_how_longer(f)}): the interval is then narrow enough."
-    return (_too_many(f, more, "difference") if pair.enough else "") or ask
 
 
 def _streams_hint(f: Findings, arm: Arm) -> str:

@@ -10,19 +10,17 @@ from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, uncounted
-from netbottleneck.analysis.rules import (
+from netbottleneck.analysis.rule_facts import (
     SAME_ARMS,
     Facts,
     Predicted,
     RuleResult,
     as_good_sentence,
-    beside,
     handicap_sentence,
-    judge,
     more_steps,
     steps_to_decide,
-    without_traffic,
 )
+from netbottleneck.analysis.rules import beside, judge, without_traffic
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
 from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK

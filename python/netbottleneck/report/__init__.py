@@ -21,7 +21,7 @@ from rich.console import Console
 from netbottleneck.analysis import usage, verdict
 from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
-from netbottleneck.analysis.rules import Predicted
+from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, progress, summary, text

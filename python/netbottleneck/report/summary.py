@@ -22,7 +22,7 @@ from netbottleneck.analysis.bandwidth import Achievable, Achieved, bus_factor
 from netbottleneck.analysis.comparisons import Costs, Estimate, Paired
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS, backward_spans, host_count, last_entries
-from netbottleneck.analysis.rules import RuleResult, handicap_sentence
+from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report.text import sentences

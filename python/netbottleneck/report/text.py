@@ -18,7 +18,7 @@ from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
-from netbottleneck.analysis.rules import RuleResult, handicap_sentence, own_cost
+from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict

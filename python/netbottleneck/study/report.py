@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from netbottleneck.analysis import rules
+from netbottleneck.analysis import rule_facts
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import stock_is_as_good
@@ -295,7 +295,7 @@ def result_lines(cell: CellReport) -> list[str]:
     equal = f"{what} equal on all ranks, bit for bit" if outcome.equal else f"{what.upper()} DIFFER BETWEEN RANKS"
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
     lines.append(equal + same[cell.done.same_as_stock])
-    withheld = rules.handicap_sentence(findings)
+    withheld = rule_facts.handicap_sentence(findings)
     lines += [withheld.rstrip(".")] if withheld else [_speedup(pair) for pair in findings.comparisons]
     if cell.nothing_to_do:
         lines.append("on this network: do nothing; stock is as good")

@@ -10,7 +10,7 @@ from itertools import product
 from types import MappingProxyType
 
 from netbottleneck.analysis.comparisons import Estimate, widened
-from netbottleneck.analysis.rules import Predicted
+from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams

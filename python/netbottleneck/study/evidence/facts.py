@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis import comparisons, rules, usage
+from netbottleneck.analysis import comparisons, rule_facts, usage
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.intervals import (
     Intervals,
@@ -349,7 +349,7 @@ def cell_facts(
         cell,
         arms={name: with_sent(arm, sums) for name, arm in arms.items()},
         pairs=_enough(run.findings.comparisons),
-        handicap=rules.handicap_sentence(run.findings) or "",
+        handicap=rule_facts.handicap_sentence(run.findings) or "",
         hooks=next(iter(_enough([comparisons.compare(passes_only, BARE, NULL)])), None)
         if about.job == INFLATION
         else None,

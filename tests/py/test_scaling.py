@@ -274,6 +274,19 @@ def test_operations_without_a_layer_have_a_separate_row(run):
     assert sum(x.exposed_ns for x in found.layers) == pytest.approx(found.parts["stock"].exposed_ns, rel=1e-9)
 
 
+def test_calls_of_the_script_have_a_row_for_each_phase(run):
+    phases = {0: "forward", 1: "backward", 2: "other"}
+    calls = tuple(
+        replace(c, bucket=None, phase=phases[c.bucket]) if c.bucket in phases and c.arm == "stock" else c
+        for c in run.collectives
+    )
+    found = findings.find(replace(run, collectives=calls))
+    rows = {x.name: x.exposed_ns for x in found.layers if x.name.startswith("(")}
+    assert set(rows) <= {"(calls in forward)", "(calls in backward)", "(other calls)"}
+    assert max(rows.values()) > 0
+    assert sum(x.exposed_ns for x in found.layers) == pytest.approx(found.parts["stock"].exposed_ns, rel=1e-9)
+
+
 def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
     found = findings.find(run).achieved["stock"]
     nbytes = (9 << 20) + 1024

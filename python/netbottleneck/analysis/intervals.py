@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -391,10 +391,8 @@ def typical(rows: Sequence[T], split_of: Callable[[T], Split]) -> tuple[T, ...]:
 # A layer's backward runs from the previous gradient-ready to its own. An operation's exposed time is attributed to its
 # tensors in proportion to their bytes. This is an attribution, not a measurement.
 
-# Layer name for operations that carry no gradient of the model.
+# Layer name for gradients of an unknown layer. The script's own calls have a row for each phase of the step.
 NO_LAYER = "(no layer)"
-# Parameter index of communication that belongs to no parameter.
-NO_PARAMETER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,19 +436,20 @@ def backward_times(step: Step) -> list[tuple[int, int]]:
     ]
 
 
-def _by_parameter(trace: Trace, operation: Collective, exposed_ns: float) -> list[tuple[int, float]]:
-    if operation.bucket is None or not 0 <= operation.bucket < len(trace.buckets):
-        return [(NO_PARAMETER, exposed_ns)]
-    members = [p for p in trace.buckets[operation.bucket].parameters if 0 <= p < len(trace.parameters)]
-    weight = sum(trace.parameters[p].bytes for p in members)
-    if weight == 0:
-        return [(NO_PARAMETER, exposed_ns)]
-    return [(p, exposed_ns * trace.parameters[p].bytes / weight) for p in members]
+def _apart(operation: Collective) -> str:
+    """Row of an operation without a layer: the phase of the step in which the script calls it."""
+    if not operation.by_script:
+        return NO_LAYER
+    return "(other calls)" if operation.phase == "other" else f"(calls in {operation.phase})"
 
 
-def _by_parameters(trace: Trace, shares: Exposed) -> Iterator[tuple[int, float]]:
-    for operation, ns in shares:
-        yield from _by_parameter(trace, operation, ns)
+def _by_layer(trace: Trace, names: Sequence[str], operation: Collective) -> list[tuple[str, float]]:
+    """(layer, its part) of an operation."""
+    known = operation.bucket is not None and 0 <= operation.bucket < len(trace.buckets)
+    members = trace.buckets[operation.bucket or 0].parameters if known else ()
+    own = [(names[p], trace.parameters[p].bytes) for p in members if 0 <= p < len(names)]
+    weight = sum(nbytes for _, nbytes in own)
+    return [(name, nbytes / weight) for name, nbytes in own] if weight else [(_apart(operation), 1.0)]
 
 
 def _forward_times(trace: Trace, sampled: Iterable[Step]) -> dict[str, list[int]]:
@@ -491,8 +490,8 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
     """The layers in the order of their parameters: means over `steps`. Their exposed ns add up to the mean step's.
 
     Forward times are means over `sampled`, the steps in which module hooks took time stamps. On a GPU, so are backward
-    times: other steps have one time for each bucket. Operations without a layer form a last row of their own if they
-    have exposed or backward time.
+    times: other steps have one time for each bucket. Operations without a layer form the last rows if they have exposed
+    or backward time.
     """
     names = [layer_of(p.name) for p in trace.parameters]
     known = dict(enumerate(names))
@@ -501,10 +500,11 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
     forward = _forward_times(trace, sampled)
     on_device = device_error_ns(trace) is not None
     backward = _backward_times(known, _sampled(sampled) if on_device else [step for step, _ in chosen])
-    for _, shares in chosen:
-        for member, part in _by_parameters(trace, shares):
-            exposed[known.get(member, NO_LAYER)] += part
-    order = dict.fromkeys([*names, *([NO_LAYER] if exposed[NO_LAYER] or backward[NO_LAYER] else [])])
+    for operation, ns in (share for _, shares in chosen for share in shares):
+        for name, part in _by_layer(trace, names, operation):
+            exposed[name] += part * ns
+    apart = sorted(name for name in {*exposed, *backward} - {*names} if exposed[name] or backward[name])
+    order = dict.fromkeys([*names, *apart])
     members = {name: [p for p, own in zip(trace.parameters, names, strict=True) if own == name] for name in order}
     return tuple(
         Layer(

@@ -84,7 +84,7 @@ def test_a_rank_that_joins_ends_the_use_of_stock_on_all_ranks(
     warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str, steps: tuple[int, int]
 ) -> None:
     output = trained(warm_ranks, kind, transports, tmp_path / "run")
-    assert output.count("all further steps use tcp") == 2  # on two ranks
+    assert output.count("WARNING: all further steps use tcp") == 2  # on two ranks
     assert "a rank has joined (hvd.join())" in output
     trace = Run(tmp_path / "run").trace
     assert {(step.rank, step.index) for step in trace.steps} == {

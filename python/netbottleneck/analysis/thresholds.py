@@ -51,8 +51,9 @@ PAIRS_MIN = 3
 HANDICAP_MAX = 0.03
 # The probe's best point is the one with the fewest streams that reaches this part of the top rate, as in a job.
 PROBE_NEAR_BEST = 0.98
-# The latency fit needs at least this many operations that ran alone on their rank, and this part of those of a size.
+# The latency fit needs at least this many operations that ran alone on their rank.
 FIT_OPERATIONS_MIN = 8
+# The latency fit uses operations of a size of which at least this part ran alone.
 FIT_ALONE_PART = 0.5
 # The latency fit needs a largest operation of at least this many times the size of the smallest.
 FIT_SIZES_RATIO_MIN = 2.0

@@ -180,6 +180,12 @@ def test_a_launcher_inside_another_is_not_a_disagreement() -> None:
     assert place({**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}).size == 4
 
 
+def test_the_local_rank_of_an_elastic_job_is_the_name_of_a_worker() -> None:
+    left = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    found = place({f"HOROVOD_{name}": value for name, value in {**left, "ELASTIC": "1"}.items()})
+    assert (found.rank, found.size) == (1, 2)
+
+
 def test_a_local_rank_that_no_rank_has_is_ignored_where_nothing_follows_from_it() -> None:
     assert place({"LOCAL_RANK": "-1"}).size == 1  # a script's own sign of a single process
     assert place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}).local_rank == 3  # the number of a GPU

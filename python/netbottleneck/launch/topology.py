@@ -206,7 +206,8 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
             f"the launchers disagree about rank or size of the job ({listed}): unset the variables of the one that did "
             f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found_variables(environ)}"
         )
-    _check_local(*chosen)
+    if not environ.get("HOROVOD_ELASTIC"):  # there a local rank is a worker's name, and workers come and go
+        _check_local(*chosen)
     return chosen[1]
 
 

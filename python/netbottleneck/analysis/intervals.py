@@ -452,6 +452,15 @@ def _by_layer(trace: Trace, names: Sequence[str], operation: Collective) -> list
     return [(name, nbytes / weight) for name, nbytes in own] if weight else [(_apart(operation), 1.0)]
 
 
+def _exposed_by_layer(trace: Trace, names: Sequence[str], shares: Exposed) -> dict[str, float]:
+    """Exposed ns by layer. names: the layer of each parameter."""
+    found: dict[str, float] = defaultdict(float)
+    for operation, ns in shares:
+        for name, part in _by_layer(trace, names, operation):
+            found[name] += part * ns
+    return found
+
+
 def _forward_times(trace: Trace, sampled: Iterable[Step]) -> dict[str, list[int]]:
     """Forward durations in ns, by module."""
     found: dict[str, list[int]] = defaultdict(list)
@@ -495,14 +504,11 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
     """
     names = [layer_of(p.name) for p in trace.parameters]
     known = dict(enumerate(names))
-    exposed: dict[str, float] = defaultdict(float)
     chosen, sampled = list(steps), list(sampled)
+    exposed = _exposed_by_layer(trace, names, tuple(share for _, shares in chosen for share in shares))
     forward = _forward_times(trace, sampled)
     on_device = device_error_ns(trace) is not None
     backward = _backward_times(known, _sampled(sampled) if on_device else [step for step, _ in chosen])
-    for operation, ns in (share for _, shares in chosen for share in shares):
-        for name, part in _by_layer(trace, names, operation):
-            exposed[name] += part * ns
     apart = sorted(name for name in {*exposed, *backward} - {*names} if exposed[name] or backward[name])
     order = dict.fromkeys([*names, *apart])
     members = {name: [p for p, own in zip(trace.parameters, names, strict=True) if own == name] for name in order}

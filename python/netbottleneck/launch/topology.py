@@ -206,8 +206,7 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
             f"the launchers disagree about rank or size of the job ({listed}): unset the variables of the one that did "
             f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found_variables(environ)}"
         )
-    if not environ.get("HOROVOD_ELASTIC"):  # there a local rank is a worker's name, and workers come and go
-        _check_local(*chosen)
+    _check_local(*chosen, environ)
     return chosen[1]
 
 
@@ -351,11 +350,14 @@ def _check_rank(launcher: Launcher, rank: int, size: int) -> None:
         )
 
 
-def _check_local(launcher: Launcher, place: Place) -> None:
+def _check_local(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> None:
     """Raise ValueError for a local rank, or a number of ranks on this host, that the job cannot have.
 
-    Without that number, any local rank is accepted: local ranks are then derived from the hosts of all ranks.
+    Without that number, any local rank is accepted: local ranks are then derived from the hosts of all ranks. In an
+    elastic job a local rank is a worker's name, and workers come and go.
     """
+    if environ.get("HOROVOD_ELASTIC"):
+        return
     rank, size = place.local_rank or 0, place.local_size
     if rank < 0 or (size is not None and not (rank < size <= place.size)):
         given = ((launcher.local_rank, place.local_rank), (launcher.local_size, size), (launcher.size, place.size))

@@ -49,7 +49,7 @@ struct nb_lane_up {
                  struct iovec iov[NB_LANE_IOV_MAX]);
     // The bytes have landed. RMA: only slot, block, blocks and tag of the frame are set, and they are not
     // authenticated: anybody may have sent them. peer is NB_NO_PEER, or the rank whose authenticated message reported
-    // the arrival.
+    // the arrival. After `sent` of a write, the second message on that lane does not overtake its arrival.
     void (*landed)(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame);
     // A request is finished: 0, or the failure. Its memory may be reused (RMA with delivery: the data have landed).
     void (*sent)(void *ctx, struct nb_lane *lane, struct nb_request *request, int code);

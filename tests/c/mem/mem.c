@@ -34,7 +34,7 @@ static void packet_send(struct mem_lane *lane, int peer, struct packet *packet) 
     struct nb_mem_net *net = lane->net;
     pthread_mutex_lock(&net->lock);
     if (nb_mem_up(link_of(lane, peer))) {
-        nb_mem_push(queue_to(lane, peer, packet->is_message), packet);
+        nb_mem_push(link_of(lane, peer), !side_of(lane, peer), packet, nb_mem_is_rma(lane));
         nb_mem_wake(net, peer, lane->base.index);
         packet = NULL;
     }
@@ -163,13 +163,9 @@ static int out_progress(struct mem_lane *lane, int peer) {
 
 // Removes and returns the next packet that is due, or NULL.
 static struct packet *in_take(struct mem_lane *lane, int peer, bool message) {
-    struct link *link = link_of(lane, peer);
-    int side = side_of(lane, peer);
-    struct queue *queue = message ? &link->messages[side] : &link->data[side];
-    struct packet *packet = NULL;
     pthread_mutex_lock(&lane->net->lock);
-    if (queue->head != NULL && !link->stalled && queue->head->delay-- <= 0) {
-        packet = nb_mem_pop(queue);
+    struct packet *packet = nb_mem_take(link_of(lane, peer), side_of(lane, peer), message);
+    if (packet != NULL) {
         nb_mem_wake(lane->net, peer, lane->base.index); // the queue has room again
     }
     pthread_mutex_unlock(&lane->net->lock);

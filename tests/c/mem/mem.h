@@ -1,6 +1,7 @@
 // In-process network for tests. Ranks are threads, or one thread drives all ranks, which makes a run reproducible. A
 // seed determines the network's behaviour: delays counted in calls of progress(), lanes that overtake each other,
-// refused posts, and segments that arrive in pieces. Order within one lane and peer is kept.
+// refused posts, and segments that arrive in pieces. Order within one lane and peer is kept; on RMA lanes a message may
+// overtake writes that completed after the message before it.
 #ifndef NB_MEM_H
 #define NB_MEM_H
 

@@ -16,6 +16,7 @@ struct packet {
     struct packet *next;
     int delay;
     bool is_message;
+    uint64_t after; // RMA: arrivals that this message does not overtake
     struct nb_frame frame;
     size_t bytes;
     unsigned char data[];
@@ -27,12 +28,20 @@ struct queue {
     int count;
 };
 
+// RMA: a message may overtake only arrivals that were announced after the message before it.
+struct overtaking {
+    uint64_t announced; // arrivals put into the queue
+    uint64_t before;    // of those, announced before the last message
+    uint64_t taken;     // arrivals taken from the queue
+};
+
 // One lane between two ranks; [0] is the lower rank's side. A queue is indexed by the receiving side.
 struct link {
     bool is_open[2]; // the side is open. The link is up when both are
     bool stalled;
     struct queue data[2];
     struct queue messages[2]; // RMA only: on STREAM lanes, messages are in the data queue
+    struct overtaking overtaking[2];
 };
 
 struct region {
@@ -114,8 +123,10 @@ static inline struct posted *posted_of(struct nb_request *request) {
 struct link *nb_mem_link(const struct nb_mem_net *net, int index, int a, int b);
 struct mem_lane *nb_mem_lane(const struct nb_mem_net *net, int rank, int index);
 void nb_mem_wake(const struct nb_mem_net *net, int rank, int index);
-void nb_mem_push(struct queue *queue, struct packet *packet);
-struct packet *nb_mem_pop(struct queue *queue);
+// Queues a packet to one side of the link.
+void nb_mem_push(struct link *link, int side, struct packet *packet, bool is_rma);
+// Removes and returns the next packet to a side that is due, or NULL.
+struct packet *nb_mem_take(struct link *link, int side, bool message);
 bool nb_mem_up(const struct link *link);
 void nb_mem_down(struct link *link);
 // Destination of this request's write; NULL: the key is unknown, or the range exceeds its memory.

@@ -28,7 +28,7 @@ void nb_mem_wake(const struct nb_mem_net *net, int rank, int index) {
     }
 }
 
-void nb_mem_push(struct queue *queue, struct packet *packet) {
+static void queue_push(struct queue *queue, struct packet *packet) {
     packet->next = NULL;
     if (queue->head == NULL) {
         queue->head = packet;
@@ -39,7 +39,7 @@ void nb_mem_push(struct queue *queue, struct packet *packet) {
     queue->count++;
 }
 
-struct packet *nb_mem_pop(struct queue *queue) {
+static struct packet *queue_pop(struct queue *queue) {
     struct packet *packet = queue->head;
     queue->head = packet->next;
     queue->count--;
@@ -48,8 +48,33 @@ struct packet *nb_mem_pop(struct queue *queue) {
 
 static void queue_purge(struct queue *queue) {
     while (queue->head != NULL) {
-        free(nb_mem_pop(queue));
+        free(queue_pop(queue));
     }
+}
+
+void nb_mem_push(struct link *link, int side, struct packet *packet, bool is_rma) {
+    struct overtaking *at = &link->overtaking[side];
+    if (is_rma && packet->is_message) {
+        packet->after = at->before;
+        at->before = at->announced;
+        queue_push(&link->messages[side], packet);
+        return;
+    }
+    at->announced++;
+    queue_push(&link->data[side], packet);
+}
+
+struct packet *nb_mem_take(struct link *link, int side, bool message) {
+    struct queue *queue = message ? &link->messages[side] : &link->data[side];
+    struct overtaking *at = &link->overtaking[side];
+    if (queue->head == NULL || link->stalled || (message && at->taken < queue->head->after)) {
+        return NULL;
+    }
+    if (queue->head->delay-- > 0) {
+        return NULL;
+    }
+    at->taken += !message;
+    return queue_pop(queue);
 }
 
 void nb_mem_down(struct link *link) {
@@ -57,6 +82,7 @@ void nb_mem_down(struct link *link) {
         link->is_open[side] = false;
         queue_purge(&link->data[side]);
         queue_purge(&link->messages[side]);
+        link->overtaking[side] = (struct overtaking){0};
     }
 }
 

@@ -63,6 +63,10 @@ void nb_boot_close(struct nb_boot *boot);
 // order.
 int nb_boot_allgather(struct nb_boot *boot, const void *in, size_t bytes, void *out, struct nb_error *err);
 int nb_boot_barrier(struct nb_boot *boot, struct nb_error *err);
+// Barrier that all ranks also reach if their part of the work failed (rc, and err): then no rank passes it, and all get
+// the failure that rank 0 learned of first. A failure that names no rank is this rank's own, and stays. A rank that
+// failed waits 2 s at most.
+int nb_boot_agree(struct nb_boot *boot, int rc, struct nb_error *err);
 
 // Measures this rank's clock minus rank 0's, in ns, from the exchange with the shortest round trip of several.
 int nb_boot_clock(struct nb_boot *boot, int64_t *offset_ns, int64_t *round_trip_ns, struct nb_error *err);

@@ -20,7 +20,12 @@
 #include "base/wire.h"
 #include "bootstrap/bootstrap.h"
 
-enum { EXCHANGES = 16, SLACK_MS = 7000 };
+enum {
+    EXCHANGES = 16,
+    SLACK_MS = 7000,
+    VERDICT_MS = 2000, // a rank that failed waits this long for rank 0 to tell the first failure
+    REPORTS_MS = 500   // and rank 0, if it failed itself, for reports of the others
+};
 
 static const int64_t MS = 1000000;
 static const uint64_t CLOCK_MAX_NS = INT64_MAX / 4; // differences of two clocks, and sums of those, do not overflow
@@ -37,6 +42,7 @@ struct talk {
     struct wire_exchange frame;
     int64_t deadline_ns;
     struct nb_error *err;
+    struct nb_error *told; // receives a failure that another rank reports; NULL: err receives it, too
 };
 
 static struct talk talk_begin(const struct nb_boot *boot, enum wire_exchange_kind kind, size_t bytes,
@@ -44,7 +50,7 @@ static struct talk talk_begin(const struct nb_boot *boot, enum wire_exchange_kin
     // Rank 0 may begin later, by as long as ranks of its host wait for each other (shared_open.c, 5 s). Its report must
     // arrive before this rank gives up.
     int64_t limit_ms = boot->timeout_ms + (int64_t)(boot->rank == 0 ? 0 : SLACK_MS);
-    return (struct talk){boot, {.kind = kind, .value = bytes}, nb_now_ns() + limit_ms * MS, err};
+    return (struct talk){boot, {.kind = kind, .value = bytes}, nb_now_ns() + limit_ms * MS, err, NULL};
 }
 
 static int fail_io(const struct talk *talk, int rc, int peer) {
@@ -98,31 +104,45 @@ static int write_framed(const struct talk *talk, int rank, const void *payload, 
     return rc;
 }
 
-// Reads rank 0's next frame. A failure that it reports becomes this rank's.
+static bool is_failure(const struct wire_exchange *frame) {
+    return frame->kind == NB_WIRE_FAILED && frame->code < 0 &&
+           frame->value == sizeof(struct wire_exchange_failure) - sizeof *frame;
+}
+
+// Makes a failure that another rank reports this rank's.
+static int fail_as_told(const struct talk *talk, struct wire_exchange_failure *message) {
+    bool known = message->peer >= 0 && message->peer < talk->boot->size;
+    message->text[sizeof message->text - 1] = '\0';
+    return nb_fail_peer(talk->told != NULL ? talk->told : talk->err, message->frame.code,
+                        known ? message->peer : NB_NO_PEER, "%s", message->text);
+}
+
+// Reads rank 0's next frame.
 static int read_frame(const struct talk *talk, struct wire_exchange *got) {
-    struct wire_exchange_failure trouble;
+    struct wire_exchange_failure message;
     int fd = talk->boot->control[0];
     struct nb_interrupt *interrupt = talk->boot->interrupt;
-    size_t rest = sizeof trouble - sizeof trouble.frame;
     int rc = nb_sock_read_all(fd, got, sizeof *got, talk->deadline_ns, interrupt);
-    if (rc == 0 && got->kind == NB_WIRE_FAILED && got->code < 0 && got->value == rest) {
-        rc = nb_sock_read_all(fd, (char *)&trouble + sizeof trouble.frame, rest, talk->deadline_ns, interrupt);
+    if (rc == 0 && is_failure(got)) {
+        message.frame = *got;
+        rc = nb_sock_read_all(fd, (char *)&message + sizeof *got, (size_t)got->value, talk->deadline_ns, interrupt);
         if (rc == 0) {
-            trouble.text[sizeof trouble.text - 1] = '\0';
-            return nb_fail_peer(talk->err, got->code, trouble.peer, "%s", trouble.text);
+            return fail_as_told(talk, &message);
         }
     }
     return rc == 0 ? check_frame(talk, got, 0) : fail_io(talk, rc, 0);
 }
 
-// Reports rank 0's failure, so that the others need not wait for their own deadline. Best effort.
-static void tell_others(const struct nb_boot *boot, const struct nb_error *failure) {
-    struct wire_exchange_failure trouble = {
-        .frame = {NB_WIRE_FAILED, failure->code, sizeof trouble - sizeof trouble.frame}};
-    trouble.peer = failure->peer;
-    memcpy(trouble.text, failure->text, sizeof trouble.text);
-    for (int rank = 1; rank < boot->size; rank++) {
-        (void)send(boot->control[rank], &trouble, sizeof trouble, MSG_NOSIGNAL | MSG_DONTWAIT);
+// Reports a failure: rank 0 to all ranks, so that they need not wait for their own deadline, another rank to rank 0.
+// Best effort.
+static void report(const struct nb_boot *boot, const struct nb_error *failure) {
+    struct wire_exchange_failure message = {
+        .frame = {NB_WIRE_FAILED, failure->code, sizeof message - sizeof message.frame}, .peer = failure->peer};
+    memcpy(message.text, failure->text, sizeof message.text);
+    int first = boot->rank == 0 ? 1 : 0;
+    int end = boot->rank == 0 ? boot->size : 1;
+    for (int rank = first; rank < end; rank++) {
+        (void)send(boot->control[rank], &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
     }
 }
 
@@ -130,14 +150,14 @@ static void tell_others(const struct nb_boot *boot, const struct nb_error *failu
 // already hold an earlier failure.
 static int fail_all(const struct nb_boot *boot, const struct nb_error *failure, struct nb_error *err) {
     if (boot->rank == 0 && failure->code != -EINTR) {
-        tell_others(boot, failure);
+        report(boot, failure);
     }
     return nb_fail_peer(err, failure->code, failure->peer, "%s", failure->text);
 }
 
-// The bytes received from one rank: the frame, then the payload.
+// The bytes received from one rank: the frame, then the payload in `out`, or the rest of a failure.
 struct inbox {
-    struct wire_exchange frame;
+    struct wire_exchange_failure message;
     size_t got;
 };
 
@@ -150,19 +170,29 @@ struct collection {
     uint64_t *came;        // bit by rank
 };
 
+// Where the next bytes of a rank go, and how many belong there. 0: its message is complete.
+static size_t room(const struct collection *all, int rank, char **at) {
+    struct inbox *inbox = &all->inboxes[rank];
+    size_t head = sizeof inbox->message.frame;
+    size_t bytes = (size_t)all->talk->frame.value;
+    *at = (char *)&inbox->message + inbox->got;
+    if (inbox->got < head) {
+        return head - inbox->got;
+    }
+    if (is_failure(&inbox->message.frame)) {
+        return sizeof inbox->message - inbox->got;
+    }
+    *at = bytes > 0 ? all->out + (size_t)rank * bytes + (inbox->got - head) : NULL;
+    return head + bytes - inbox->got;
+}
+
 // Reads what one rank has sent. 1: complete.
 static int take(const struct collection *all, int rank) {
     const struct talk *talk = all->talk;
     struct inbox *inbox = &all->inboxes[rank];
-    size_t bytes = (size_t)talk->frame.value;
-    size_t whole = sizeof inbox->frame + bytes;
-    while (inbox->got < whole) {
-        char *at = (char *)&inbox->frame + inbox->got;
-        size_t left = sizeof inbox->frame - inbox->got;
-        if (inbox->got >= sizeof inbox->frame) {
-            at = all->out + (size_t)rank * bytes + (inbox->got - sizeof inbox->frame);
-            left = whole - inbox->got;
-        }
+    const struct wire_exchange *frame = &inbox->message.frame;
+    char *at;
+    for (size_t left = room(all, rank, &at); left > 0; left = room(all, rank, &at)) {
         ssize_t n = recv(talk->boot->control[rank], at, left, 0);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             return 0;
@@ -171,12 +201,12 @@ static int take(const struct collection *all, int rank) {
             return fail_io(talk, n < 0 ? -errno : -ECONNRESET, rank);
         }
         inbox->got += (size_t)n;
-        int rc = inbox->got == sizeof inbox->frame ? check_frame(talk, &inbox->frame, rank) : 0;
+        int rc = inbox->got == sizeof *frame && !is_failure(frame) ? check_frame(talk, frame, rank) : 0;
         if (rc != 0) {
             return rc;
         }
     }
-    return 1;
+    return is_failure(frame) ? fail_as_told(talk, &inbox->message) : 1;
 }
 
 // Polls once the ranks that are not complete. Returns how many became complete, or a failure.
@@ -279,6 +309,31 @@ int nb_boot_allgather(struct nb_boot *boot, const void *in, size_t bytes, void *
 
 int nb_boot_barrier(struct nb_boot *boot, struct nb_error *err) {
     return exchange(boot, NB_WIRE_BARRIER, NULL, 0, NULL, err);
+}
+
+int nb_boot_agree(struct nb_boot *boot, int rc, struct nb_error *err) {
+    if (rc == 0 || rc == -EINTR) {
+        return rc == 0 ? nb_boot_barrier(boot, err) : rc; // an interrupted rank leaves
+    }
+    struct nb_error told = {0};
+    struct nb_error unused = {0}; // why nothing was told
+    struct nb_error mine = {0};
+    struct talk talk = talk_begin(boot, NB_WIRE_BARRIER, 0, &unused);
+    talk.deadline_ns = nb_now_ns() + (boot->rank == 0 ? REPORTS_MS : VERDICT_MS) * MS;
+    talk.told = &told;
+    nb_fail_peer(&mine, err->code, err->peer, "rank %d: %s", boot->rank, err->text);
+    if (boot->rank == 0) {
+        (void)collect(&talk, NULL);
+        report(boot, told.code != 0 ? &told : &mine);
+    } else {
+        struct wire_exchange got;
+        report(boot, &mine);
+        (void)read_frame(&talk, &got);
+    }
+    if (told.code != 0 && err->peer != NB_NO_PEER) {
+        *err = told; // what this rank saw may only have followed from it
+    }
+    return err->code;
 }
 
 // Answers every ping of one rank with this clock.

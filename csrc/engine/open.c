@@ -111,10 +111,10 @@ static int not_in_time(const struct nb_job *job, int peer, struct nb_error *err)
         return nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
                             job->config.start_ms);
     }
-    return nb_fail_peer(err, NB_ETIMEOUT, peer,
-                        "the lanes to rank %d did not open within %d ms: this rank could not accept connections (%s%s)",
-                        peer, job->config.start_ms, nb_code_name(accept_error),
-                        accept_error == -EMFILE ? ": see `ulimit -n`" : "");
+    return nb_fail(err, NB_ETIMEOUT, // not the peer's fault
+                   "the lanes to rank %d did not open within %d ms: this rank could not accept connections (%s%s)",
+                   peer, job->config.start_ms, nb_code_name(accept_error),
+                   accept_error == -EMFILE ? ": see `ulimit -n`" : "");
 }
 
 // Opens the lanes to the ring neighbours now, so that the first step does not pay for it.
@@ -188,12 +188,8 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
     }
     if (rc == 0) {
         rc = nb_shared_open(job, err);
-    }
-    if (rc == 0) {
-        rc = neighbours_open(job, err);
-    }
-    if (rc == 0) {
-        rc = nb_boot_barrier(&job->boot, err);
+        rc = rc == 0 ? neighbours_open(job, err) : rc;
+        rc = nb_boot_agree(&job->boot, rc, err);
     }
     return rc == 0 ? controls_open(job, err) : rc;
 }

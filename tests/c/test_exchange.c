@@ -1,5 +1,6 @@
 // Bootstrap exchanges (all-gather, barrier, clock): all ranks get the same result, or the same error that names the
 // missing rank.
+#include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -20,6 +21,15 @@ static void *gather(void *arg) {
 static void *barrier(void *arg) {
     struct rank *rank = arg;
     rank->rc = nb_boot_barrier(&rank->boot, &rank->err);
+    return NULL;
+}
+
+static struct nb_error own_failures[RANKS_MAX]; // what a rank brings to an agreement
+
+static void *agree(void *arg) {
+    struct rank *rank = arg;
+    rank->err = own_failures[rank->boot.rank];
+    rank->rc = nb_boot_agree(&rank->boot, rank->err.code, &rank->err);
     return NULL;
 }
 
@@ -174,8 +184,41 @@ static void test_failed_exchanges(void) {
     job_close(&job);
 }
 
+static void test_agreement(void) {
+    struct job job;
+    job_open(&job, 4);
+    run_all_but(&job, join, -1);
+    run_all_but(&job, agree, -1);
+    check_joined(&job); // no rank failed
+    nb_fail_peer(&own_failures[2], NB_EPEER, 1, "no lane to rank 1");
+    run_all_but(&job, agree, -1);
+    check_failed(&job, -1, NB_EPEER, 1, "rank 2: no lane to rank 1");
+    job_close(&job);
+    memset(own_failures, 0, sizeof own_failures);
+
+    job_open(&job, 4); // rank 0 saw what followed from rank 2's failure
+    run_all_but(&job, join, -1);
+    check_joined(&job);
+    nb_fail_peer(&own_failures[0], NB_EPEER, 2, "rank 2 is gone");
+    nb_fail_peer(&own_failures[2], NB_ETIMEOUT, 1, "no lane to rank 1");
+    run_all_but(&job, agree, -1);
+    check_failed(&job, -1, NB_ETIMEOUT, 1, "rank 2: no lane to rank 1");
+    job_close(&job);
+    memset(own_failures, 0, sizeof own_failures);
+
+    job_open(&job, 3); // a rank keeps its own failure
+    run_all_but(&job, join, -1);
+    check_joined(&job);
+    nb_fail(&own_failures[1], -ENOMEM, "no memory");
+    run_all_but(&job, agree, -1);
+    CHECK(strcmp(job.ranks[1].err.text, "no memory") == 0, "rank 1: %s", job.ranks[1].err.text);
+    check_failed(&job, 1, -ENOMEM, NB_NO_PEER, "rank 1: no memory");
+    job_close(&job);
+}
+
 int main(void) {
     test_sizes();
     test_failed_exchanges();
+    test_agreement();
     return 0;
 }

@@ -10,6 +10,7 @@
 #include "engine/context.h"
 #include "job.h"
 #include "stage.h"
+#include "transport/lanes_internal.h"
 
 // Waits until the communication thread has run several passes, so that it has read all data that were in its sockets.
 static void await_passes(struct test_rank *me) {
@@ -263,16 +264,13 @@ static void *opening_main(void *arg) {
     return NULL;
 }
 
-static void lanes_do_not_open(void) {
-    struct opening_rank ranks[OPENING];
+// Opens a job on OPENING ranks, which fails. FAILS_TO_OPEN has only this port for its lanes; 0: any.
+static void open_on_all(struct opening_rank ranks[OPENING], uint16_t port) {
     pthread_t threads[OPENING];
     struct nb_listener listener = {.fd = -1};
-    struct nb_listener taken = {.fd = -1}; // occupies a port
     struct nb_error err = {0};
     struct nb_boot_config config = {.size = OPENING, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
     CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
-    CHECK(nb_listener_open(&taken, &config, NULL, &err) == 0, "listen: %s", err.text);
-    uint16_t port = nb_sock_port(&taken.addr);
     for (int r = 0; r < OPENING; r++) {
         ranks[r] = (struct opening_rank){.rank = r, .size = OPENING, .listener = r == 0 ? &listener : NULL};
         nb_sock_format(&listener.addr, ranks[r].address);
@@ -281,17 +279,41 @@ static void lanes_do_not_open(void) {
     }
     for (int r = 0; r < OPENING; r++) {
         pthread_join(threads[r], NULL);
+        CHECK(ranks[r].rc == ranks[r].err.code, "rank %d: %d and %d", r, ranks[r].rc, ranks[r].err.code);
     }
     nb_listener_close(&listener);
+}
+
+static void lanes_do_not_open(void) {
+    struct opening_rank ranks[OPENING];
+    struct nb_listener taken = {.fd = -1}; // occupies a port
+    struct nb_error err = {0};
+    struct nb_boot_config config = {.size = OPENING, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    CHECK(nb_listener_open(&taken, &config, NULL, &err) == 0, "listen: %s", err.text);
+    open_on_all(ranks, nb_sock_port(&taken.addr));
     nb_listener_close(&taken);
     for (int r = 0; r < OPENING; r++) {
-        CHECK(ranks[r].rc == ranks[r].err.code, "rank %d: %d and %d", r, ranks[r].rc, ranks[r].err.code);
         if (r == FAILS_TO_OPEN) {
             CHECK(ranks[r].rc == -EADDRINUSE, "rank %d: %s", r, ranks[r].err.text);
         } else {
             CHECK(ranks[r].rc == NB_EPEER && ranks[r].err.peer == FAILS_TO_OPEN, "rank %d: peer %d, %s", r,
                   ranks[r].err.peer, ranks[r].err.text);
         }
+    }
+}
+
+static _Atomic bool no_route_from_1_to_2;
+
+// All ranks name the rank that could not be reached; none names the rank that noticed it and left.
+static void a_neighbour_cannot_be_reached(void) {
+    struct opening_rank ranks[OPENING];
+    atomic_store(&no_route_from_1_to_2, true);
+    open_on_all(ranks, 0);
+    atomic_store(&no_route_from_1_to_2, false);
+    for (int r = 0; r < OPENING; r++) {
+        CHECK(ranks[r].rc == -EHOSTUNREACH && ranks[r].err.peer == 2, "rank %d: peer %d, %s", r, ranks[r].err.peer,
+              ranks[r].err.text);
+        CHECK(strstr(ranks[r].err.text, "no route to rank 2") != NULL, "rank %d: %s", r, ranks[r].err.text);
     }
 }
 
@@ -304,6 +326,9 @@ int __real_nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *addr
 int __wrap_nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *addresses, struct nb_error *err);
 
 int __wrap_nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *addresses, struct nb_error *err) {
+    if (peer == 2 && lanes->config.lane.rank == 1 && atomic_load(&no_route_from_1_to_2)) {
+        return nb_fail_peer(err, -EHOSTUNREACH, peer, "no route to rank 2");
+    }
     if (peer == 0 && atomic_exchange(&rank_1_stops, false)) {
         atomic_store(&rank_1_stopped, true);
         while (sem_wait(&rank_0_left) != 0) {
@@ -343,6 +368,7 @@ static void interrupted_while_lanes_open(void) {
 
 int main(void) {
     lanes_do_not_open();
+    a_neighbour_cannot_be_reached();
     interrupted_while_lanes_open();
     run_case(rank_1_left_before_submission, 0, 1, 20000);
     run_case(rank_0_left_before_submission, 0, 1, 20000);

@@ -637,7 +637,13 @@ static int ring_open(int rank, struct nb_error *err) {
     }
     int rc = path_fill(text, path, err);
     rc = rc == 0 ? capacity(&events, err) : rc;
-    return rc == 0 ? nb_ring_open(&process.ring, path, events, rank, err) : rc;
+    if (rc < 0) {
+        return rc;
+    }
+    struct nb_error why = {0};
+    rc = nb_ring_open(&process.ring, path, events, rank, &why);
+    const char *remedy = rc == -EBUSY ? ", with %p for the process's number in " VARIABLE : "";
+    return rc < 0 ? nb_fail(err, rc, "%s%s", why.text, remedy) : 0;
 }
 
 static void warn(const struct nb_profile_about *about, const struct nb_error *err) {
@@ -730,6 +736,9 @@ void nb_profile_close(const void *ctx) {
     }
     pthread_mutex_lock(&process.lock);
     process.comms--;
+    if (process.comms == 0) { // of other processes: NCCL does not end what it aborts
+        pool_give_all(&process.tables->op_pool, 0);
+    }
     atomic_store_explicit(&comm->context, 0, memory_order_release);
     pthread_mutex_unlock(&process.lock);
 }

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/types.h>
 #include <time.h>
@@ -52,17 +53,27 @@ static int reserve(int fd, const char *path, size_t bytes, struct nb_error *err)
                    path, bytes);
 }
 
+// Empties the file, unless a recording is in progress in it: its process would get SIGBUS. Some file systems know no
+// locks: they are used without.
+static int make_own(int fd, const char *path, struct nb_error *err) {
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        return nb_fail(err, -EBUSY, "%s: another recording is in progress in this file: name another one", path);
+    }
+    return ftruncate(fd, 0) == 0 ? 0 : nb_fail(err, -errno, "empty %s: %m", path);
+}
+
 int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err) {
     int rc;
     if (capacity > ((uint64_t)PTRDIFF_MAX - NB_RING_HEADER) / sizeof(struct nb_event)) {
         return nb_fail(err, -EFBIG, "%s: %llu events exceed the largest file size", path, (unsigned long long)capacity);
     }
     size_t bytes = file_bytes(capacity);
-    int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) {
         return nb_fail(err, -errno, "open %s: %m", path);
     }
-    rc = reserve(fd, path, bytes, err);
+    rc = make_own(fd, path, err);
+    rc = rc == 0 ? reserve(fd, path, bytes, err) : rc;
     if (rc != 0) {
         goto err_close;
     }
@@ -98,6 +109,7 @@ void nb_ring_close(struct nb_ring *ring) {
     atomic_store_explicit(&ring->header->closed, 1, memory_order_release);
     (void)munmap(ring->header, file_bytes(ring->capacity));
     (void)!ftruncate(ring->fd, (off_t)keep); // without the truncation the file is just as readable
+    (void)flock(ring->fd, LOCK_UN);          // a forked child may keep the descriptor
     close(ring->fd);
     ring->header = NULL;
     ring->events = NULL;

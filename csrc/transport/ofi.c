@@ -347,7 +347,8 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     struct write write = {.bounce = NULL};
     rc = write_source(lane, request, &write);
     if (rc < 0) {
-        return rc == -EAGAIN ? peer_block(lane, request->peer) : rc;
+        return rc == -EAGAIN ? peer_block(lane, request->peer)
+                             : nb_ofi_peer_fail(lane, request->peer, rc, "memory for a write");
     }
     struct nb_ofi_peer *to = &lane->peers[request->peer];
     struct fi_rma_iov remote = {.addr = request->remote_addr, .key = request->remote_key};

@@ -296,7 +296,7 @@ static int bounce_grow(struct nb_ofi_lane *lane, struct nb_ofi_bounce *bounce, s
     if (memory == NULL) {
         return -ENOMEM;
     }
-    struct nb_error why = {0}; // the code is enough: the caller's request fails with it
+    struct nb_error why = {0}; // the code is enough: the lane to the peer is lost with it
     int rc = nb_ofi_register_local(lane, memory, rounded, FI_WRITE, &bounce->mr, &why);
     if (rc < 0) {
         free(memory);

@@ -315,6 +315,17 @@ static void test_too_many_operations(int version) {
         void *op = profiled_op(&nccl, NULL, 0, 0, 1, getpid());
         CHECK(profiled_step(&nccl, op, 0) != NULL, "no room after the communicator was closed");
     }
+
+    // Those of other processes are released with the last communicator of this one.
+    CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
+    nccl = profiler_open(version);
+    for (int i = 0; i < POOL; i++) {
+        void *op = profiled_op(&nccl, NULL, 0, 0, 1, getpid() + 1);
+        CHECK(profiled_step(&nccl, op, 0) != NULL, "no room for another process's operation");
+    }
+    CHECK(profiled_finalize(&nccl) == NCCL_SUCCESS, "finalize");
+    nccl = profiler_open(version);
+    CHECK(profiled_op(&nccl, NULL, 0, 0, 1, getpid()) != NULL, "no room after the last communicator was closed");
 }
 
 // NCCL ends the operations of its network transports only. Those of the others make room, the oldest first.

@@ -1,5 +1,6 @@
 // Registration with libfabric, over a test double: memory that the provider refuses to register travels through
 // staging. The provider refuses large memory, as under a low limit of locked memory.
+#include "base/clock.h"
 #include "sums.h"
 #ifdef NB_HAVE_OFI
 #include "ofi_double.h"
@@ -24,9 +25,34 @@ static void first_large_allreduce(struct test_rank *me) {
     free(data);
 }
 
+// No memory can be registered any more, not even for staging: the operation fails, and says why.
+static void allreduce_without_memory(struct test_rank *me) {
+    static float data[2][COUNT];
+    struct nb_segment all = {.base = data[me->rank], .bytes = sizeof data[me->rank]};
+    struct nb_error err = {0};
+    test_barrier(me, "open");
+    double_state.memory_max = 1;
+    struct nb_work *work = test_submit(me, test_op("large", NB_OP_ALLREDUCE, &all));
+    int64_t begin_ns = nb_now_ns();
+    CHECK(nb_work_wait(work, TEST_LIMIT_MS, &err) < 0, "rank %d: the all-reduce succeeded", me->rank);
+    CHECK(strstr(err.text, "memory for a write") != NULL, "rank %d: %s", me->rank, err.text);
+    CHECK(nb_now_ns() - begin_ns < (int64_t)me->timeout_ms * 1000000, "rank %d: only the deadline ended it", me->rank);
+    nb_work_release(work);
+}
+
+static void run_without_memory(void) {
+    struct test_rank template = test_on("ofi");
+    template.size = 2;
+    template.streams = 1;
+    template.timeout_ms = 20000;
+    template.run = allreduce_without_memory;
+    CHECK(test_job(&template) == 0, "the double is not used");
+}
+
 int main(void) {
     struct test_rank template = test_on("ofi");
     double_begin(0, sizeof(uint64_t));
+    run_without_memory();
     double_state.memory_max = MEMORY_MAX;
     template.size = 2;
     template.streams = NB_STREAMS_AUTO;

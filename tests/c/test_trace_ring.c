@@ -13,6 +13,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "check.h"
@@ -213,6 +214,40 @@ static void test_recording_off_and_errors(void) {
           "a ring of too many events is opened");
 }
 
+// A file in which a recording is in progress is refused: emptying it would end the other process with SIGBUS. A child
+// of the first process that keeps the descriptor does not keep the file.
+static void test_file_in_use(void) {
+    char path[PATH_BYTES];
+    FILE *file = file_open(path);
+    struct nb_ring first;
+    struct nb_ring second;
+    struct nb_error err = {0};
+    int go[2];
+    CHECK(pipe(go) == 0, "pipe: %m");
+    CHECK(nb_ring_open(&first, path, 1000, 0, &err) == 0, "%s", err.text);
+    CHECK(nb_ring_open(&second, path, 8, 1, &err) == -EBUSY, "a second recording: %d", err.code);
+    CHECK(strstr(err.text, "another recording is in progress in this file") != NULL, "%s", err.text);
+    for (uint64_t i = 0; i < 1000; i++) {
+        nb_ring_put(&first, NB_EV_STEP_END, i, 0, 0, 0, 0, 0);
+    }
+    pid_t child = fork();
+    CHECK(child >= 0, "fork: %m");
+    if (child == 0) {
+        char end;
+        (void)close(go[1]);
+        _exit(read(go[0], &end, 1) != 0);
+    }
+    nb_ring_close(&first);
+    err.code = 0;
+    CHECK(nb_ring_open(&second, path, 8, 1, &err) == 0, "%s", err.text);
+    nb_ring_close(&second);
+    (void)close(go[0]);
+    (void)close(go[1]);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with status %x", status);
+    (void)fclose(file);
+}
+
 // Disk space for all events is allocated when the ring opens.
 static void test_disk_space_is_allocated(void) {
     enum { CAPACITY = 100000 };
@@ -312,5 +347,6 @@ int main(void) {
     test_disk_space_is_allocated();
     test_no_disk_space();
     test_recording_off_and_errors();
+    test_file_in_use();
     return 0;
 }

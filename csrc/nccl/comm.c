@@ -9,7 +9,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
@@ -18,8 +17,8 @@
 #include "base/sock.h"
 #include "nccl/abi.h"
 #include "nccl/net.h"
+#include "nccl/request.h"
 #include "transport/lanes.h"
-#include "transport/transport.h"
 
 enum {
     HANDLE_MAGIC = 0x4e424e48,
@@ -33,160 +32,7 @@ struct kept {
     char data[];
 };
 
-// A flow whose receiving comm was closed: its bytes are read and dropped.
-struct sink {
-    struct nb_flow flow;
-    struct nb_list link;
-    size_t bytes;
-    uint64_t map[];
-};
-
-// Flows
-
-static struct nb_net_request *request_of(const struct nb_flow *flow) {
-    return NB_CONTAINER(flow, struct nb_net_request, flow);
-}
-
-static size_t span(size_t total, uint32_t first, uint32_t count) {
-    size_t begin = (size_t)first * NB_NET_BLOCK;
-    size_t end = begin + (size_t)count * NB_NET_BLOCK;
-    return (end < total ? end : total) - begin;
-}
-
-static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    return span(request_of(flow)->bytes, first, count);
-}
-
-static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    (void)flow;
-    (void)first;
-    return count;
-}
-
-static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
-    const struct nb_net_request *request = request_of(flow);
-    iov[0] = (struct iovec){.iov_base = request->data + (size_t)first * NB_NET_BLOCK,
-                            .iov_len = flow_bytes(flow, first, count)};
-    return 1;
-}
-
-static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
-    (void)flow;
-    (void)first;
-    (void)count;
-    (void)data;
-    (void)bytes;
-}
-
-static void request_finish(struct nb_net_request *request, int state) {
-    nb_list_remove(&request->link);
-    if (request->comm->link != NULL) {
-        request->comm->link->moved_ns = nb_now_ns();
-    }
-    atomic_store_explicit(&request->state, state, memory_order_release);
-}
-
-static void flow_finished(struct nb_flow *flow) {
-    request_of(flow)->comm->link->flows--;
-    request_finish(request_of(flow), NB_REQUEST_DONE);
-}
-
-static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
-                                            .run_limit = flow_run_limit,
-                                            .memory = flow_memory,
-                                            .consume = flow_consume,
-                                            .finished = flow_finished};
-
-static size_t sink_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    return span(NB_CONTAINER(flow, const struct sink, flow)->bytes, first, count);
-}
-
-static int sink_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
-    (void)flow;
-    (void)first;
-    (void)count;
-    (void)iov;
-    return 0;
-}
-
-static void sink_finished(struct nb_flow *flow) {
-    struct sink *sink = NB_CONTAINER(flow, struct sink, flow);
-    nb_list_remove(&sink->link);
-    free(sink);
-}
-
-static const struct nb_flow_ops sink_ops = {.bytes = sink_bytes,
-                                            .run_limit = flow_run_limit,
-                                            .memory = sink_memory,
-                                            .consume = flow_consume,
-                                            .finished = sink_finished};
-
-static uint32_t blocks_of(size_t bytes) {
-    return (uint32_t)((bytes + NB_NET_BLOCK - 1) / NB_NET_BLOCK);
-}
-
-static struct nb_flow flow_of(const struct nb_link *link, const struct nb_flow_ops *ops, uint64_t op, size_t bytes,
-                              uint64_t *map) {
-    return (struct nb_flow){.ops = ops,
-                            .dir = link->outgoing ? NB_FLOW_OUT : NB_FLOW_IN,
-                            .peer = link->outgoing ? 1 : 0,
-                            .op = op,
-                            .blocks = blocks_of(bytes),
-                            .block_bytes = NB_NET_BLOCK,
-                            .map = map};
-}
-
-static void no_memory(struct nb_link *link, size_t bytes) {
-    struct nb_error why = {0};
-    nb_fail(&why, -ENOMEM, "cannot allocate a transfer of %zu bytes", bytes);
-    nb_link_fail(link, &why);
-}
-
-// Sets up the request's flow and adds it to the lanes. False: out of memory, the link fails.
-static bool flow_start(struct nb_link *link, struct nb_net_request *request, uint64_t op) {
-    size_t words = nb_bits_words(blocks_of(request->bytes));
-    if (words > NB_NET_MAP_WORDS && words > request->long_words) {
-        free(request->long_map);
-        request->long_map = calloc(words, sizeof *request->long_map);
-        request->long_words = request->long_map != NULL ? words : 0;
-        if (request->long_map == NULL) {
-            no_memory(link, request->bytes);
-            return false;
-        }
-    }
-    uint64_t *map = words > NB_NET_MAP_WORDS ? request->long_map : request->map;
-    memset(map, 0, words * sizeof *map);
-    request->flow = flow_of(link, &flow_ops, op, request->bytes, map);
-    for (uint32_t i = 0; link->outgoing && i < request->flow.blocks; i++) {
-        nb_bits_set(map, i);
-    }
-    request->flow.left = request->flow.blocks;
-    nb_list_init(&request->flow.link);
-    nb_list_init(&request->flow.granting);
-    nb_list_remove(&request->link);
-    nb_list_insert(&request->comm->active, &request->link);
-    link->moved_ns = nb_now_ns();
-    link->flows++;
-    nb_lanes_add(link->lanes, &request->flow, link->moved_ns);
-    return true;
-}
-
-static bool sink_start(struct nb_link *link, uint64_t op, size_t bytes) {
-    size_t words = nb_bits_words(blocks_of(bytes));
-    struct sink *sink = calloc(1, sizeof *sink + words * sizeof sink->map[0]);
-    if (sink == NULL) {
-        return false;
-    }
-    sink->bytes = bytes;
-    sink->flow = flow_of(link, &sink_ops, op, bytes, sink->map);
-    sink->flow.left = sink->flow.blocks;
-    sink->flow.staged_only = true;
-    nb_list_init(&sink->flow.link);
-    nb_list_init(&sink->flow.granting);
-    nb_list_insert(&link->sinks, &sink->link);
-    nb_lanes_add(link->lanes, &sink->flow, nb_now_ns());
-    return true;
-}
+// Sending
 
 static struct nb_net_request *oldest(const struct nb_list *requests) {
     return nb_list_empty(requests) ? NULL : NB_CONTAINER(requests->next, struct nb_net_request, link);
@@ -204,7 +50,7 @@ static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request
         return; // it fails with the link
     }
     if (link->out_bytes == 0) {
-        request_finish(request, NB_REQUEST_DONE);
+        nb_request_finish(request, NB_REQUEST_DONE);
         return;
     }
     request->end = link->put_bytes;
@@ -233,7 +79,7 @@ static void send_granted(struct nb_net_comm *comm, struct nb_net_request *reques
         uint64_t op = ++link->next_op;
         comm->run = 0;
         nb_link_send(link, comm->id, op, NULL, request->bytes);
-        flow_start(link, request, op);
+        nb_request_flow(link, request, op);
     }
 }
 
@@ -443,7 +289,7 @@ static bool keep(struct nb_net_comm *comm, const void *data, size_t bytes) {
     }
     struct kept *kept = malloc(sizeof *kept + bytes);
     if (kept == NULL) {
-        no_memory(comm->link, bytes);
+        nb_request_no_memory(comm->link, bytes);
         return true;
     }
     kept->bytes = bytes;
@@ -468,7 +314,7 @@ static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) 
     if (kept->bytes <= request->bytes) {
         copy_lines(request->data, kept->data, kept->bytes);
         request->bytes = kept->bytes;
-        request_finish(request, NB_REQUEST_DONE);
+        nb_request_finish(request, NB_REQUEST_DONE);
     } else if (comm->link != NULL) {
         too_long(comm, request, kept->bytes);
     } else {
@@ -477,7 +323,7 @@ static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) 
                 request->bytes);
         nb_net_log(comm->net, NCCL_LOG_WARN, comm->failure.text);
         comm->logged = true;
-        request_finish(request, NB_REQUEST_FAILED);
+        nb_request_finish(request, NB_REQUEST_FAILED);
     }
     free(kept);
 }
@@ -489,7 +335,7 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
     }
     link->next_op = data == NULL ? op : link->next_op;
     if (comm == NULL || comm->ended) {
-        return data != NULL || sink_start(link, op, bytes);
+        return data != NULL || nb_sink_start(link, op, bytes);
     }
     struct nb_net_request *request = oldest(&comm->waiting);
     if (data == NULL) {
@@ -507,11 +353,11 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
     }
     request->bytes = bytes;
     if (data == NULL) {
-        flow_start(link, request, op);
+        nb_request_flow(link, request, op);
         return true;
     }
     copy_lines(request->data, data, bytes);
-    request_finish(request, NB_REQUEST_DONE);
+    nb_request_finish(request, NB_REQUEST_DONE);
     return true;
 }
 
@@ -534,7 +380,7 @@ static void link_arrived(struct nb_link *link, uint32_t id) {
     struct nb_net_comm *comm = comm_find(link, id);
     if (comm != NULL && comm->arriving != NULL) {
         count_inline(comm);
-        request_finish(comm->arriving, NB_REQUEST_DONE);
+        nb_request_finish(comm->arriving, NB_REQUEST_DONE);
         comm->arriving = NULL;
     }
 }
@@ -542,13 +388,13 @@ static void link_arrived(struct nb_link *link, uint32_t id) {
 // Fails the receive that an inline send is landing in. The rest is dropped.
 static void arriving_abort(struct nb_net_comm *comm) {
     nb_link_drop(comm->link);
-    request_finish(comm->arriving, NB_REQUEST_FAILED);
+    nb_request_finish(comm->arriving, NB_REQUEST_FAILED);
     comm->arriving = NULL;
 }
 
 static void requests_fail(struct nb_list *requests) {
     NB_LIST_EACH_SAFE(it, nx, requests) {
-        request_finish(NB_CONTAINER(it, struct nb_net_request, link), NB_REQUEST_FAILED);
+        nb_request_finish(NB_CONTAINER(it, struct nb_net_request, link), NB_REQUEST_FAILED);
     }
 }
 
@@ -571,7 +417,7 @@ static void link_written(struct nb_link *link) {
         const struct nb_net_comm *comm = NB_CONTAINER(it, const struct nb_net_comm, at_link);
         struct nb_net_request *request = oldest(&comm->writing);
         while (request != NULL && request->end <= link->put_bytes - link->out_bytes) {
-            request_finish(request, NB_REQUEST_DONE);
+            nb_request_finish(request, NB_REQUEST_DONE);
             request = oldest(&comm->writing);
         }
     }
@@ -591,9 +437,7 @@ static void link_ended(struct nb_link *link) {
     if (logged) {
         nb_net_log(link->net, NCCL_LOG_WARN, link->failure.text); // before any request shows it
     }
-    NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
-        sink_finished(&NB_CONTAINER(sink, struct sink, link)->flow);
-    }
+    nb_sinks_drop(link);
     NB_LIST_EACH_SAFE(it, nx, &link->comms) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
         nb_list_remove(it);

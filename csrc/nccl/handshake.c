@@ -1,4 +1,4 @@
-// Handshake of a link: hello, answer, join and welcome, and the lanes that it opens (see net.h).
+// Handshake of a link: hello, answer, proof, join and welcome, and the lanes that it opens (see net.h).
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdbool.h>
@@ -24,7 +24,7 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 3, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
+enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 4, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
 
 _Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
                "a join fits");
@@ -131,8 +131,6 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
         .lane_lost = lane_lost,
         .failed = lanes_failed,
         .ctx = link};
-    nb_lanes_close(link->lanes);
-    link->lanes = NULL;
     return nb_lanes_open(&link->lanes, &config, err);
 }
 
@@ -199,7 +197,7 @@ static int hello_received(struct nb_link *link, const void *data) {
     memcpy(link->process, hello->process, sizeof link->process);
     size_t used = strlen(link->peer);
     snprintf(link->peer + used, sizeof link->peer - used, " (process %u)", hello->process_number);
-    link->state = NB_LINK_JOIN;
+    link->state = NB_LINK_PROOF;
     nb_link_put(link, answer, sizeof *answer, NULL, 0);
     return rc;
 }
@@ -217,20 +215,42 @@ static int answer_received(struct nb_link *link, const void *data, struct nb_err
         return nb_fail(err, NB_EMISMATCH, "%s has other settings: '%.*s' there, '%s' here", link->peer,
                        (int)sizeof answer->tag - 1, answer->tag, link->net->settings.tag);
     }
-    int rc = lanes_open(link, err);
-    link->state = NB_LINK_WELCOME;
-    return rc < 0 ? rc : addresses_send(link, "join", err);
+    link->state = NB_LINK_OPENING;
+    mac_of(link, "proof", "", 0, mac);
+    nb_link_put(link, mac, sizeof mac, NULL, 0);
+    return 0;
 }
 
-// Checks the MAC of a join or a welcome, and opens the lanes to the addresses behind it.
-static int addresses_received(struct nb_link *link, const char *label, const char *data, struct nb_error *err) {
+// Checks the MAC of a message against the `bytes` behind it.
+static int mac_check(const struct nb_link *link, const char *label, const char *data, size_t bytes,
+                     struct nb_error *err) {
     unsigned char mac[NB_SHA256_BYTES];
-    mac_of(link, label, data + sizeof mac, address_bytes(link->net), mac);
-    if (!nb_bytes_equal(mac, (const unsigned char *)data, sizeof mac)) {
-        return nb_fail(err, NB_EAUTH, "%s does not know this job's secret", link->peer);
+    mac_of(link, label, data + sizeof mac, bytes, mac);
+    return nb_bytes_equal(mac, (const unsigned char *)data, sizeof mac)
+               ? 0
+               : nb_fail(err, NB_EAUTH, "%s does not know this job's secret", link->peer);
+}
+
+static int proof_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    int rc = mac_check(link, "proof", data, 0, err);
+    if (rc == 0) {
+        nb_admission_remove(&link->net->admission, &link->pending);
+        link->admitted = true;
+        link->state = NB_LINK_OPENING;
     }
-    int rc = link->outgoing ? 0 : lanes_open(link, err);
-    return rc < 0 ? rc : nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), data + sizeof mac, err);
+    return rc;
+}
+
+int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
+    int rc = lanes_open(link, err);
+    link->state = link->outgoing ? NB_LINK_WELCOME : NB_LINK_JOIN;
+    return rc < 0 || !link->outgoing ? rc : addresses_send(link, "join", err);
+}
+
+// Checks the MAC of a join or a welcome, and connects the lanes to the addresses behind it.
+static int addresses_received(struct nb_link *link, const char *label, const char *data, struct nb_error *err) {
+    int rc = mac_check(link, label, data, address_bytes(link->net), err);
+    return rc < 0 ? rc : nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), data + NB_SHA256_BYTES, err);
 }
 
 static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
@@ -238,8 +258,6 @@ static int join_received(struct nb_link *link, const char *data, struct nb_error
     if (rc < 0) {
         return rc;
     }
-    nb_admission_remove(&link->net->admission, &link->pending);
-    link->admitted = true;
     link->state = NB_LINK_LANES;
     return addresses_send(link, "welcome", err);
 }
@@ -250,18 +268,35 @@ static int welcome_received(struct nb_link *link, const char *data, struct nb_er
     return rc;
 }
 
+// Bytes of the message that the link awaits; 0: none.
+static size_t awaited_bytes(const struct nb_link *link) {
+    switch (link->state) {
+    case NB_LINK_HELLO:
+        return sizeof(struct wire_hello);
+    case NB_LINK_ANSWER:
+        return sizeof(struct wire_answer);
+    case NB_LINK_PROOF:
+        return NB_SHA256_BYTES;
+    case NB_LINK_JOIN:
+    case NB_LINK_WELCOME:
+        return NB_SHA256_BYTES + address_bytes(link->net);
+    default:
+        return 0;
+    }
+}
+
 int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err) {
-    bool addresses = link->state == NB_LINK_JOIN || link->state == NB_LINK_WELCOME;
-    size_t need = addresses                      ? NB_SHA256_BYTES + address_bytes(link->net)
-                  : link->state == NB_LINK_HELLO ? sizeof(struct wire_hello)
-                                                 : sizeof(struct wire_answer);
-    if (bytes < need) {
+    size_t need = awaited_bytes(link);
+    if (need == 0 || bytes < need) {
         return 0;
     }
     int rc = NB_EWIRE;
     switch (link->state) {
     case NB_LINK_HELLO:
         rc = hello_received(link, data);
+        break;
+    case NB_LINK_PROOF:
+        rc = proof_received(link, data, err);
         break;
     case NB_LINK_JOIN:
         rc = join_received(link, data, err);

@@ -300,7 +300,7 @@ static void pending_drop(struct nb_pending *pending) {
 
 static void pending_read(struct nb_pending *pending) {
     struct nb_link *link = NB_CONTAINER(pending, struct nb_link, pending);
-    if (link->state == NB_LINK_JOIN) {
+    if (link->state == NB_LINK_PROOF) {
         link_read(link);
     }
 }
@@ -476,8 +476,26 @@ static void reap(struct nb_net *net) {
     }
 }
 
+// Opens the lanes of one link, which may take a second: the proofs of other links are not delayed by more.
+static void open_next(struct nb_net *net) {
+    NB_LIST_EACH(it, &net->links) {
+        struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
+        struct nb_error err = {0};
+        if (link->state != NB_LINK_OPENING || link->failing) {
+            continue;
+        }
+        if (nb_link_shake_open(link, &err) < 0) {
+            nb_link_fail(link, &err);
+        } else {
+            parse(link); // the peer's next message may be here
+        }
+        return;
+    }
+}
+
 void nb_links_progress(struct nb_net *net) {
     nb_loop_wait(&net->loop, 0);
+    open_next(net);
     int64_t now = nb_now_ns();
     NB_LIST_EACH(it, &net->links) {
         struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
@@ -508,7 +526,8 @@ int nb_links_arm(const struct nb_net *net) {
     NB_LIST_EACH(it, &net->links) {
         const struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         bool pending = link->state < NB_LINK_READY;
-        if (link->lanes != NULL && nb_lanes_arm(link->lanes) == -EAGAIN) {
+        bool opens = link->state == NB_LINK_OPENING;
+        if (opens || (link->lanes != NULL && nb_lanes_arm(link->lanes) == -EAGAIN)) {
             return 0;
         }
         (void)net->up->moved(link, &pending);

@@ -38,7 +38,7 @@ struct wire_answer {
     unsigned char mac[NB_SHA256_BYTES];
 };
 
-// Join and welcome: a MAC, then the lanes' addresses, which it covers.
+// Proof: a MAC. Join and welcome: a MAC, then the lanes' addresses, which it covers.
 
 enum nb_link_message {
     NB_CTL_OPEN = 1,
@@ -99,6 +99,9 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err);
 // Outgoing: begins the handshake on a new control connection.
 int nb_link_shake_hello(struct nb_link *link);
+// Opens this side's lanes, once the state is NB_LINK_OPENING. Returns 0 or a failure that ends the link. If the control
+// connection is gone then, the state is NB_LINK_CONNECT.
+int nb_link_shake_open(struct nb_link *link, struct nb_error *err);
 // Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. If the
 // control connection is gone then, the state is NB_LINK_CONNECT.
 int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err);

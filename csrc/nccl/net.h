@@ -15,9 +15,10 @@
 //
 // Handshake. A net has one listener while NCCL listens. A handle carries its address, the number of the listening
 // comm and a token drawn for it. The key of the handshake is HMAC(NETBOTTLENECK_SECRET, token); without a secret, only
-// the token proves that the peer belongs to the job. Hello, answer, join and welcome prove the key on both sides and
-// carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
-// does not prove the key in time is dropped (base/admission.h).
+// the token proves that the peer belongs to the job. Hello, answer and proof prove the key on both sides. Then both open
+// their lanes, of one link in a pass, as that may take a second. Join and welcome carry the lanes' addresses under MACs.
+// The lanes' session key is derived from the same nonces. A connection that does not prove the key in time is dropped
+// (base/admission.h).
 //
 // Transfers. irecv sends a grant with the capacity, isend takes the oldest grant of its comm. A send of up to
 // NB_NET_INLINE bytes goes over the control connection, inline; so does one of up to NB_NET_LONE bytes while no flow is
@@ -264,10 +265,12 @@ static inline void nb_net_log(const struct nb_net *net, int level, const char *t
 enum nb_link_state {
     NB_LINK_CONNECT, // outgoing: connecting, or waiting to connect again
     NB_LINK_ANSWER,  // outgoing: awaits the answer
-    NB_LINK_WELCOME, // outgoing: awaits the welcome
     NB_LINK_HELLO,   // incoming: awaits the hello
+    NB_LINK_PROOF,   // incoming: awaits the proof
+    NB_LINK_OPENING, // opens its own lanes with one of the next passes
+    NB_LINK_WELCOME, // outgoing: awaits the welcome
     NB_LINK_JOIN,    // incoming: awaits the join
-    NB_LINK_LANES,   // the lanes are being opened
+    NB_LINK_LANES,   // the lanes of both sides connect
     NB_LINK_READY,
     NB_LINK_ENDED // closed; freed once no comm refers to it
 };

@@ -1,11 +1,24 @@
 // Links of the NCCL net plugin: how they open, end and fail. Some cases reach into it, to fix the order of events.
 #include <arpa/inet.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/resource.h>
 
 #include "nccl_sides.h"
+#include "transport/lanes.h"
 
-enum { HELLO_BYTES = 152, ANSWER_BYTES = 152 };
+enum { HELLO_BYTES = 152, ANSWER_BYTES = 152, PROOF_BYTES = 32, READ_S = 20 };
+
+static atomic_bool lanes_held; // opening lanes does not return
+
+int __real_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+
+int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err) {
+    while (atomic_load(&lanes_held)) {
+    }
+    return __real_nb_lanes_open(lanes, config, err);
+}
 
 static int connect_to_handle(const struct nb_net_handle *handle) {
     struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(handle->port)};
@@ -32,6 +45,8 @@ static int bind_in_place(unsigned char opaque[NCCL_HANDLE_BYTES]) {
 }
 
 static void read_bytes(int fd, void *data, size_t bytes) {
+    const struct timeval limit = {.tv_sec = READ_S};
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0, "timeout: %s", strerror(errno));
     CHECK(recv(fd, data, bytes, MSG_WAITALL) == (ssize_t)bytes, "recv: %s", strerror(errno));
 }
 
@@ -74,6 +89,35 @@ static void case_reset_after_answer(struct side *side) {
         pthread_mutex_unlock(&net->lock);
         fd = accept_hello(listener, hello);
         expect_no_comm(side, pair.handle);
+        close(fd);
+        close(peer);
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The proof leaves before the lanes are opened, which takes long: the peer waits for it for 2 s only.
+static void case_proof_before_lanes(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    unsigned char answer[ANSWER_BYTES];
+    unsigned char proof[PROOF_BYTES];
+    struct pair pair;
+    struct nb_net_handle handle;
+    open_listener(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    if (side->index == 0) {
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        int fd = accept_hello(listener, hello);
+        int peer = connect_to_handle(&handle);
+        CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
+        read_bytes(peer, answer, sizeof answer);
+        atomic_store(&lanes_held, true);
+        CHECK(send(fd, answer, sizeof answer, MSG_NOSIGNAL) == (ssize_t)sizeof answer, "send: %s", strerror(errno));
+        read_bytes(fd, proof, sizeof proof);
+        atomic_store(&lanes_held, false);
         close(fd);
         close(peer);
         close(listener);
@@ -320,6 +364,7 @@ static void case_finalized_context(struct side *side) {
 
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
+    {.name = "proof_before_lanes", .run = case_proof_before_lanes},
     {.name = "no_descriptors", .run = case_no_descriptors},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
     {.name = "refusals", .run = case_refusals},

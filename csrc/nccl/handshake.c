@@ -26,8 +26,9 @@
 
 enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 4, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
 
-_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
-               "a join fits");
+_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + (int)sizeof(struct wire_welcome) +
+                                      NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
+               "a welcome fits");
 
 static size_t address_bytes(const struct nb_net *net) {
     return (size_t)net->settings.lanes * sizeof(struct wire_lane_address);
@@ -134,28 +135,31 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
     return nb_lanes_open(&link->lanes, &config, err);
 }
 
-// Sends a MAC and the lanes' addresses, which it covers.
-static int addresses_send(struct nb_link *link, const char *label, struct nb_error *err) {
-    size_t bytes = address_bytes(link->net);
-    char *addresses = malloc(bytes);
+// Sends a MAC and what it covers: the head, if there is one, and the lanes' addresses. Without lanes these are zero.
+static int addresses_send(struct nb_link *link, const char *label, const void *head, size_t head_bytes,
+                          struct nb_error *err) {
+    size_t bytes = head_bytes + address_bytes(link->net);
+    char *body = calloc(1, bytes);
     unsigned char mac[NB_SHA256_BYTES];
-    if (addresses == NULL) {
+    if (body == NULL) {
         return nb_fail(err, -ENOMEM, "cannot allocate addresses of %d lanes", link->net->settings.lanes);
     }
-    nb_lanes_address(link->lanes, addresses);
-    mac_of(link, label, addresses, bytes, mac);
-    nb_link_put(link, mac, sizeof mac, addresses, bytes);
-    free(addresses);
+    if (head_bytes > 0) {
+        memcpy(body, head, head_bytes);
+    }
+    if (link->lanes != NULL) {
+        nb_lanes_address(link->lanes, body + head_bytes);
+    }
+    mac_of(link, label, body, bytes, mac);
+    nb_link_put(link, mac, sizeof mac, body, bytes);
+    free(body);
     return 0;
 }
 
 int nb_link_shake_hello(struct nb_link *link) {
     struct wire_hello *hello = &link->shake->hello;
-    *hello = (struct wire_hello){.magic = MAGIC,
-                                 .version = WIRE_VERSION,
-                                 .lanes = (uint32_t)link->net->settings.lanes,
-                                 .process_number = (uint32_t)getpid(),
-                                 .listener = link->listener};
+    *hello = (struct wire_hello){
+        .magic = MAGIC, .version = WIRE_VERSION, .process_number = (uint32_t)getpid(), .listener = link->listener};
     memcpy(hello->process, link->net->process, sizeof hello->process);
     memcpy(hello->tag, link->net->settings.tag, sizeof hello->tag);
     int rc = nb_random(hello->nonce, sizeof hello->nonce);
@@ -184,11 +188,11 @@ static int hello_received(struct nb_link *link, const void *data) {
     const struct nb_net_settings *settings = &link->net->settings;
     memcpy(hello, data, sizeof *hello);
     const struct nb_net_listener *listener = listener_of(link->net, hello->listener);
-    if (hello->magic != MAGIC || hello->version != WIRE_VERSION || listener == NULL) {
+    if (hello->magic != MAGIC || listener == NULL) {
         return NB_EAUTH;
     }
-    *answer = (struct wire_answer){0};
-    bool same = memcmp(hello->tag, settings->tag, sizeof hello->tag) == 0;
+    *answer = (struct wire_answer){.version = WIRE_VERSION};
+    bool same = hello->version == WIRE_VERSION && memcmp(hello->tag, settings->tag, sizeof hello->tag) == 0;
     answer->code = same ? 0 : NB_EMISMATCH;
     memcpy(answer->tag, settings->tag, sizeof answer->tag);
     int rc = nb_random(answer->nonce, sizeof answer->nonce);
@@ -202,6 +206,11 @@ static int hello_received(struct nb_link *link, const void *data) {
     return rc;
 }
 
+static int mismatch(const struct nb_link *link, uint32_t version, const char tag[NB_NET_TAG], struct nb_error *err) {
+    return nb_fail(err, NB_EMISMATCH, "%s has other settings: '%.*s, protocol %u' there, '%s, protocol %d' here",
+                   link->peer, NB_NET_TAG - 1, tag, version, link->net->settings.tag, WIRE_VERSION);
+}
+
 static int answer_received(struct nb_link *link, const void *data, struct nb_error *err) {
     struct wire_answer *answer = &link->shake->answer;
     unsigned char mac[NB_SHA256_BYTES];
@@ -211,14 +220,10 @@ static int answer_received(struct nb_link *link, const void *data, struct nb_err
         return nb_fail(err, NB_EAUTH, "%s does not know this job's secret: set NETBOTTLENECK_SECRET to the same text",
                        link->peer);
     }
-    if (answer->code != 0) {
-        return nb_fail(err, NB_EMISMATCH, "%s has other settings: '%.*s' there, '%s' here", link->peer,
-                       (int)sizeof answer->tag - 1, answer->tag, link->net->settings.tag);
-    }
     link->state = NB_LINK_OPENING;
     mac_of(link, "proof", "", 0, mac);
-    nb_link_put(link, mac, sizeof mac, NULL, 0);
-    return 0;
+    nb_link_put(link, mac, sizeof mac, NULL, 0); // with it the peer, too, names a mismatch
+    return answer->code != 0 ? mismatch(link, answer->version, answer->tag, err) : 0;
 }
 
 // Checks the MAC of a message against the `bytes` behind it.
@@ -233,37 +238,60 @@ static int mac_check(const struct nb_link *link, const char *label, const char *
 
 static int proof_received(struct nb_link *link, const char *data, struct nb_error *err) {
     int rc = mac_check(link, "proof", data, 0, err);
-    if (rc == 0) {
-        nb_admission_remove(&link->net->admission, &link->pending);
-        link->admitted = true;
-        link->state = NB_LINK_OPENING;
-    }
-    return rc;
-}
-
-int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
-    int rc = lanes_open(link, err);
-    link->state = link->outgoing ? NB_LINK_WELCOME : NB_LINK_JOIN;
-    return rc < 0 || !link->outgoing ? rc : addresses_send(link, "join", err);
-}
-
-// Checks the MAC of a join or a welcome, and connects the lanes to the addresses behind it.
-static int addresses_received(struct nb_link *link, const char *label, const char *data, struct nb_error *err) {
-    int rc = mac_check(link, label, data, address_bytes(link->net), err);
-    return rc < 0 ? rc : nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), data + NB_SHA256_BYTES, err);
-}
-
-static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
-    int rc = addresses_received(link, "join", data, err);
     if (rc < 0) {
         return rc;
     }
-    link->state = NB_LINK_LANES;
-    return addresses_send(link, "welcome", err);
+    nb_admission_remove(&link->net->admission, &link->pending);
+    link->admitted = true;
+    link->state = NB_LINK_OPENING;
+    const struct wire_hello *hello = &link->shake->hello;
+    return link->shake->answer.code != 0 ? mismatch(link, hello->version, hello->tag, err) : 0;
+}
+
+int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
+    if (!link->outgoing) {
+        lanes_open(link, &link->shake->refusal); // the welcome has it: the peer reads nothing before that
+        link->state = NB_LINK_JOIN;
+        return 0;
+    }
+    int rc = lanes_open(link, err);
+    link->state = NB_LINK_WELCOME;
+    return rc < 0 ? rc : addresses_send(link, "join", NULL, 0, err);
+}
+
+static int peer_open(struct nb_link *link, const char *addresses, struct nb_error *err) {
+    return nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), addresses, err);
+}
+
+static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    struct nb_error *refusal = &link->shake->refusal;
+    struct wire_welcome welcome = {0};
+    int rc = mac_check(link, "join", data, address_bytes(link->net), err);
+    if (rc < 0) {
+        return rc;
+    }
+    if (refusal->code != 0 || peer_open(link, data + NB_SHA256_BYTES, refusal) < 0) {
+        welcome.code = refusal->code;
+        snprintf(welcome.text, sizeof welcome.text, "%s", refusal->text);
+        nb_fail(err, refusal->code, "no link from %s: %.300s", link->peer, refusal->text);
+    } else {
+        link->state = NB_LINK_LANES;
+    }
+    rc = addresses_send(link, "welcome", &welcome, sizeof welcome, err);
+    return welcome.code != 0 ? welcome.code : rc;
 }
 
 static int welcome_received(struct nb_link *link, const char *data, struct nb_error *err) {
-    int rc = addresses_received(link, "welcome", data, err);
+    struct wire_welcome welcome;
+    int rc = mac_check(link, "welcome", data, sizeof welcome + address_bytes(link->net), err);
+    if (rc < 0) {
+        return rc;
+    }
+    memcpy(&welcome, data + NB_SHA256_BYTES, sizeof welcome);
+    if (welcome.code != 0) {
+        return nb_fail(err, NB_EPEER, "%s does not open the link: %.*s", link->peer, NB_ERROR_TEXT - 1, welcome.text);
+    }
+    rc = peer_open(link, data + NB_SHA256_BYTES + sizeof welcome, err);
     link->state = rc < 0 ? link->state : NB_LINK_LANES;
     return rc;
 }
@@ -278,8 +306,9 @@ static size_t awaited_bytes(const struct nb_link *link) {
     case NB_LINK_PROOF:
         return NB_SHA256_BYTES;
     case NB_LINK_JOIN:
-    case NB_LINK_WELCOME:
         return NB_SHA256_BYTES + address_bytes(link->net);
+    case NB_LINK_WELCOME:
+        return NB_SHA256_BYTES + sizeof(struct wire_welcome) + address_bytes(link->net);
     default:
         return 0;
     }

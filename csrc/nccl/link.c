@@ -17,6 +17,7 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
+#include "nccl/abi.h"
 #include "nccl/link.h"
 #include "nccl/net.h"
 #include "transport/lanes.h"
@@ -46,9 +47,18 @@ static void link_free(struct nb_link *link) {
     free(link);
 }
 
+// True if no comm shows the failure: the link is the authenticated peer's, and is not open.
+static bool shown_by_none(const struct nb_link *link) {
+    return !link->outgoing && link->admitted && link->state < NB_LINK_READY && nb_list_empty(&link->comms) &&
+           link->failure.code != NB_ECLOSED;
+}
+
 // Closes the lanes and the control connection, and reports the failure to the comms.
 static void link_end(struct nb_link *link) {
     struct nb_net *net = link->net;
+    if (shown_by_none(link)) {
+        nb_net_log(net, NCCL_LOG_WARN, link->failure.text);
+    }
     if (!link->outgoing && !link->admitted) {
         nb_admission_remove(&net->admission, &link->pending);
         link->admitted = true;

@@ -10,6 +10,7 @@
 enum { HELLO_BYTES = 152, ANSWER_BYTES = 152, PROOF_BYTES = 32, READ_S = 20 };
 
 static atomic_bool lanes_held; // opening lanes does not return
+static atomic_bool lanes_fail; // it fails
 
 int __real_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
 int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
@@ -17,7 +18,8 @@ int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *
 int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err) {
     while (atomic_load(&lanes_held)) {
     }
-    return __real_nb_lanes_open(lanes, config, err);
+    return atomic_load(&lanes_fail) ? nb_fail(err, -EMFILE, "the lanes have no descriptors")
+                                    : __real_nb_lanes_open(lanes, config, err);
 }
 
 static int connect_to_handle(const struct nb_net_handle *handle) {
@@ -122,6 +124,70 @@ static void case_proof_before_lanes(struct side *side) {
         close(peer);
         close(listener);
     }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// Connects until that fails, and accepts until a failure is in the log. Both name `text`.
+static void expect_failed_link(struct side *side, struct pair *pair, const char *text) {
+    void *comm = NULL;
+    for (int rc = 0; rc == 0;) {
+        rc = side->index == 0 ? proxy_connect(&side->proxy, 0, pair->handle, &comm)
+                              : proxy_accept(&side->proxy, pair->listener, &comm);
+        CHECK(comm == NULL, "connected");
+        rc = side->index == 0 ? rc : proxy_warning[0] != '\0';
+        check_time(side, "an error");
+    }
+    CHECK(strstr(proxy_warning, text) != NULL, "the log has no '%s': %s", text, proxy_warning);
+}
+
+// The accepting side cannot open its lanes: both sides name the reason, and the connecting one does not try again.
+static void case_accept_fails(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_fail, side->index == 1);
+    open_listener(side, &pair);
+    expect_failed_link(side, &pair, "the lanes have no descriptors");
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The sides have different settings: both name those of both.
+static void case_different_settings(struct side *side) {
+    struct pair pair;
+    if (side->index == 1) {
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+        setenv("NETBOTTLENECK_STREAMS", "2", 1);
+        CHECK(proxy_init(&side->proxy, 77) == 0, "init");
+    }
+    open_listener(side, &pair);
+    expect_failed_link(side, &pair, "2 lanes");
+    CHECK(strstr(proxy_warning, "4 lanes") != NULL, "the log does not name both: %s", proxy_warning);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// A peer with another version of the protocol gets an answer that names this side's.
+static void case_other_protocol(struct side *side) {
+    enum { OTHER = 99, HELLO_LISTENER = 48 };
+    struct {
+        int32_t code;
+        uint32_t version;
+        unsigned char rest[ANSWER_BYTES - 8];
+    } answer = {0};
+    const uint32_t head[2] = {0x4e424e4c, OTHER}; // magic, version
+    unsigned char hello[HELLO_BYTES] = {0};
+    struct pair pair;
+    struct nb_net_handle handle;
+    open_listener(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    memcpy(hello, head, sizeof head);
+    memcpy(hello + HELLO_LISTENER, &handle.listener, sizeof handle.listener);
+    int peer = connect_to_handle(&handle);
+    CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
+    read_bytes(peer, &answer, sizeof answer);
+    CHECK(answer.code == NB_EMISMATCH && answer.version != 0 && answer.version != OTHER, "code %d, version %u",
+          answer.code, answer.version);
+    close(peer);
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -365,6 +431,9 @@ static void case_finalized_context(struct side *side) {
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
     {.name = "proof_before_lanes", .run = case_proof_before_lanes},
+    {.name = "accept_fails", .run = case_accept_fails},
+    {.name = "different_settings", .run = case_different_settings},
+    {.name = "other_protocol", .run = case_other_protocol},
     {.name = "no_descriptors", .run = case_no_descriptors},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
     {.name = "refusals", .run = case_refusals},

@@ -38,7 +38,6 @@ static bool receive_bytes(const struct end *end, void *data, size_t bytes) {
 static bool send_valid_hello(struct end *end, const struct nb_net_handle *handle, struct input *in) {
     struct wire_hello *hello = &end->shake.hello;
     *hello = (struct wire_hello){.magic = MAGIC, .version = WIRE_VERSION, .listener = handle->listener};
-    hello->lanes = (uint32_t)end->link.net->settings.lanes;
     take(in, hello->nonce, sizeof hello->nonce);
     take(in, hello->process, 1);
     memcpy(hello->tag, end->link.net->settings.tag, sizeof hello->tag);

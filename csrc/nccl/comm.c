@@ -699,7 +699,8 @@ static bool in_flight(const struct nb_net_memory *memory) {
 // Fails the link: its bytes cannot be called back.
 static void cut_off(struct nb_net_comm *comm, const char *what) {
     struct nb_error why = {0};
-    nb_fail(&why, NB_ECLOSED, "%s with a transfer in flight to or from %s", what, comm->link->peer);
+    nb_fail(&why, NB_ECLOSED, "%s with a transfer in flight to or from %s, which ends all connections of that link",
+            what, comm->link->peer);
     nb_link_fail(comm->link, &why);
     nb_links_progress(comm->net); // no byte lands after it
 }
@@ -784,7 +785,7 @@ int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
     return rc;
 }
 
-int nb_net_test(struct nb_net_request *request, size_t *bytes) {
+int nb_net_test(struct nb_net_request *request, size_t *bytes, struct nb_error *err) {
     struct nb_net_comm *comm = request->comm;
     int state = atomic_load_explicit(&request->state, memory_order_acquire);
     if (state == NB_REQUEST_PENDING && pthread_mutex_trylock(&comm->net->lock) == 0) {
@@ -799,7 +800,10 @@ int nb_net_test(struct nb_net_request *request, size_t *bytes) {
         state = atomic_load_explicit(&request->state, memory_order_acquire);
     }
     if (state == NB_REQUEST_FAILED) {
-        return comm->failure.code;
+        pthread_mutex_lock(&comm->net->lock);
+        int rc = comm_failure(comm, err);
+        pthread_mutex_unlock(&comm->net->lock);
+        return rc;
     }
     if (state != NB_REQUEST_DONE) {
         return 0;

@@ -407,7 +407,7 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err);
 // 1: done, and the request is gone; 0: pending.
-int nb_net_test(struct nb_net_request *request, size_t *bytes);
+int nb_net_test(struct nb_net_request *request, size_t *bytes, struct nb_error *err);
 void nb_net_comm_close(struct nb_net_comm *comm);
 
 #endif

@@ -407,6 +407,45 @@ static void case_end_before_report(struct side *side) {
     free(data);
 }
 
+// A comm that is closed with a transfer in flight ends the link of another comm: this side's log says so.
+static void case_cut_off(struct side *side) {
+    struct pair pairs[2];
+    unsigned char byte = 0;
+    int result = 0;
+    open_pair(side, &pairs[0]);
+    pairs[1] = pairs[0];
+    open_comms(side, &pairs[1]);
+    unsigned char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    struct proxy_queue large = {.comm = side->index == 0 ? pairs[0].send : pairs[0].recv, .sends = side->index == 0};
+    struct proxy_queue small = {.comm = side->index == 0 ? pairs[1].send : pairs[1].recv, .sends = side->index == 0};
+    if (side->index == 0) {
+        send_slowly();
+        for (int i = 0; i <= NB_NET_EARLY; i++) { // the last one has no receive
+            CHECK(proxy_post(&side->proxy, &small, &byte, 1, &result), "isend");
+        }
+    }
+    CHECK(proxy_post(&side->proxy, &large, data, BIG, &result), "post");
+    if (side->index == 0) {
+        await_flow(side, large.requests[0]);
+        barrier();
+        CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+        while (!has_failed(side, &small)) {
+        }
+        CHECK(strstr(proxy_warning, "a connection was closed with a transfer in flight") != NULL,
+              "the log has no reason: %s", proxy_warning);
+    } else {
+        barrier();
+        while (!has_failed(side, &large)) {
+        }
+        CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+    }
+    CHECK(proxy_close_recv(&side->proxy, pairs[0].recv) == 0, "closeRecv");
+    barrier();
+    close_pair(side, &pairs[1]);
+    free(data);
+}
+
 // A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
 static void case_finalized_context(struct side *side) {
     enum { BYTES = 100 * 1000 };
@@ -439,6 +478,7 @@ static const struct test_case cases[] = {
     {.name = "refusals", .run = case_refusals},
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
     {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},
+    {.name = "cut_off", .run = case_cut_off},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

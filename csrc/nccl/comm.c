@@ -453,6 +453,17 @@ static void link_ended(struct nb_link *link) {
     }
 }
 
+static void link_expire(struct nb_net *net, int64_t now) {
+    int64_t limit_ns = (int64_t)net->settings.timeout_ms * 1000000;
+    NB_LIST_EACH_SAFE(it, nx, &net->connecting) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
+        int64_t asked = comm->asked_ns > net->resumed_ns ? comm->asked_ns : net->resumed_ns;
+        if (now - asked > limit_ns) {
+            comm_free(comm);
+        }
+    }
+}
+
 static int64_t link_moved(const struct nb_link *link, bool *pending) {
     int64_t moved = 0;
     NB_LIST_EACH(it, &link->comms) {
@@ -477,6 +488,7 @@ const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .written = link_written,
                                       .all_closed = link_all_closed,
                                       .ended = link_ended,
+                                      .expire = link_expire,
                                       .moved = link_moved};
 
 // Returns the failure of a comm, with its text if that is not in the log yet.
@@ -578,7 +590,7 @@ static int connect_begin(struct nb_net *net, uint64_t domain, const struct nb_ne
         return nb_fail(err, -ENOMEM, "cannot allocate a comm");
     }
     comm->id = ++link->next_comm;
-    comm->listener = handle->listener;
+    comm->to = *handle;
     comm->connecting = ++net->next_id;
     nb_list_insert(&net->connecting, &comm->at_listener);
     nb_loop_wake(&net->loop); // the helper may sleep until something happens
@@ -601,13 +613,16 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
         rc = connect_begin(net, domain, &handle, &comm, err);
         handle.connecting = rc == 0 ? comm->connecting : 0;
     }
+    if (rc == 0) {
+        comm->asked_ns = nb_now_ns();
+    }
     nb_links_progress(net);
     if (rc == 0 && comm->ended) {
         rc = comm_failure(comm, err);
         comm_free(comm);
         handle.connecting = 0;
     } else if (rc == 0 && comm->link->state == NB_LINK_READY) {
-        nb_link_open_comm(comm->link, comm->id, comm->listener);
+        nb_link_open_comm(comm->link, comm->id, comm->to.listener);
         nb_list_remove(&comm->at_listener);
         comm->opened = true;
         net->users++;

@@ -74,10 +74,12 @@ static int handle_address(const struct nb_net_handle *handle, struct nb_sockaddr
 
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err) {
     char at[NB_SOCK_TEXT];
-    int rc = handle_address(handle, &link->to);
+    struct nb_sockaddr to;
+    int rc = handle_address(handle, &to);
     if (rc < 0) {
         return nb_fail(err, rc, "the handle holds no address");
     }
+    link->to = to;
     link->listener = handle->listener;
     memcpy(link->process, handle->process, sizeof link->process);
     key_derive(link, handle->token);

@@ -277,6 +277,7 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
         bool usable = !link->leaving && link->over_ns == 0 && !link->failing && link->state != NB_LINK_ENDED;
         if (link->outgoing && usable && link->domain == domain &&
             memcmp(link->process, handle->process, sizeof link->process) == 0) {
+            link->opened_ns = link->state < NB_LINK_READY ? nb_now_ns() : link->opened_ns; // its comm may wait as long
             *out = link;
             return 0;
         }
@@ -394,6 +395,14 @@ void nb_links_listen_end(struct nb_net *net) {
 
 // Ticks
 
+// NCCL may have given up all comms but the newest, and closed what they should connect to.
+static int link_connect_again(struct nb_link *link) {
+    if (!nb_list_empty(&link->comms)) {
+        (void)nb_link_shake_aim(link, &NB_CONTAINER(link->comms.prev, struct nb_net_comm, at_link)->to, NULL);
+    }
+    return link_connect(link, NULL);
+}
+
 static void handshake_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
     struct nb_error why = {0};
@@ -405,7 +414,7 @@ static void handshake_tick(struct nb_link *link, int64_t now) {
         return;
     }
     bool due = link->state == NB_LINK_CONNECT && link->watch.fd < 0 && now >= link->retry_ns;
-    int rc = due ? link_connect(link, NULL) : 0;
+    int rc = due ? link_connect_again(link) : 0;
     if (rc < 0) {
         nb_link_connect_later(link, rc); // it may pass, as a lack of descriptors does
     }
@@ -457,6 +466,7 @@ static void tick(struct nb_net *net, int64_t now) {
     net->resumed_ns = now - net->ticked_ns > GAP_NS ? now : net->resumed_ns;
     net->ticked_ns = now;
     nb_admission_tick(&net->admission, now);
+    net->up->expire(net, now);
     NB_LIST_EACH(it, &net->links) {
         struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         if (link->failing || link->state == NB_LINK_ENDED) {

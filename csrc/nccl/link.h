@@ -103,7 +103,7 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 
 // handshake.c
 
-// Outgoing: takes the peer's address, its identity and the key from a handle.
+// Outgoing: takes the peer's address, its identity and the key from a handle. On failure nothing changes.
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err);
 // Outgoing: begins the handshake on a new control connection.
 int nb_link_shake_hello(struct nb_link *link);

@@ -42,7 +42,9 @@
 // NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a
 // send has no deadline. A failed link closes its connections before any request shows the failure, so no late byte lands
 // in memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
-// flight fails the link: its bytes cannot be called back. Neither waits for the peer.
+// flight fails the link: its bytes cannot be called back. Neither waits for the peer. NCCL does not tell when it gives up a
+// connection that is not open yet: one that it does not ask for within that time is dropped, and a link that does not open
+// is aimed at the newest comm's handle.
 //
 // fork. A child owns nothing: every call on inherited objects fails, or does nothing where it closes.
 #ifndef NB_NCCL_NET_H
@@ -155,7 +157,8 @@ struct nb_net_comm {
     struct nb_list at_listener; // incoming: until accept(); outgoing: in net->connecting until connect() returns it
     uint32_t id;
     uint64_t connecting;
-    uint64_t listener; // number of the peer's listening comm
+    int64_t asked_ns;        // connecting: when connect() was last called for it
+    struct nb_net_handle to; // outgoing: the peer's handle
     bool sends;
     bool opened;            // outgoing: the peer was asked for it
     bool ended;             // the peer has closed its end
@@ -224,6 +227,8 @@ struct nb_link_up {
     bool (*all_closed)(const struct nb_link *link);
     // The link has ended: its lanes are closed, link->failure says why.
     void (*ended)(struct nb_link *link);
+    // Drops connecting comms that NCCL has given up: it calls connect() again and again for the others.
+    void (*expire)(struct nb_net *net, int64_t now);
     // Last time that a flow moved; 0: there is none. *pending: a request or an open comm waits for the peer.
     int64_t (*moved)(const struct nb_link *link, bool *pending);
 };

@@ -252,6 +252,38 @@ static void case_refused(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// NCCL gives up a connection to a handle that nothing serves any more. The next one to the same process opens.
+static void case_given_up(struct side *side) {
+    unsigned char gone[NCCL_HANDLE_BYTES];
+    struct pair pair;
+    open_listener(side, &pair);
+    memcpy(gone, pair.handle, sizeof gone);
+    int refusing = bind_in_place(gone);
+    expect_no_comm(side, gone);
+    open_comms(side, &pair);
+    close(refusing);
+    barrier();
+    close_pair(side, &pair);
+}
+
+// A connection that NCCL gives up is dropped, and with it its link.
+static void case_given_up_alone(struct side *side) {
+    struct pair pair;
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+    open_listener(side, &pair);
+    int refusing = bind_in_place(pair.handle);
+    expect_no_comm(side, pair.handle);
+    for (bool dropped = false; !dropped;) {
+        pthread_mutex_lock(&net->lock);
+        dropped = nb_list_empty(&net->connecting) && nb_list_empty(&net->links);
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the end of a connection that was given up");
+    }
+    close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
 static void expect_warning(int rc, const char *text) {
     CHECK(rc != 0, "accepted");
     CHECK(strstr(proxy_warning, text) != NULL, "the log has no '%s': %s", text, proxy_warning);
@@ -475,6 +507,8 @@ static const struct test_case cases[] = {
     {.name = "other_protocol", .run = case_other_protocol},
     {.name = "no_descriptors", .run = case_no_descriptors},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
+    {.name = "given_up", .run = case_given_up, .timeout_s = "10"},
+    {.name = "given_up_alone", .run = case_given_up_alone, .timeout_s = "1"},
     {.name = "refusals", .run = case_refusals},
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
     {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},

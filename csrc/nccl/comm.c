@@ -500,6 +500,11 @@ static int comm_failure(struct nb_net_comm *comm, struct nb_error *err) {
     return comm->failure.code;
 }
 
+// Keeps the helper thread away for a while.
+static void count_call(struct nb_net *net) {
+    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
+}
+
 // Opening
 
 static void handle_set_address(struct nb_net_handle *handle, const struct nb_sockaddr *address) {
@@ -606,8 +611,8 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
     }
     int rc = 0;
     *out = NULL;
+    count_call(net);
     pthread_mutex_lock(&net->lock);
-    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
     struct nb_net_comm *comm = connecting_find(net, handle.connecting);
     if (comm == NULL) {
         rc = connect_begin(net, domain, &handle, &comm, err);
@@ -638,8 +643,8 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     struct nb_net *net = listener->net;
     int rc = 0;
     *out = NULL;
+    count_call(net);
     pthread_mutex_lock(&net->lock);
-    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
     nb_links_progress(net);
     NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
@@ -773,6 +778,7 @@ static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, stru
 
 int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err) {
+    count_call(comm->net);
     pthread_mutex_lock(&comm->net->lock);
     int rc = request_take(comm, data, bytes, request, err);
     if (*request != NULL) {
@@ -785,6 +791,7 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 
 int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err) {
+    count_call(comm->net);
     pthread_mutex_lock(&comm->net->lock);
     bool kept = !nb_list_empty(&comm->kept);
     bool spare = !nb_list_empty(&comm->waiting);
@@ -803,8 +810,10 @@ int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 int nb_net_test(struct nb_net_request *request, size_t *bytes, struct nb_error *err) {
     struct nb_net_comm *comm = request->comm;
     int state = atomic_load_explicit(&request->state, memory_order_acquire);
+    if (state == NB_REQUEST_PENDING) {
+        count_call(comm->net);
+    }
     if (state == NB_REQUEST_PENDING && pthread_mutex_trylock(&comm->net->lock) == 0) {
-        atomic_fetch_add_explicit(&comm->net->calls, 1, memory_order_relaxed);
         if (comm->link != NULL) {
             nb_link_poll(comm->link);
         }

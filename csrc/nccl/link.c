@@ -33,6 +33,7 @@ enum {
     LEAVE_NS = 2000 * 1000 * 1000, // for the peer to end the link, or to report what has landed
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
     READ_BYTES = 8192,             // at once at the begin of a message: the rest of a long one goes to its memory
+    POLL_SLEEP_MS = 1,
     BUSY_SLEEP_MS = 10,
     SLEEP_MS = 250
 };
@@ -546,12 +547,13 @@ int nb_links_arm(const struct nb_net *net) {
     NB_LIST_EACH(it, &net->links) {
         const struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         bool pending = link->state < NB_LINK_READY;
-        bool opens = link->state == NB_LINK_OPENING;
-        if (opens || (link->lanes != NULL && nb_lanes_arm(link->lanes) == -EAGAIN)) {
+        bool polled = link->lanes != NULL && nb_lanes_arm(link->lanes) == -EAGAIN;
+        if (link->state == NB_LINK_OPENING || (polled && !nb_link_lanes_idle(link))) {
             return 0;
         }
         (void)net->up->moved(link, &pending);
         int most_ms = pending || link->failing || link->leaving ? BUSY_SLEEP_MS : SLEEP_MS;
+        most_ms = polled ? POLL_SLEEP_MS : most_ms;
         sleep_ms = most_ms < sleep_ms ? most_ms : sleep_ms;
     }
     return sleep_ms;

@@ -24,6 +24,7 @@
 enum {
     EXIT_NAP_NS = 100 * 1000,      // between looks whether peers' kernels have all
     NAP_NS = 4 * 1000 * 1000,      // the helper looks this often whether calls still make progress
+    POLL_NAP_NS = 50 * 1000,       // between its passes where nothing can wake it
     LINGER_NS = 200 * 1000 * 1000, // for peers to read what their kernels have
     UNSENT_NS = 2000 * 1000 * 1000 // for peers' kernels to get what was sent
 };
@@ -53,7 +54,7 @@ struct nb_net *nb_net_current(enum nb_net_kind kind) {
     return net;
 }
 
-// Runs a progress pass. Returns how long to sleep then, in ms.
+// Runs a progress pass. Returns how long to sleep then, in ms; 0: a moment.
 static int helper_pass(struct nb_net *net, bool *stop) {
     pthread_mutex_lock(&net->lock);
     *stop = net->stop;
@@ -65,6 +66,7 @@ static int helper_pass(struct nb_net *net, bool *stop) {
 
 static void *helper_main(void *arg) {
     static const struct timespec nap = {.tv_nsec = NAP_NS};
+    static const struct timespec poll_nap = {.tv_nsec = POLL_NAP_NS}; // isend and irecv get the lock meanwhile
     struct nb_net *net = arg;
     uint64_t seen = 0;
     bool stop = false;
@@ -76,7 +78,9 @@ static void *helper_main(void *arg) {
             continue;
         }
         int sleep_ms = helper_pass(net, &stop);
-        if (!stop && sleep_ms != 0) {
+        if (!stop && sleep_ms == 0) {
+            nanosleep(&poll_nap, NULL);
+        } else if (!stop) {
             nb_loop_sleep(&net->loop, sleep_ms);
         }
     }

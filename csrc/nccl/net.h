@@ -244,7 +244,7 @@ struct nb_net {
     pthread_t helper;
     bool helper_runs;
     _Atomic bool stop;
-    _Atomic uint64_t calls; // passes that calls of NCCL ran
+    _Atomic uint64_t calls; // of NCCL, that make progress or need the lock
     struct nb_loop loop;
     struct nb_admission admission;
     struct nb_watch listener;
@@ -370,7 +370,7 @@ void nb_link_fail(struct nb_link *link, const struct nb_error *why);
 void nb_links_close(struct nb_net *net);
 // Runs one progress pass.
 void nb_links_progress(struct nb_net *net);
-// Call before sleeping. Returns how long at most, in ms.
+// Call before sleeping. Returns how long at most, in ms; 0: less, as flows wait for lanes that wake nobody.
 int nb_links_arm(const struct nb_net *net);
 // True while a peer's kernel does not have all that was sent to it.
 bool nb_links_unsent(const struct nb_net *net);

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/resource.h>
+#include <time.h>
 
 #include "nccl_sides.h"
 #include "transport/lanes.h"
@@ -11,6 +12,32 @@ enum { HELLO_BYTES = 152, ANSWER_BYTES = 152, PROOF_BYTES = 32, READ_S = 20 };
 
 static atomic_bool lanes_held; // opening lanes does not return
 static atomic_bool lanes_fail; // it fails
+
+static atomic_bool never_armed; // lanes cannot wake the helper thread
+static atomic_int arms;         // calls of nb_lanes_arm
+static atomic_int sleeps;
+
+int __real_nb_lanes_arm(struct nb_lanes *lanes);
+int __wrap_nb_lanes_arm(struct nb_lanes *lanes);
+void __real_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
+void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
+int __real_nanosleep(const struct timespec *duration, struct timespec *left);
+int __wrap_nanosleep(const struct timespec *duration, struct timespec *left);
+
+int __wrap_nb_lanes_arm(struct nb_lanes *lanes) {
+    atomic_fetch_add(&arms, 1);
+    return atomic_load(&never_armed) ? -EAGAIN : __real_nb_lanes_arm(lanes);
+}
+
+void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
+    atomic_fetch_add(&sleeps, 1);
+    __real_nb_loop_sleep(loop, timeout_ms);
+}
+
+int __wrap_nanosleep(const struct timespec *duration, struct timespec *left) {
+    atomic_fetch_add(&sleeps, 1);
+    return __real_nanosleep(duration, left);
+}
 
 int __real_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
 int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
@@ -478,6 +505,38 @@ static void case_cut_off(struct side *side) {
     free(data);
 }
 
+// Lanes that cannot wake the helper thread: it sleeps between its passes all the same, and transfers end.
+static void case_no_wait(struct side *side) {
+    enum { ARMS = 100 }; // two in a pass, as there are two links
+    struct pair pair;
+    void *request = NULL;
+    unsigned char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    open_pair(side, &pair);
+    atomic_store(&never_armed, true);
+    for (int round = 0; round < 2; round++) {
+        int until = atomic_load(&arms) + ARMS;
+        int slept = atomic_load(&sleeps);
+        while (atomic_load(&arms) < until) {
+            check_time(side, "passes of the helper thread");
+        }
+        slept = atomic_load(&sleeps) - slept;
+        CHECK(slept >= ARMS / 4, "%d sleeps for %d looks at lanes", slept, ARMS);
+        if (round == 0) {
+            barrier();
+            fill(data, 0, 0, side->index == 0 ? BIG : 0);
+            CHECK(side->index == 0 ? proxy_isend(&side->proxy, pair.send, data, BIG, &request) == 0
+                                   : proxy_irecv(&side->proxy, pair.recv, data, BIG, &request) == 0,
+                  "post");
+        }
+    }
+    finish(side, request);
+    check_bytes(data, 0, 0, BIG);
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
 // A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
 static void case_finalized_context(struct side *side) {
     enum { BYTES = 100 * 1000 };
@@ -513,6 +572,7 @@ static const struct test_case cases[] = {
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
     {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},
     {.name = "cut_off", .run = case_cut_off},
+    {.name = "no_wait", .run = case_no_wait},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

@@ -464,18 +464,26 @@ static void link_expire(struct nb_net *net, int64_t now) {
     }
 }
 
-static int64_t link_moved(const struct nb_link *link, bool *pending) {
-    int64_t moved = 0;
+static struct nb_link_activity link_activity(const struct nb_link *link) {
+    struct nb_link_activity activity = {.first = UINT64_MAX};
     NB_LIST_EACH(it, &link->comms) {
         const struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
-        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active) ||
-                   !nb_list_empty(&comm->writing);
+        activity.pending = activity.pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active) ||
+                           !nb_list_empty(&comm->writing);
         NB_LIST_EACH(at, &comm->active) {
             const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
-            moved = request->flow.moved_ns > moved ? request->flow.moved_ns : moved;
+            int64_t moved = request == comm->arriving ? link->heard_ns : request->flow.moved_ns;
+            activity.moved_ns = moved > activity.moved_ns ? moved : activity.moved_ns;
+            if (request->flow.op < activity.first) {
+                activity.first = request->flow.op;
+                activity.first_moved_ns = moved;
+            }
         }
     }
-    return moved != 0 && link->moved_ns > moved ? link->moved_ns : moved;
+    if (activity.moved_ns != 0 && link->moved_ns > activity.moved_ns) {
+        activity.moved_ns = link->moved_ns;
+    }
+    return activity;
 }
 
 const struct nb_link_up nb_comm_up = {.opened = link_opened,
@@ -489,7 +497,7 @@ const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .all_closed = link_all_closed,
                                       .ended = link_ended,
                                       .expire = link_expire,
-                                      .moved = link_moved};
+                                      .activity = link_activity};
 
 // Returns the failure of a comm, with its text if that is not in the log yet.
 static int comm_failure(struct nb_net_comm *comm, struct nb_error *err) {

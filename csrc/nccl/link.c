@@ -429,9 +429,13 @@ static void ping_tick(struct nb_link *link, int64_t now) {
     }
 }
 
+static int64_t latest(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
 // True if nothing more comes over the lanes: all are lost, or the peer has ended the link and nothing moves.
 static bool lanes_over(const struct nb_link *link, int64_t moved, int64_t now) {
-    int64_t still_ns = now - (moved > link->over_ns ? moved : link->over_ns);
+    int64_t still_ns = now - latest(moved, link->over_ns);
     bool ended = link->over_ns != 0 && (link->flows == 0 || still_ns > LEAVE_NS);
     return ended || (link->lost_ns != 0 && now - link->lost_ns > LOST_NS);
 }
@@ -439,21 +443,23 @@ static bool lanes_over(const struct nb_link *link, int64_t moved, int64_t now) {
 // Judges a peer that is silent, lanes that are lost, and bytes that do not move.
 static void silence_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
-    bool pending = false;
-    int64_t moved = link->net->up->moved(link, &pending);
-    int64_t heard = link->heard_ns > moved ? link->heard_ns : moved;
+    const struct nb_link_activity activity = link->net->up->activity(link);
     int64_t resumed = link->net->resumed_ns; // this process was descheduled until then: no silence of the peer
-    heard = heard > resumed ? heard : resumed;
-    moved = moved != 0 && moved < resumed ? resumed : moved;
+    int64_t heard = latest(latest(link->heard_ns, activity.moved_ns), resumed);
+    if (activity.moved_ns == 0 || activity.first != link->first) {
+        link->first = activity.first;
+        link->first_ns = now;
+    }
+    int64_t moved = latest(latest(activity.first_moved_ns, link->first_ns), resumed);
     struct nb_error why = {0};
-    if (lanes_over(link, moved, now)) {
+    if (lanes_over(link, latest(activity.moved_ns, resumed), now)) {
         why = link->failure;
         nb_link_fail(link, &why);
-    } else if (pending && now - heard > limit_ns) {
+    } else if (activity.pending && now - heard > limit_ns) {
         nb_fail(&why, NB_ETIMEOUT, "%s has been silent for %.1f s (NETBOTTLENECK_TIMEOUT_S)", link->peer,
                 (double)(now - heard) / 1e9);
         nb_link_fail(link, &why);
-    } else if (moved != 0 && now - moved > limit_ns / 4 * 5) {
+    } else if (activity.moved_ns != 0 && now - moved > limit_ns / 4 * 5) {
         nb_fail(&why, NB_ETIMEOUT, "no byte of a transfer with %s has moved for %.1f s", link->peer,
                 (double)(now - moved) / 1e9);
         nb_link_fail(link, &why);
@@ -551,7 +557,7 @@ int nb_links_arm(const struct nb_net *net) {
         if (link->state == NB_LINK_OPENING || (polled && !nb_link_lanes_idle(link))) {
             return 0;
         }
-        (void)net->up->moved(link, &pending);
+        pending = pending || net->up->activity(link).pending;
         int most_ms = pending || link->failing || link->leaving ? BUSY_SLEEP_MS : SLEEP_MS;
         most_ms = polled ? POLL_SLEEP_MS : most_ms;
         sleep_ms = most_ms < sleep_ms ? most_ms : sleep_ms;

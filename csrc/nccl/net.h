@@ -39,7 +39,8 @@
 // make progress.
 //
 // Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
-// NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a
+// NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that is the first
+// to be served and does not move. A receive without a
 // send has no deadline. A failed link closes its connections before any request shows the failure, so no late byte lands
 // in memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
 // flight fails the link: its bytes cannot be called back. Neither waits for the peer. NCCL does not tell when it gives up a
@@ -208,6 +209,14 @@ struct nb_net_settings {
     char tag[NB_NET_TAG]; // what both sides of a link must agree on
 };
 
+// What the comms of a link wait for.
+struct nb_link_activity {
+    bool pending;     // a request waits for the peer
+    int64_t moved_ns; // when a transfer last began, moved or ended; 0: none is active
+    uint64_t first;   // the active flow with the lowest number, which the lanes serve first. 0: an inline send arrives
+    int64_t first_moved_ns; // when it last moved
+};
+
 // What a link reports. All with the lock.
 struct nb_link_up {
     // A control message for a comm. False: the message is not allowed.
@@ -229,8 +238,7 @@ struct nb_link_up {
     void (*ended)(struct nb_link *link);
     // Drops connecting comms that NCCL has given up: it calls connect() again and again for the others.
     void (*expire)(struct nb_net *net, int64_t now);
-    // Last time that a flow moved; 0: there is none. *pending: a request or an open comm waits for the peer.
-    int64_t (*moved)(const struct nb_link *link, bool *pending);
+    struct nb_link_activity (*activity)(const struct nb_link *link);
 };
 
 // One per process and kind.
@@ -315,6 +323,8 @@ struct nb_link {
     int64_t heard_ns;
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
+    uint64_t first;   // see nb_link_activity
+    int64_t first_ns; // since when it is the first
     int64_t leave_ns;
     int64_t lost_ns;   // since when no lane is left; 0: one is
     int64_t over_ns;   // since when the peer has closed all comms and the control connection, and flows are left; or 0

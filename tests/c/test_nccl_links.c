@@ -537,6 +537,48 @@ static void case_no_wait(struct side *side) {
     free(data);
 }
 
+// A transfer that was announced and does not move fails, although others on the link do.
+static void case_one_stands_still(struct side *side) {
+    enum { BYTES = 300 * 1000 };
+    static unsigned char data[2][BYTES];
+    struct pair pairs[2];
+    struct nb_net_handle handle;
+    int result = 0;
+    open_pair(side, &pairs[0]);
+    pairs[1] = pairs[0];
+    open_comms(side, &pairs[1]);
+    memcpy(&handle, pairs[0].handle, sizeof handle);
+    struct proxy_queue still = {.comm = pairs[0].recv};
+    struct proxy_queue moving = {.comm = side->index == 0 ? pairs[1].send : pairs[1].recv, .sends = side->index == 0};
+    CHECK(side->index == 0 || proxy_post(&side->proxy, &still, data[0], BYTES, &result), "irecv");
+    barrier();
+    if (side->index == 0) {
+        struct {
+            uint32_t type;
+            uint32_t comm;
+            uint64_t op;
+            uint64_t bytes;
+        } announced = {.type = 4, .comm = 1, .bytes = BYTES};
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+        pthread_mutex_lock(&net->lock);
+        announced.op = ++outgoing_link(net)->next_op; // which the lanes do not have
+        CHECK(write(find_connection(handle.port, 0, false), &announced, sizeof announced) == sizeof announced, "write");
+        pthread_mutex_unlock(&net->lock);
+    }
+    while (!has_failed(side, side->index == 0 ? &moving : &still)) {
+        bool failed = moving.count < 2 && !proxy_post(&side->proxy, &moving, data[1], BYTES, &result) && result != 0;
+        if (failed || (side->index == 1 && has_failed(side, &moving))) {
+            break;
+        }
+    }
+    CHECK(side->index == 0 || strstr(proxy_warning, "no byte of a transfer") != NULL, "the log has no reason: %s",
+          proxy_warning);
+    barrier();
+    close_pair(side, &pairs[1]);
+    CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+    CHECK(proxy_close_recv(&side->proxy, pairs[0].recv) == 0, "closeRecv");
+}
+
 // A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
 static void case_finalized_context(struct side *side) {
     enum { BYTES = 100 * 1000 };
@@ -573,6 +615,7 @@ static const struct test_case cases[] = {
     {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},
     {.name = "cut_off", .run = case_cut_off},
     {.name = "no_wait", .run = case_no_wait},
+    {.name = "one_stands_still", .run = case_one_stands_still, .tcp_only = true, .timeout_s = "1"},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

@@ -35,7 +35,8 @@ enum {
     READ_BYTES = 8192,             // at once at the begin of a message: the rest of a long one goes to its memory
     POLL_SLEEP_MS = 1,
     BUSY_SLEEP_MS = 10,
-    SLEEP_MS = 250
+    SLEEP_MS = 250,
+    OBSTACLE_TEXT = 256
 };
 
 _Static_assert(NB_LINK_IN_ROOM >= NB_NET_LONE + (int)sizeof(struct wire_ctl), "an inline send fits");
@@ -396,6 +397,43 @@ void nb_links_listen_end(struct nb_net *net) {
 
 // Ticks
 
+// Why the lanes are not open: one accepts no connection, or those of these numbers do not connect.
+static void lanes_obstacle(const struct nb_link *link, char text[OBSTACLE_TEXT]) {
+    uint64_t missing = nb_lanes_peer_missing(link->lanes, nb_link_other_rank(link));
+    int code = nb_lanes_accept_error(link->lanes);
+    size_t used = 0;
+    char list[OBSTACLE_TEXT / 2] = "";
+    if (code != 0) {
+        (void)snprintf(text, OBSTACLE_TEXT, "this process cannot accept the connections of its lanes (%s%s)",
+                       nb_code_name(code), code == -EMFILE ? ": see `ulimit -n`" : "");
+        return;
+    }
+    for (int i = 0; i < NB_LANES_MAX && used + 8 < sizeof list; i++) {
+        if ((missing >> i & 1) != 0) {
+            used += (size_t)snprintf(list + used, sizeof list - used, "%s%d", used > 0 ? ", " : "", i);
+        }
+    }
+    (void)snprintf(text, OBSTACLE_TEXT, "connected, but lanes %s are not open: is a firewall between? %s", list,
+                   "NETBOTTLENECK_PORTS sets their ports");
+}
+
+// Why the link is not open.
+static void obstacle(const struct nb_link *link, char text[OBSTACLE_TEXT]) {
+    const char *reason = "connected, but the lanes are not open";
+    if (link->state == NB_LINK_LANES) {
+        lanes_obstacle(link, text);
+        return;
+    }
+    if (link->state == NB_LINK_CONNECT) {
+        reason = link->connect_code != 0 ? nb_code_name(link->connect_code) : "nothing answers there";
+    } else if (link->state == NB_LINK_ANSWER) {
+        reason = "connected, but the process does not answer";
+    } else if (link->state == NB_LINK_WELCOME || link->state == NB_LINK_JOIN) {
+        reason = "connected, but the lanes there are not open";
+    }
+    (void)snprintf(text, OBSTACLE_TEXT, "%s", reason);
+}
+
 // NCCL may have given up all comms but the newest, and closed what they should connect to.
 static int link_connect_again(struct nb_link *link) {
     if (!nb_list_empty(&link->comms)) {
@@ -408,9 +446,10 @@ static void handshake_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
     struct nb_error why = {0};
     if (now - link->opened_ns > limit_ns) {
-        bool tried = link->state == NB_LINK_CONNECT && link->connect_code != 0;
-        nb_fail(&why, NB_ETIMEOUT, "no link to %s within %.1f s (NETBOTTLENECK_TIMEOUT_S)%s%s", link->peer,
-                (double)limit_ns / 1e9, tried ? ": " : "", tried ? nb_code_name(link->connect_code) : "");
+        char text[OBSTACLE_TEXT];
+        obstacle(link, text);
+        nb_fail(&why, NB_ETIMEOUT, "no link %s %s within %.1f s (NETBOTTLENECK_TIMEOUT_S): %s",
+                link->outgoing ? "to" : "from", link->peer, (double)limit_ns / 1e9, text);
         nb_link_fail(link, &why);
         return;
     }
@@ -538,7 +577,7 @@ void nb_links_progress(struct nb_net *net) {
         }
         link->polled_ns = now;
         nb_lanes_progress(link->lanes, now);
-        if (link->state == NB_LINK_LANES && nb_lanes_peer_ready(link->lanes, nb_link_other_rank(link))) {
+        if (link->state == NB_LINK_LANES && nb_lanes_peer_missing(link->lanes, nb_link_other_rank(link)) == 0) {
             link->state = NB_LINK_READY;
         }
     }

@@ -17,12 +17,20 @@ static atomic_bool never_armed; // lanes cannot wake the helper thread
 static atomic_int arms;         // calls of nb_lanes_arm
 static atomic_int sleeps;
 
+static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
+
+uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
+uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 int __real_nb_lanes_arm(struct nb_lanes *lanes);
 int __wrap_nb_lanes_arm(struct nb_lanes *lanes);
 void __real_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 int __real_nanosleep(const struct timespec *duration, struct timespec *left);
 int __wrap_nanosleep(const struct timespec *duration, struct timespec *left);
+
+uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
+    return atomic_load(&lanes_blocked) ? 12 : __real_nb_lanes_peer_missing(lanes, peer);
+}
 
 int __wrap_nb_lanes_arm(struct nb_lanes *lanes) {
     atomic_fetch_add(&arms, 1);
@@ -307,6 +315,18 @@ static void case_given_up_alone(struct side *side) {
         check_time(side, "the end of a connection that was given up");
     }
     close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// Two lanes do not connect in time: the log names them.
+static void case_lanes_blocked(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_blocked, side->index == 0);
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        expect_failed_link(side, &pair, "lanes 2, 3 are not open");
+    }
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -610,6 +630,7 @@ static const struct test_case cases[] = {
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
     {.name = "given_up", .run = case_given_up, .timeout_s = "10"},
     {.name = "given_up_alone", .run = case_given_up_alone, .timeout_s = "1"},
+    {.name = "lanes_blocked", .run = case_lanes_blocked, .timeout_s = "4"},
     {.name = "refusals", .run = case_refusals},
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
     {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},

@@ -106,8 +106,16 @@ static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     }
 }
 
+// Lanes know the peer by its rank only, which is the same for every link.
 static void lanes_failed(void *ctx, const struct nb_error *why) {
-    nb_link_fail(ctx, why);
+    struct nb_link *link = ctx;
+    struct nb_error named = {0};
+    nb_fail(&named, why->code, "transfers with %s: %.300s", link->peer, why->text);
+    nb_link_fail(link, &named);
+}
+
+static int not_opened(const struct nb_link *link, const struct nb_error *why, struct nb_error *err) {
+    return nb_fail(err, why->code, "no link %s %s: %.300s", link->outgoing ? "to" : "from", link->peer, why->text);
 }
 
 static int lanes_open(struct nb_link *link, struct nb_error *err) {
@@ -256,9 +264,10 @@ int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
         link->state = NB_LINK_JOIN;
         return 0;
     }
-    int rc = lanes_open(link, err);
+    struct nb_error why = {0};
+    int rc = lanes_open(link, &why);
     link->state = NB_LINK_WELCOME;
-    return rc < 0 ? rc : addresses_send(link, "join", NULL, 0, err);
+    return rc < 0 ? not_opened(link, &why, err) : addresses_send(link, "join", NULL, 0, err);
 }
 
 static int peer_open(struct nb_link *link, const char *addresses, struct nb_error *err) {
@@ -275,7 +284,7 @@ static int join_received(struct nb_link *link, const char *data, struct nb_error
     if (refusal->code != 0 || peer_open(link, data + NB_SHA256_BYTES, refusal) < 0) {
         welcome.code = refusal->code;
         snprintf(welcome.text, sizeof welcome.text, "%s", refusal->text);
-        nb_fail(err, refusal->code, "no link from %s: %.300s", link->peer, refusal->text);
+        not_opened(link, refusal, err);
     } else {
         link->state = NB_LINK_LANES;
     }
@@ -285,6 +294,7 @@ static int join_received(struct nb_link *link, const char *data, struct nb_error
 
 static int welcome_received(struct nb_link *link, const char *data, struct nb_error *err) {
     struct wire_welcome welcome;
+    struct nb_error why = {0};
     int rc = mac_check(link, "welcome", data, sizeof welcome + address_bytes(link->net), err);
     if (rc < 0) {
         return rc;
@@ -293,9 +303,11 @@ static int welcome_received(struct nb_link *link, const char *data, struct nb_er
     if (welcome.code != 0) {
         return nb_fail(err, NB_EPEER, "%s does not open the link: %.*s", link->peer, NB_ERROR_TEXT - 1, welcome.text);
     }
-    rc = peer_open(link, data + NB_SHA256_BYTES + sizeof welcome, err);
-    link->state = rc < 0 ? link->state : NB_LINK_LANES;
-    return rc;
+    if (peer_open(link, data + NB_SHA256_BYTES + sizeof welcome, &why) < 0) {
+        return not_opened(link, &why, err);
+    }
+    link->state = NB_LINK_LANES;
+    return 0;
 }
 
 // Bytes of the message that the link awaits; 0: none.

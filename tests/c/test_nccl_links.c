@@ -186,6 +186,19 @@ static void case_accept_fails(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// The connecting side cannot: its log names the peer, too.
+static void case_connect_fails(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_fail, side->index == 0);
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        expect_failed_link(side, &pair, "(process ");
+        CHECK(strstr(proxy_warning, "the lanes have no descriptors") != NULL, "no reason: %s", proxy_warning);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
 // The sides have different settings: both name those of both.
 static void case_different_settings(struct side *side) {
     struct pair pair;
@@ -624,6 +637,7 @@ static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
     {.name = "proof_before_lanes", .run = case_proof_before_lanes},
     {.name = "accept_fails", .run = case_accept_fails},
+    {.name = "connect_fails", .run = case_connect_fails},
     {.name = "different_settings", .run = case_different_settings},
     {.name = "other_protocol", .run = case_other_protocol},
     {.name = "no_descriptors", .run = case_no_descriptors},

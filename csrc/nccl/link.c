@@ -256,20 +256,23 @@ static struct nb_link *link_new(struct nb_net *net, bool outgoing) {
     return link;
 }
 
-static int link_connect(struct nb_link *link, struct nb_error *err) {
+// Begins to connect. A failure may pass, as a lack of descriptors does.
+static void connect_begin(struct nb_link *link) {
     struct nb_net *net = link->net;
-    int fd = nb_sock_connect(&link->to, NULL, NULL, err);
-    if (fd < 0) {
-        return fd;
+    int fd = nb_sock_connect(&link->to, NULL, NULL, NULL);
+    int rc = fd;
+    if (fd >= 0) {
+        nb_sock_tune(fd, net->settings.timeout_ms);
+        link->watch.fd = fd;
+        rc = nb_loop_add(&net->loop, &link->watch, EPOLLOUT, NULL);
     }
-    nb_sock_tune(fd, net->settings.timeout_ms);
-    link->watch.fd = fd;
-    int rc = nb_loop_add(&net->loop, &link->watch, EPOLLOUT, err);
-    if (rc < 0) {
+    if (fd >= 0 && rc < 0) {
         close(fd);
         link->watch.fd = -1;
     }
-    return rc;
+    if (rc < 0) {
+        nb_link_connect_later(link, rc);
+    }
 }
 
 int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle, struct nb_link **out,
@@ -290,11 +293,11 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
     }
     link->domain = domain;
     int rc = nb_link_shake_aim(link, handle, err);
-    rc = rc < 0 ? rc : link_connect(link, err);
     if (rc < 0) {
         link_free(link);
         return rc;
     }
+    connect_begin(link);
     *out = link;
     return 0;
 }
@@ -435,11 +438,11 @@ static void obstacle(const struct nb_link *link, char text[OBSTACLE_TEXT]) {
 }
 
 // NCCL may have given up all comms but the newest, and closed what they should connect to.
-static int link_connect_again(struct nb_link *link) {
+static void connect_again(struct nb_link *link) {
     if (!nb_list_empty(&link->comms)) {
         (void)nb_link_shake_aim(link, &NB_CONTAINER(link->comms.prev, struct nb_net_comm, at_link)->to, NULL);
     }
-    return link_connect(link, NULL);
+    connect_begin(link);
 }
 
 static void handshake_tick(struct nb_link *link, int64_t now) {
@@ -453,10 +456,8 @@ static void handshake_tick(struct nb_link *link, int64_t now) {
         nb_link_fail(link, &why);
         return;
     }
-    bool due = link->state == NB_LINK_CONNECT && link->watch.fd < 0 && now >= link->retry_ns;
-    int rc = due ? link_connect_again(link) : 0;
-    if (rc < 0) {
-        nb_link_connect_later(link, rc); // it may pass, as a lack of descriptors does
+    if (link->state == NB_LINK_CONNECT && link->watch.fd < 0 && now >= link->retry_ns) {
+        connect_again(link);
     }
 }
 

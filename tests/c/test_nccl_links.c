@@ -283,6 +283,27 @@ static void case_no_descriptors(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// So is the first try.
+static void case_no_descriptors_at_first(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    struct rlimit limit;
+    struct pair pair;
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0, "getrlimit: %s", strerror(errno));
+        const struct rlimit none = {.rlim_cur = 0, .rlim_max = limit.rlim_max};
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit: %s", strerror(errno));
+        close(accept_hello(listener, hello));
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
 // No link within NETBOTTLENECK_TIMEOUT_S: the log has the reason of the last try.
 static void case_refused(struct side *side) {
     struct pair pair;
@@ -641,6 +662,7 @@ static const struct test_case cases[] = {
     {.name = "different_settings", .run = case_different_settings},
     {.name = "other_protocol", .run = case_other_protocol},
     {.name = "no_descriptors", .run = case_no_descriptors},
+    {.name = "no_descriptors_at_first", .run = case_no_descriptors_at_first},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
     {.name = "given_up", .run = case_given_up, .timeout_s = "10"},
     {.name = "given_up_alone", .run = case_given_up_alone, .timeout_s = "1"},

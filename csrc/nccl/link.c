@@ -473,10 +473,12 @@ static int64_t latest(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-// True if nothing more comes over the lanes: all are lost, or the peer has ended the link and nothing moves.
+// True if nothing more comes over the lanes: all are lost, or the peer has ended the link and nothing moves. A peer that
+// has not closed its comms is gone, and what it had sent arrives soon.
 static bool lanes_over(const struct nb_link *link, int64_t moved, int64_t now) {
     int64_t still_ns = now - latest(moved, link->over_ns);
-    bool ended = link->over_ns != 0 && (link->flows == 0 || still_ns > LEAVE_NS);
+    int64_t most_ns = link->net->up->all_closed(link) ? LEAVE_NS : LOST_NS;
+    bool ended = link->over_ns != 0 && (link->flows == 0 || link->lost_ns != 0 || still_ns > most_ns);
     return ended || (link->lost_ns != 0 && now - link->lost_ns > LOST_NS);
 }
 

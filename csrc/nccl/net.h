@@ -38,7 +38,8 @@
 // once what may leave. A helper thread keeps the links alive while NCCL does not call. It stays away as long as calls
 // make progress.
 //
-// Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
+// Failures. A process that dies ends the control connection, and the link fails at once, or once its lanes are still: the
+// report that a transfer has landed may be there. A silent peer fails it after
 // NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that is the first
 // to be served and does not move. A receive without a
 // send has no deadline. A failed link closes its connections before any request shows the failure, so no late byte lands

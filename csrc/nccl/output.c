@@ -72,8 +72,8 @@ void nb_link_control_ended(struct nb_link *link, int code) {
     } else {
         nb_fail(&why, NB_EPEER, "the connection to %s failed%s (%s)", link->peer, when, nb_code_name(code));
     }
-    if (link->outgoing && link->flows > 0 && link->net->up->all_closed(link)) {
-        // The reports that these flows have landed may still be on the lanes.
+    if (link->outgoing && link->flows > 0) {
+        // The reports that these flows have landed may still be on the lanes, also from a process that has just exited.
         nb_loop_remove(&link->net->loop, &link->watch);
         link->over_ns = nb_now_ns();
         link->failure = why;

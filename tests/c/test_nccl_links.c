@@ -480,8 +480,8 @@ static void await_flow(struct side *side, void *request) {
     }
 }
 
-// A sender that sees the peer's orderly end before the report that its last transfer has landed waits for the report.
-static void case_end_before_report(struct side *side) {
+// A sender that sees the peer's end before the report that its last transfer has landed waits for the report.
+static void end_before_report(struct side *side, bool orderly) {
     const struct {
         uint32_t type;
         uint32_t comm;
@@ -502,7 +502,7 @@ static void case_end_before_report(struct side *side) {
         barrier();
         int control = accepted_connection(port);
         CHECK(control >= 0, "control connection not found");
-        CHECK(send(control, &closed, sizeof closed, MSG_NOSIGNAL) == (ssize_t)sizeof closed, "send");
+        CHECK(!orderly || send(control, &closed, sizeof closed, MSG_NOSIGNAL) == (ssize_t)sizeof closed, "send");
         barrier();
     } else {
         fill(data, 0, 0, BIG);
@@ -518,6 +518,15 @@ static void case_end_before_report(struct side *side) {
     barrier();
     close_pair(side, &pair);
     free(data);
+}
+
+static void case_end_before_report(struct side *side) {
+    end_before_report(side, true);
+}
+
+// The peer's process exits without a close.
+static void case_exit_before_report(struct side *side) {
+    end_before_report(side, false);
 }
 
 // A comm that is closed with a transfer in flight ends the link of another comm: this side's log says so.
@@ -673,6 +682,7 @@ static const struct test_case cases[] = {
     {.name = "cut_off", .run = case_cut_off},
     {.name = "no_wait", .run = case_no_wait},
     {.name = "one_stands_still", .run = case_one_stands_still, .tcp_only = true, .timeout_s = "1"},
+    {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

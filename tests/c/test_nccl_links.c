@@ -19,6 +19,11 @@ static atomic_int sleeps;
 
 static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
 
+static atomic_bool end_held; // the end of a net does not return
+static atomic_bool end_entered;
+
+bool __real_nb_links_leaving(const struct nb_net *net, bool *unsent);
+bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent);
 uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 int __real_nb_lanes_arm(struct nb_lanes *lanes);
@@ -27,6 +32,13 @@ void __real_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 int __real_nanosleep(const struct timespec *duration, struct timespec *left);
 int __wrap_nanosleep(const struct timespec *duration, struct timespec *left);
+
+bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent) {
+    atomic_store(&end_entered, true);
+    while (atomic_load(&end_held)) {
+    }
+    return __real_nb_links_leaving(net, unsent);
+}
 
 uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
     return atomic_load(&lanes_blocked) ? 12 : __real_nb_lanes_peer_missing(lanes, peer);
@@ -663,6 +675,30 @@ static void case_finalized_context(struct side *side) {
     close_pair(&other, &pair);
 }
 
+static void *finalize_main(void *arg) {
+    CHECK(proxy_finalize(arg) == 0, "finalize");
+    return NULL;
+}
+
+// A net that ends waits for its peers. Meanwhile other communicators open and close.
+static void case_slow_end(struct side *side) {
+    struct side others[2] = {*side, *side};
+    pthread_t thread;
+    others[0].proxy.traffic_class = NB_NET_TRAFFIC_CLASS + NB_NET_TCP;
+    CHECK(proxy_init(&others[0].proxy, 78) == 0, "init");
+    atomic_store(&end_held, true);
+    alarm(LIMIT_S);
+    CHECK(pthread_create(&thread, NULL, finalize_main, &others[0].proxy) == 0, "thread");
+    while (!atomic_load(&end_entered)) {
+        check_time(side, "the begin of an end");
+    }
+    CHECK(proxy_init(&others[1].proxy, 79) == 0, "init");
+    CHECK(proxy_finalize(&others[1].proxy) == 0, "finalize");
+    atomic_store(&end_held, false);
+    CHECK(pthread_join(thread, NULL) == 0, "join");
+    alarm(0);
+}
+
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
     {.name = "proof_before_lanes", .run = case_proof_before_lanes},
@@ -683,6 +719,7 @@ static const struct test_case cases[] = {
     {.name = "no_wait", .run = case_no_wait},
     {.name = "one_stands_still", .run = case_one_stands_still, .tcp_only = true, .timeout_s = "1"},
     {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
+    {.name = "slow_end", .run = case_slow_end},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -177,12 +178,33 @@ static struct nb_net_memory *memory_other(const struct nb_net_memory *memory, bo
     return NULL;
 }
 
+// Transfers of memory that is not mapped are copied, which is slower. The log has each reason once.
+static void memory_unmapped(struct nb_net *net, size_t bytes, const struct nb_error *why) {
+    char text[NB_ERROR_TEXT];
+    if (net->unmapped_code == why->code) {
+        return;
+    }
+    net->unmapped_code = why->code;
+    if (why->code == -ENOSPC) {
+        snprintf(text, sizeof text, "a link has no room to register more memory: transfers of the rest are copied");
+    } else {
+        snprintf(text, sizeof text,
+                 "memory of %zu bytes is not registered, so its transfers are copied (%.300s): is the limit of locked "
+                 "memory too low (ulimit -l)?",
+                 bytes, why->text);
+    }
+    nb_net_log(net, NCCL_LOG_INFO, text);
+}
+
 // Comms of a link may register the same memory: it is mapped once, and the last one unmaps it.
 static void memory_map(struct nb_net_memory *memory) {
     const struct nb_link *link = memory->comm->link;
     struct nb_error why = {0};
     if (link != NULL && !link->failing && memory_other(memory, false) == NULL) {
         memory->mapped = nb_lanes_map(link->lanes, memory->base, memory->bytes, &why) == 0;
+    }
+    if (why.code != 0) {
+        memory_unmapped(memory->net, memory->bytes, &why);
     }
 }
 

@@ -267,6 +267,7 @@ struct nb_net {
     const struct nb_link_up *up;
     int64_t ticked_ns;
     int64_t resumed_ns; // end of the last long time without a tick
+    int unmapped_code;  // why memory could not be mapped, as the log has it; 0: that has not happened
 };
 
 // Writes to NCCL's log.

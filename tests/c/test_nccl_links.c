@@ -10,18 +10,18 @@
 
 enum { HELLO_BYTES = 152, ANSWER_BYTES = 152, PROOF_BYTES = 32, READ_S = 20 };
 
-static atomic_bool lanes_held; // opening lanes does not return
-static atomic_bool lanes_fail; // it fails
-
+static atomic_bool lanes_held;  // opening lanes does not return
+static atomic_bool lanes_fail;  // it fails
 static atomic_bool never_armed; // lanes cannot wake the helper thread
 static atomic_int arms;         // calls of nb_lanes_arm
 static atomic_int sleeps;
-
 static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
-
-static atomic_bool end_held; // the end of a net does not return
+static atomic_bool end_held;      // the end of a net does not return
 static atomic_bool end_entered;
+static atomic_bool map_fails; // memory cannot be registered
 
+int __real_nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err);
+int __wrap_nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err);
 bool __real_nb_links_leaving(const struct nb_net *net, bool *unsent);
 bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent);
 uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
@@ -32,6 +32,11 @@ void __real_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 int __real_nanosleep(const struct timespec *duration, struct timespec *left);
 int __wrap_nanosleep(const struct timespec *duration, struct timespec *left);
+
+int __wrap_nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err) {
+    return atomic_load(&map_fails) ? nb_fail(err, -ENOMEM, "not in this test")
+                                   : __real_nb_lanes_map(lanes, base, bytes, err);
+}
 
 bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent) {
     atomic_store(&end_entered, true);
@@ -675,6 +680,26 @@ static void case_finalized_context(struct side *side) {
     close_pair(&other, &pair);
 }
 
+// Memory that the lanes cannot register is used all the same. The log says so once.
+static void case_not_registered(struct side *side) {
+    static unsigned char data[2][4096];
+    struct pair pair;
+    void *mhandles[2] = {NULL, NULL};
+    open_pair(side, &pair);
+    atomic_store(&map_fails, true);
+    for (int i = 0; i < 2; i++) {
+        CHECK(proxy_register(&side->proxy, pair.send, data[i], sizeof data[i], &mhandles[i]) == 0, "regMr");
+        bool told = strstr(proxy_info, "ulimit -l") != NULL;
+        CHECK(told == (i == 0), "the log has: %s", proxy_info);
+        proxy_info[0] = '\0';
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK(proxy_deregister(&side->proxy, pair.send, mhandles[i]) == 0, "deregMr");
+    }
+    barrier();
+    close_pair(side, &pair);
+}
+
 static void *finalize_main(void *arg) {
     CHECK(proxy_finalize(arg) == 0, "finalize");
     return NULL;
@@ -720,6 +745,7 @@ static const struct test_case cases[] = {
     {.name = "one_stands_still", .run = case_one_stands_still, .tcp_only = true, .timeout_s = "1"},
     {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
     {.name = "slow_end", .run = case_slow_end},
+    {.name = "not_registered", .run = case_not_registered},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

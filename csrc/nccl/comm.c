@@ -239,18 +239,8 @@ static void comm_free(struct nb_net_comm *comm) {
     free(comm);
 }
 
-static struct nb_net_listener *listener_find(const struct nb_net *net, uint64_t id) {
-    NB_LIST_EACH(it, &net->listeners) {
-        struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
-        if (listener->id == id) {
-            return listener;
-        }
-    }
-    return NULL;
-}
-
 static bool link_opened(struct nb_link *link, uint32_t id, uint64_t listener_id) {
-    struct nb_net_listener *listener = listener_find(link->net, listener_id);
+    struct nb_net_listener *listener = nb_links_listener(link->net, listener_id);
     if (comm_find(link, id) != NULL) {
         return false;
     }
@@ -542,7 +532,6 @@ static void handle_set_address(struct nb_net_handle *handle, const struct nb_soc
     handle->port = nb_sock_port(address);
     if (address->any.sa_family == AF_INET6) {
         memcpy(handle->address, &address->in6.sin6_addr, sizeof address->in6.sin6_addr);
-        handle->scope = address->in6.sin6_scope_id;
     } else {
         memcpy(handle->address, &address->in4.sin_addr, sizeof address->in4.sin_addr);
     }
@@ -659,7 +648,6 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
     } else if (rc == 0 && comm->link->state == NB_LINK_READY) {
         nb_link_open_comm(comm->link, comm->id, comm->to.listener);
         nb_list_remove(&comm->at_listener);
-        comm->opened = true;
         net->users++;
         handle.connecting = 0;
         *out = comm;
@@ -684,7 +672,6 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
             comm_free(comm);
         } else if (*out == NULL && rc == 0 && (ended || comm->link->state == NB_LINK_READY)) {
             nb_list_remove(it);
-            comm->opened = true;
             net->users++;
             *out = comm;
         }

@@ -59,7 +59,7 @@ static int handle_address(const struct nb_net_handle *handle, struct nb_sockaddr
     *to = (struct nb_sockaddr){0};
     if (handle->family == AF_INET6) {
         to->len = sizeof to->in6;
-        to->in6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_scope_id = handle->scope};
+        to->in6 = (struct sockaddr_in6){.sin6_family = AF_INET6};
         memcpy(&to->in6.sin6_addr, handle->address, sizeof to->in6.sin6_addr);
     } else if (handle->family == AF_INET) {
         to->len = sizeof to->in4;
@@ -180,9 +180,9 @@ int nb_link_shake_hello(struct nb_link *link) {
     return rc;
 }
 
-static const struct nb_net_listener *listener_of(const struct nb_net *net, uint64_t id) {
+struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id) {
     NB_LIST_EACH(it, &net->listeners) {
-        const struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
+        struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
         if (listener->id == id) {
             return listener;
         }
@@ -197,7 +197,7 @@ static int hello_received(struct nb_link *link, const void *data) {
     struct wire_answer *answer = &link->shake->answer;
     const struct nb_net_settings *settings = &link->net->settings;
     memcpy(hello, data, sizeof *hello);
-    const struct nb_net_listener *listener = listener_of(link->net, hello->listener);
+    const struct nb_net_listener *listener = nb_links_listener(link->net, hello->listener);
     if (hello->magic != MAGIC || listener == NULL) {
         return NB_EAUTH;
     }

@@ -121,7 +121,6 @@ struct nb_net_handle {
     uint64_t connecting; // connect(): the comm that is being opened, or 0
     uint16_t family;
     uint16_t port;
-    uint32_t scope;
     unsigned char address[16];
 };
 
@@ -162,7 +161,6 @@ struct nb_net_comm {
     int64_t asked_ns;        // connecting: when connect() was last called for it
     struct nb_net_handle to; // outgoing: the peer's handle
     bool sends;
-    bool opened;            // outgoing: the peer was asked for it
     bool ended;             // the peer has closed its end
     bool logged;            // the log has the failure
     struct nb_list idle;    // requests; only the thread that calls isend, irecv and test uses it
@@ -356,6 +354,8 @@ struct nb_link {
 // Starts listening, unless that is done.
 int nb_links_listen(struct nb_net *net, struct nb_error *err);
 void nb_links_listen_end(struct nb_net *net);
+// The listening comm of a number; NULL: it is closed.
+struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id);
 // The link to the process of a handle, opened if there is none.
 int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle, struct nb_link **link,
                  struct nb_error *err);

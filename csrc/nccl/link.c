@@ -21,6 +21,7 @@
 #include "nccl/link.h"
 #include "nccl/net.h"
 #include "transport/lanes.h"
+#include "transport/transport.h"
 
 enum {
     BACKLOG = 128,

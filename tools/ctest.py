@@ -63,6 +63,10 @@ WRAPPED = {
         *("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign", "free", "pthread_mutex_lock"),
         *("nb_thread_main", "nb_progress_pass", "nb_work_finish", "nb_progress_sleep", "nb_progress_hand_over"),
     ),
+    "test_nccl_links": (
+        *("nb_lanes_open", "nb_lanes_arm", "nb_lanes_map", "nb_lanes_peer_missing", "nb_links_leaving"),
+        *("nb_loop_sleep", "nanosleep"),
+    ),
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
     "test_leave": (
         *("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),

@@ -4,12 +4,12 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
@@ -18,8 +18,8 @@
 #include "base/sock.h"
 #include "nccl/abi.h"
 #include "nccl/net.h"
+#include "nccl/request.h"
 #include "transport/lanes.h"
-#include "transport/transport.h"
 
 enum {
     HANDLE_MAGIC = 0x4e424e48,
@@ -33,160 +33,7 @@ struct kept {
     char data[];
 };
 
-// A flow whose receiving comm was closed: its bytes are read and dropped.
-struct sink {
-    struct nb_flow flow;
-    struct nb_list link;
-    size_t bytes;
-    uint64_t map[];
-};
-
-// Flows
-
-static struct nb_net_request *request_of(const struct nb_flow *flow) {
-    return NB_CONTAINER(flow, struct nb_net_request, flow);
-}
-
-static size_t span(size_t total, uint32_t first, uint32_t count) {
-    size_t begin = (size_t)first * NB_NET_BLOCK;
-    size_t end = begin + (size_t)count * NB_NET_BLOCK;
-    return (end < total ? end : total) - begin;
-}
-
-static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    return span(request_of(flow)->bytes, first, count);
-}
-
-static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    (void)flow;
-    (void)first;
-    return count;
-}
-
-static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
-    const struct nb_net_request *request = request_of(flow);
-    iov[0] = (struct iovec){.iov_base = request->data + (size_t)first * NB_NET_BLOCK,
-                            .iov_len = flow_bytes(flow, first, count)};
-    return 1;
-}
-
-static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
-    (void)flow;
-    (void)first;
-    (void)count;
-    (void)data;
-    (void)bytes;
-}
-
-static void request_finish(struct nb_net_request *request, int state) {
-    nb_list_remove(&request->link);
-    if (request->comm->link != NULL) {
-        request->comm->link->moved_ns = nb_now_ns();
-    }
-    atomic_store_explicit(&request->state, state, memory_order_release);
-}
-
-static void flow_finished(struct nb_flow *flow) {
-    request_of(flow)->comm->link->flows--;
-    request_finish(request_of(flow), NB_REQUEST_DONE);
-}
-
-static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
-                                            .run_limit = flow_run_limit,
-                                            .memory = flow_memory,
-                                            .consume = flow_consume,
-                                            .finished = flow_finished};
-
-static size_t sink_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    return span(NB_CONTAINER(flow, const struct sink, flow)->bytes, first, count);
-}
-
-static int sink_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
-    (void)flow;
-    (void)first;
-    (void)count;
-    (void)iov;
-    return 0;
-}
-
-static void sink_finished(struct nb_flow *flow) {
-    struct sink *sink = NB_CONTAINER(flow, struct sink, flow);
-    nb_list_remove(&sink->link);
-    free(sink);
-}
-
-static const struct nb_flow_ops sink_ops = {.bytes = sink_bytes,
-                                            .run_limit = flow_run_limit,
-                                            .memory = sink_memory,
-                                            .consume = flow_consume,
-                                            .finished = sink_finished};
-
-static uint32_t blocks_of(size_t bytes) {
-    return (uint32_t)((bytes + NB_NET_BLOCK - 1) / NB_NET_BLOCK);
-}
-
-static struct nb_flow flow_of(const struct nb_link *link, const struct nb_flow_ops *ops, uint64_t op, size_t bytes,
-                              uint64_t *map) {
-    return (struct nb_flow){.ops = ops,
-                            .dir = link->outgoing ? NB_FLOW_OUT : NB_FLOW_IN,
-                            .peer = link->outgoing ? 1 : 0,
-                            .op = op,
-                            .blocks = blocks_of(bytes),
-                            .block_bytes = NB_NET_BLOCK,
-                            .map = map};
-}
-
-static void no_memory(struct nb_link *link, size_t bytes) {
-    struct nb_error why = {0};
-    nb_fail(&why, -ENOMEM, "cannot allocate a transfer of %zu bytes", bytes);
-    nb_link_fail(link, &why);
-}
-
-// Sets up the request's flow and adds it to the lanes. False: out of memory, the link fails.
-static bool flow_start(struct nb_link *link, struct nb_net_request *request, uint64_t op) {
-    size_t words = nb_bits_words(blocks_of(request->bytes));
-    if (words > NB_NET_MAP_WORDS && words > request->long_words) {
-        free(request->long_map);
-        request->long_map = calloc(words, sizeof *request->long_map);
-        request->long_words = request->long_map != NULL ? words : 0;
-        if (request->long_map == NULL) {
-            no_memory(link, request->bytes);
-            return false;
-        }
-    }
-    uint64_t *map = words > NB_NET_MAP_WORDS ? request->long_map : request->map;
-    memset(map, 0, words * sizeof *map);
-    request->flow = flow_of(link, &flow_ops, op, request->bytes, map);
-    for (uint32_t i = 0; link->outgoing && i < request->flow.blocks; i++) {
-        nb_bits_set(map, i);
-    }
-    request->flow.left = request->flow.blocks;
-    nb_list_init(&request->flow.link);
-    nb_list_init(&request->flow.granting);
-    nb_list_remove(&request->link);
-    nb_list_insert(&request->comm->active, &request->link);
-    link->moved_ns = nb_now_ns();
-    link->flows++;
-    nb_lanes_add(link->lanes, &request->flow, link->moved_ns);
-    return true;
-}
-
-static bool sink_start(struct nb_link *link, uint64_t op, size_t bytes) {
-    size_t words = nb_bits_words(blocks_of(bytes));
-    struct sink *sink = calloc(1, sizeof *sink + words * sizeof sink->map[0]);
-    if (sink == NULL) {
-        return false;
-    }
-    sink->bytes = bytes;
-    sink->flow = flow_of(link, &sink_ops, op, bytes, sink->map);
-    sink->flow.left = sink->flow.blocks;
-    sink->flow.staged_only = true;
-    nb_list_init(&sink->flow.link);
-    nb_list_init(&sink->flow.granting);
-    nb_list_insert(&link->sinks, &sink->link);
-    nb_lanes_add(link->lanes, &sink->flow, nb_now_ns());
-    return true;
-}
+// Sending
 
 static struct nb_net_request *oldest(const struct nb_list *requests) {
     return nb_list_empty(requests) ? NULL : NB_CONTAINER(requests->next, struct nb_net_request, link);
@@ -204,7 +51,7 @@ static void send_inline(struct nb_net_comm *comm, struct nb_net_request *request
         return; // it fails with the link
     }
     if (link->out_bytes == 0) {
-        request_finish(request, NB_REQUEST_DONE);
+        nb_request_finish(request, NB_REQUEST_DONE);
         return;
     }
     request->end = link->put_bytes;
@@ -233,7 +80,7 @@ static void send_granted(struct nb_net_comm *comm, struct nb_net_request *reques
         uint64_t op = ++link->next_op;
         comm->run = 0;
         nb_link_send(link, comm->id, op, NULL, request->bytes);
-        flow_start(link, request, op);
+        nb_request_flow(link, request, op);
     }
 }
 
@@ -331,12 +178,33 @@ static struct nb_net_memory *memory_other(const struct nb_net_memory *memory, bo
     return NULL;
 }
 
+// Transfers of memory that is not mapped are copied, which is slower. The log has each reason once.
+static void memory_unmapped(struct nb_net *net, size_t bytes, const struct nb_error *why) {
+    char text[NB_ERROR_TEXT];
+    if (net->unmapped_code == why->code) {
+        return;
+    }
+    net->unmapped_code = why->code;
+    if (why->code == -ENOSPC) {
+        snprintf(text, sizeof text, "a link has no room to register more memory: transfers of the rest are copied");
+    } else {
+        snprintf(text, sizeof text,
+                 "memory of %zu bytes is not registered, so its transfers are copied (%.300s): is the limit of locked "
+                 "memory too low (ulimit -l)?",
+                 bytes, why->text);
+    }
+    nb_net_log(net, NCCL_LOG_INFO, text);
+}
+
 // Comms of a link may register the same memory: it is mapped once, and the last one unmaps it.
 static void memory_map(struct nb_net_memory *memory) {
     const struct nb_link *link = memory->comm->link;
     struct nb_error why = {0};
     if (link != NULL && !link->failing && memory_other(memory, false) == NULL) {
         memory->mapped = nb_lanes_map(link->lanes, memory->base, memory->bytes, &why) == 0;
+    }
+    if (why.code != 0) {
+        memory_unmapped(memory->net, memory->bytes, &why);
     }
 }
 
@@ -371,18 +239,8 @@ static void comm_free(struct nb_net_comm *comm) {
     free(comm);
 }
 
-static struct nb_net_listener *listener_find(const struct nb_net *net, uint64_t id) {
-    NB_LIST_EACH(it, &net->listeners) {
-        struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
-        if (listener->id == id) {
-            return listener;
-        }
-    }
-    return NULL;
-}
-
 static bool link_opened(struct nb_link *link, uint32_t id, uint64_t listener_id) {
-    struct nb_net_listener *listener = listener_find(link->net, listener_id);
+    struct nb_net_listener *listener = nb_links_listener(link->net, listener_id);
     if (comm_find(link, id) != NULL) {
         return false;
     }
@@ -443,7 +301,7 @@ static bool keep(struct nb_net_comm *comm, const void *data, size_t bytes) {
     }
     struct kept *kept = malloc(sizeof *kept + bytes);
     if (kept == NULL) {
-        no_memory(comm->link, bytes);
+        nb_request_no_memory(comm->link, bytes);
         return true;
     }
     kept->bytes = bytes;
@@ -468,7 +326,7 @@ static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) 
     if (kept->bytes <= request->bytes) {
         copy_lines(request->data, kept->data, kept->bytes);
         request->bytes = kept->bytes;
-        request_finish(request, NB_REQUEST_DONE);
+        nb_request_finish(request, NB_REQUEST_DONE);
     } else if (comm->link != NULL) {
         too_long(comm, request, kept->bytes);
     } else {
@@ -477,7 +335,7 @@ static void kept_take(struct nb_net_comm *comm, struct nb_net_request *request) 
                 request->bytes);
         nb_net_log(comm->net, NCCL_LOG_WARN, comm->failure.text);
         comm->logged = true;
-        request_finish(request, NB_REQUEST_FAILED);
+        nb_request_finish(request, NB_REQUEST_FAILED);
     }
     free(kept);
 }
@@ -489,7 +347,7 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
     }
     link->next_op = data == NULL ? op : link->next_op;
     if (comm == NULL || comm->ended) {
-        return data != NULL || sink_start(link, op, bytes);
+        return data != NULL || nb_sink_start(link, op, bytes);
     }
     struct nb_net_request *request = oldest(&comm->waiting);
     if (data == NULL) {
@@ -507,11 +365,11 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
     }
     request->bytes = bytes;
     if (data == NULL) {
-        flow_start(link, request, op);
+        nb_request_flow(link, request, op);
         return true;
     }
     copy_lines(request->data, data, bytes);
-    request_finish(request, NB_REQUEST_DONE);
+    nb_request_finish(request, NB_REQUEST_DONE);
     return true;
 }
 
@@ -534,7 +392,7 @@ static void link_arrived(struct nb_link *link, uint32_t id) {
     struct nb_net_comm *comm = comm_find(link, id);
     if (comm != NULL && comm->arriving != NULL) {
         count_inline(comm);
-        request_finish(comm->arriving, NB_REQUEST_DONE);
+        nb_request_finish(comm->arriving, NB_REQUEST_DONE);
         comm->arriving = NULL;
     }
 }
@@ -542,13 +400,13 @@ static void link_arrived(struct nb_link *link, uint32_t id) {
 // Fails the receive that an inline send is landing in. The rest is dropped.
 static void arriving_abort(struct nb_net_comm *comm) {
     nb_link_drop(comm->link);
-    request_finish(comm->arriving, NB_REQUEST_FAILED);
+    nb_request_finish(comm->arriving, NB_REQUEST_FAILED);
     comm->arriving = NULL;
 }
 
 static void requests_fail(struct nb_list *requests) {
     NB_LIST_EACH_SAFE(it, nx, requests) {
-        request_finish(NB_CONTAINER(it, struct nb_net_request, link), NB_REQUEST_FAILED);
+        nb_request_finish(NB_CONTAINER(it, struct nb_net_request, link), NB_REQUEST_FAILED);
     }
 }
 
@@ -571,7 +429,7 @@ static void link_written(struct nb_link *link) {
         const struct nb_net_comm *comm = NB_CONTAINER(it, const struct nb_net_comm, at_link);
         struct nb_net_request *request = oldest(&comm->writing);
         while (request != NULL && request->end <= link->put_bytes - link->out_bytes) {
-            request_finish(request, NB_REQUEST_DONE);
+            nb_request_finish(request, NB_REQUEST_DONE);
             request = oldest(&comm->writing);
         }
     }
@@ -591,9 +449,7 @@ static void link_ended(struct nb_link *link) {
     if (logged) {
         nb_net_log(link->net, NCCL_LOG_WARN, link->failure.text); // before any request shows it
     }
-    NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
-        sink_finished(&NB_CONTAINER(sink, struct sink, link)->flow);
-    }
+    nb_sinks_drop(link);
     NB_LIST_EACH_SAFE(it, nx, &link->comms) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
         nb_list_remove(it);
@@ -609,18 +465,37 @@ static void link_ended(struct nb_link *link) {
     }
 }
 
-static int64_t link_moved(const struct nb_link *link, bool *pending) {
-    int64_t moved = 0;
-    NB_LIST_EACH(it, &link->comms) {
-        const struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
-        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active) ||
-                   !nb_list_empty(&comm->writing);
-        NB_LIST_EACH(at, &comm->active) {
-            const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
-            moved = request->flow.moved_ns > moved ? request->flow.moved_ns : moved;
+static void link_expire(struct nb_net *net, int64_t now) {
+    int64_t limit_ns = (int64_t)net->settings.timeout_ms * 1000000;
+    NB_LIST_EACH_SAFE(it, nx, &net->connecting) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
+        int64_t asked = comm->asked_ns > net->resumed_ns ? comm->asked_ns : net->resumed_ns;
+        if (now - asked > limit_ns) {
+            comm_free(comm);
         }
     }
-    return moved != 0 && link->moved_ns > moved ? link->moved_ns : moved;
+}
+
+static struct nb_link_activity link_activity(const struct nb_link *link) {
+    struct nb_link_activity activity = {.first = UINT64_MAX};
+    NB_LIST_EACH(it, &link->comms) {
+        const struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
+        activity.pending = activity.pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active) ||
+                           !nb_list_empty(&comm->writing);
+        NB_LIST_EACH(at, &comm->active) {
+            const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
+            int64_t moved = request == comm->arriving ? link->heard_ns : request->flow.moved_ns;
+            activity.moved_ns = moved > activity.moved_ns ? moved : activity.moved_ns;
+            if (request->flow.op < activity.first) {
+                activity.first = request->flow.op;
+                activity.first_moved_ns = moved;
+            }
+        }
+    }
+    if (activity.moved_ns != 0 && link->moved_ns > activity.moved_ns) {
+        activity.moved_ns = link->moved_ns;
+    }
+    return activity;
 }
 
 const struct nb_link_up nb_comm_up = {.opened = link_opened,
@@ -633,7 +508,8 @@ const struct nb_link_up nb_comm_up = {.opened = link_opened,
                                       .written = link_written,
                                       .all_closed = link_all_closed,
                                       .ended = link_ended,
-                                      .moved = link_moved};
+                                      .expire = link_expire,
+                                      .activity = link_activity};
 
 // Returns the failure of a comm, with its text if that is not in the log yet.
 static int comm_failure(struct nb_net_comm *comm, struct nb_error *err) {
@@ -644,6 +520,11 @@ static int comm_failure(struct nb_net_comm *comm, struct nb_error *err) {
     return comm->failure.code;
 }
 
+// Keeps the helper thread away for a while.
+static void count_call(struct nb_net *net) {
+    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
+}
+
 // Opening
 
 static void handle_set_address(struct nb_net_handle *handle, const struct nb_sockaddr *address) {
@@ -651,7 +532,6 @@ static void handle_set_address(struct nb_net_handle *handle, const struct nb_soc
     handle->port = nb_sock_port(address);
     if (address->any.sa_family == AF_INET6) {
         memcpy(handle->address, &address->in6.sin6_addr, sizeof address->in6.sin6_addr);
-        handle->scope = address->in6.sin6_scope_id;
     } else {
         memcpy(handle->address, &address->in4.sin_addr, sizeof address->in4.sin_addr);
     }
@@ -734,7 +614,7 @@ static int connect_begin(struct nb_net *net, uint64_t domain, const struct nb_ne
         return nb_fail(err, -ENOMEM, "cannot allocate a comm");
     }
     comm->id = ++link->next_comm;
-    comm->listener = handle->listener;
+    comm->to = *handle;
     comm->connecting = ++net->next_id;
     nb_list_insert(&net->connecting, &comm->at_listener);
     nb_loop_wake(&net->loop); // the helper may sleep until something happens
@@ -750,12 +630,15 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
     }
     int rc = 0;
     *out = NULL;
+    count_call(net);
     pthread_mutex_lock(&net->lock);
-    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
     struct nb_net_comm *comm = connecting_find(net, handle.connecting);
     if (comm == NULL) {
         rc = connect_begin(net, domain, &handle, &comm, err);
         handle.connecting = rc == 0 ? comm->connecting : 0;
+    }
+    if (rc == 0) {
+        comm->asked_ns = nb_now_ns();
     }
     nb_links_progress(net);
     if (rc == 0 && comm->ended) {
@@ -763,9 +646,8 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
         comm_free(comm);
         handle.connecting = 0;
     } else if (rc == 0 && comm->link->state == NB_LINK_READY) {
-        nb_link_open_comm(comm->link, comm->id, comm->listener);
+        nb_link_open_comm(comm->link, comm->id, comm->to.listener);
         nb_list_remove(&comm->at_listener);
-        comm->opened = true;
         net->users++;
         handle.connecting = 0;
         *out = comm;
@@ -779,8 +661,8 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     struct nb_net *net = listener->net;
     int rc = 0;
     *out = NULL;
+    count_call(net);
     pthread_mutex_lock(&net->lock);
-    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
     nb_links_progress(net);
     NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
@@ -790,7 +672,6 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
             comm_free(comm);
         } else if (*out == NULL && rc == 0 && (ended || comm->link->state == NB_LINK_READY)) {
             nb_list_remove(it);
-            comm->opened = true;
             net->users++;
             *out = comm;
         }
@@ -855,7 +736,8 @@ static bool in_flight(const struct nb_net_memory *memory) {
 // Fails the link: its bytes cannot be called back.
 static void cut_off(struct nb_net_comm *comm, const char *what) {
     struct nb_error why = {0};
-    nb_fail(&why, NB_ECLOSED, "%s with a transfer in flight to or from %s", what, comm->link->peer);
+    nb_fail(&why, NB_ECLOSED, "%s with a transfer in flight to or from %s, which ends all connections of that link",
+            what, comm->link->peer);
     nb_link_fail(comm->link, &why);
     nb_links_progress(comm->net); // no byte lands after it
 }
@@ -913,6 +795,7 @@ static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, stru
 
 int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err) {
+    count_call(comm->net);
     pthread_mutex_lock(&comm->net->lock);
     int rc = request_take(comm, data, bytes, request, err);
     if (*request != NULL) {
@@ -925,6 +808,7 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 
 int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err) {
+    count_call(comm->net);
     pthread_mutex_lock(&comm->net->lock);
     bool kept = !nb_list_empty(&comm->kept);
     bool spare = !nb_list_empty(&comm->waiting);
@@ -940,11 +824,13 @@ int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
     return rc;
 }
 
-int nb_net_test(struct nb_net_request *request, size_t *bytes) {
+int nb_net_test(struct nb_net_request *request, size_t *bytes, struct nb_error *err) {
     struct nb_net_comm *comm = request->comm;
     int state = atomic_load_explicit(&request->state, memory_order_acquire);
+    if (state == NB_REQUEST_PENDING) {
+        count_call(comm->net);
+    }
     if (state == NB_REQUEST_PENDING && pthread_mutex_trylock(&comm->net->lock) == 0) {
-        atomic_fetch_add_explicit(&comm->net->calls, 1, memory_order_relaxed);
         if (comm->link != NULL) {
             nb_link_poll(comm->link);
         }
@@ -955,7 +841,10 @@ int nb_net_test(struct nb_net_request *request, size_t *bytes) {
         state = atomic_load_explicit(&request->state, memory_order_acquire);
     }
     if (state == NB_REQUEST_FAILED) {
-        return comm->failure.code;
+        pthread_mutex_lock(&comm->net->lock);
+        int rc = comm_failure(comm, err);
+        pthread_mutex_unlock(&comm->net->lock);
+        return rc;
     }
     if (state != NB_REQUEST_DONE) {
         return 0;

@@ -1,4 +1,4 @@
-// Handshake of a link: hello, answer, join and welcome, and the lanes that it opens (see net.h).
+// Handshake of a link: hello, answer, proof, join and welcome, and the lanes that it opens (see net.h).
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdbool.h>
@@ -24,10 +24,11 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 3, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
+enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 4, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
 
-_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
-               "a join fits");
+_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + (int)sizeof(struct wire_welcome) +
+                                      NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
+               "a welcome fits");
 
 static size_t address_bytes(const struct nb_net *net) {
     return (size_t)net->settings.lanes * sizeof(struct wire_lane_address);
@@ -58,7 +59,7 @@ static int handle_address(const struct nb_net_handle *handle, struct nb_sockaddr
     *to = (struct nb_sockaddr){0};
     if (handle->family == AF_INET6) {
         to->len = sizeof to->in6;
-        to->in6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_scope_id = handle->scope};
+        to->in6 = (struct sockaddr_in6){.sin6_family = AF_INET6};
         memcpy(&to->in6.sin6_addr, handle->address, sizeof to->in6.sin6_addr);
     } else if (handle->family == AF_INET) {
         to->len = sizeof to->in4;
@@ -73,10 +74,12 @@ static int handle_address(const struct nb_net_handle *handle, struct nb_sockaddr
 
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err) {
     char at[NB_SOCK_TEXT];
-    int rc = handle_address(handle, &link->to);
+    struct nb_sockaddr to;
+    int rc = handle_address(handle, &to);
     if (rc < 0) {
         return nb_fail(err, rc, "the handle holds no address");
     }
+    link->to = to;
     link->listener = handle->listener;
     memcpy(link->process, handle->process, sizeof link->process);
     key_derive(link, handle->token);
@@ -103,8 +106,16 @@ static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     }
 }
 
+// Lanes know the peer by its rank only, which is the same for every link.
 static void lanes_failed(void *ctx, const struct nb_error *why) {
-    nb_link_fail(ctx, why);
+    struct nb_link *link = ctx;
+    struct nb_error named = {0};
+    nb_fail(&named, why->code, "transfers with %s: %.300s", link->peer, why->text);
+    nb_link_fail(link, &named);
+}
+
+static int not_opened(const struct nb_link *link, const struct nb_error *why, struct nb_error *err) {
+    return nb_fail(err, why->code, "no link %s %s: %.300s", link->outgoing ? "to" : "from", link->peer, why->text);
 }
 
 static int lanes_open(struct nb_link *link, struct nb_error *err) {
@@ -131,33 +142,34 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
         .lane_lost = lane_lost,
         .failed = lanes_failed,
         .ctx = link};
-    nb_lanes_close(link->lanes);
-    link->lanes = NULL;
     return nb_lanes_open(&link->lanes, &config, err);
 }
 
-// Sends a MAC and the lanes' addresses, which it covers.
-static int addresses_send(struct nb_link *link, const char *label, struct nb_error *err) {
-    size_t bytes = address_bytes(link->net);
-    char *addresses = malloc(bytes);
+// Sends a MAC and what it covers: the head, if there is one, and the lanes' addresses. Without lanes these are zero.
+static int addresses_send(struct nb_link *link, const char *label, const void *head, size_t head_bytes,
+                          struct nb_error *err) {
+    size_t bytes = head_bytes + address_bytes(link->net);
+    char *body = calloc(1, bytes);
     unsigned char mac[NB_SHA256_BYTES];
-    if (addresses == NULL) {
+    if (body == NULL) {
         return nb_fail(err, -ENOMEM, "cannot allocate addresses of %d lanes", link->net->settings.lanes);
     }
-    nb_lanes_address(link->lanes, addresses);
-    mac_of(link, label, addresses, bytes, mac);
-    nb_link_put(link, mac, sizeof mac, addresses, bytes);
-    free(addresses);
+    if (head_bytes > 0) {
+        memcpy(body, head, head_bytes);
+    }
+    if (link->lanes != NULL) {
+        nb_lanes_address(link->lanes, body + head_bytes);
+    }
+    mac_of(link, label, body, bytes, mac);
+    nb_link_put(link, mac, sizeof mac, body, bytes);
+    free(body);
     return 0;
 }
 
 int nb_link_shake_hello(struct nb_link *link) {
     struct wire_hello *hello = &link->shake->hello;
-    *hello = (struct wire_hello){.magic = MAGIC,
-                                 .version = WIRE_VERSION,
-                                 .lanes = (uint32_t)link->net->settings.lanes,
-                                 .process_number = (uint32_t)getpid(),
-                                 .listener = link->listener};
+    *hello = (struct wire_hello){
+        .magic = MAGIC, .version = WIRE_VERSION, .process_number = (uint32_t)getpid(), .listener = link->listener};
     memcpy(hello->process, link->net->process, sizeof hello->process);
     memcpy(hello->tag, link->net->settings.tag, sizeof hello->tag);
     int rc = nb_random(hello->nonce, sizeof hello->nonce);
@@ -168,9 +180,9 @@ int nb_link_shake_hello(struct nb_link *link) {
     return rc;
 }
 
-static const struct nb_net_listener *listener_of(const struct nb_net *net, uint64_t id) {
+struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id) {
     NB_LIST_EACH(it, &net->listeners) {
-        const struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
+        struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
         if (listener->id == id) {
             return listener;
         }
@@ -185,12 +197,12 @@ static int hello_received(struct nb_link *link, const void *data) {
     struct wire_answer *answer = &link->shake->answer;
     const struct nb_net_settings *settings = &link->net->settings;
     memcpy(hello, data, sizeof *hello);
-    const struct nb_net_listener *listener = listener_of(link->net, hello->listener);
-    if (hello->magic != MAGIC || hello->version != WIRE_VERSION || listener == NULL) {
+    const struct nb_net_listener *listener = nb_links_listener(link->net, hello->listener);
+    if (hello->magic != MAGIC || listener == NULL) {
         return NB_EAUTH;
     }
-    *answer = (struct wire_answer){0};
-    bool same = memcmp(hello->tag, settings->tag, sizeof hello->tag) == 0;
+    *answer = (struct wire_answer){.version = WIRE_VERSION};
+    bool same = hello->version == WIRE_VERSION && memcmp(hello->tag, settings->tag, sizeof hello->tag) == 0;
     answer->code = same ? 0 : NB_EMISMATCH;
     memcpy(answer->tag, settings->tag, sizeof answer->tag);
     int rc = nb_random(answer->nonce, sizeof answer->nonce);
@@ -199,9 +211,14 @@ static int hello_received(struct nb_link *link, const void *data) {
     memcpy(link->process, hello->process, sizeof link->process);
     size_t used = strlen(link->peer);
     snprintf(link->peer + used, sizeof link->peer - used, " (process %u)", hello->process_number);
-    link->state = NB_LINK_JOIN;
+    link->state = NB_LINK_PROOF;
     nb_link_put(link, answer, sizeof *answer, NULL, 0);
     return rc;
+}
+
+static int mismatch(const struct nb_link *link, uint32_t version, const char tag[NB_NET_TAG], struct nb_error *err) {
+    return nb_fail(err, NB_EMISMATCH, "%s has other settings: '%.*s, protocol %u' there, '%s, protocol %d' here",
+                   link->peer, NB_NET_TAG - 1, tag, version, link->net->settings.tag, WIRE_VERSION);
 }
 
 static int answer_received(struct nb_link *link, const void *data, struct nb_error *err) {
@@ -213,55 +230,116 @@ static int answer_received(struct nb_link *link, const void *data, struct nb_err
         return nb_fail(err, NB_EAUTH, "%s does not know this job's secret: set NETBOTTLENECK_SECRET to the same text",
                        link->peer);
     }
-    if (answer->code != 0) {
-        return nb_fail(err, NB_EMISMATCH, "%s has other settings: '%.*s' there, '%s' here", link->peer,
-                       (int)sizeof answer->tag - 1, answer->tag, link->net->settings.tag);
-    }
-    int rc = lanes_open(link, err);
-    link->state = NB_LINK_WELCOME;
-    return rc < 0 ? rc : addresses_send(link, "join", err);
+    link->state = NB_LINK_OPENING;
+    mac_of(link, "proof", "", 0, mac);
+    nb_link_put(link, mac, sizeof mac, NULL, 0); // with it the peer, too, names a mismatch
+    return answer->code != 0 ? mismatch(link, answer->version, answer->tag, err) : 0;
 }
 
-// Checks the MAC of a join or a welcome, and opens the lanes to the addresses behind it.
-static int addresses_received(struct nb_link *link, const char *label, const char *data, struct nb_error *err) {
+// Checks the MAC of a message against the `bytes` behind it.
+static int mac_check(const struct nb_link *link, const char *label, const char *data, size_t bytes,
+                     struct nb_error *err) {
     unsigned char mac[NB_SHA256_BYTES];
-    mac_of(link, label, data + sizeof mac, address_bytes(link->net), mac);
-    if (!nb_bytes_equal(mac, (const unsigned char *)data, sizeof mac)) {
-        return nb_fail(err, NB_EAUTH, "%s does not know this job's secret", link->peer);
-    }
-    int rc = link->outgoing ? 0 : lanes_open(link, err);
-    return rc < 0 ? rc : nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), data + sizeof mac, err);
+    mac_of(link, label, data + sizeof mac, bytes, mac);
+    return nb_bytes_equal(mac, (const unsigned char *)data, sizeof mac)
+               ? 0
+               : nb_fail(err, NB_EAUTH, "%s does not know this job's secret", link->peer);
 }
 
-static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
-    int rc = addresses_received(link, "join", data, err);
+static int proof_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    int rc = mac_check(link, "proof", data, 0, err);
     if (rc < 0) {
         return rc;
     }
     nb_admission_remove(&link->net->admission, &link->pending);
     link->admitted = true;
-    link->state = NB_LINK_LANES;
-    return addresses_send(link, "welcome", err);
+    link->state = NB_LINK_OPENING;
+    const struct wire_hello *hello = &link->shake->hello;
+    return link->shake->answer.code != 0 ? mismatch(link, hello->version, hello->tag, err) : 0;
+}
+
+int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
+    if (!link->outgoing) {
+        lanes_open(link, &link->shake->refusal); // the welcome has it: the peer reads nothing before that
+        link->state = NB_LINK_JOIN;
+        return 0;
+    }
+    struct nb_error why = {0};
+    int rc = lanes_open(link, &why);
+    link->state = NB_LINK_WELCOME;
+    return rc < 0 ? not_opened(link, &why, err) : addresses_send(link, "join", NULL, 0, err);
+}
+
+static int peer_open(struct nb_link *link, const char *addresses, struct nb_error *err) {
+    return nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), addresses, err);
+}
+
+static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    struct nb_error *refusal = &link->shake->refusal;
+    struct wire_welcome welcome = {0};
+    int rc = mac_check(link, "join", data, address_bytes(link->net), err);
+    if (rc < 0) {
+        return rc;
+    }
+    if (refusal->code != 0 || peer_open(link, data + NB_SHA256_BYTES, refusal) < 0) {
+        welcome.code = refusal->code;
+        snprintf(welcome.text, sizeof welcome.text, "%s", refusal->text);
+        not_opened(link, refusal, err);
+    } else {
+        link->state = NB_LINK_LANES;
+    }
+    rc = addresses_send(link, "welcome", &welcome, sizeof welcome, err);
+    return welcome.code != 0 ? welcome.code : rc;
 }
 
 static int welcome_received(struct nb_link *link, const char *data, struct nb_error *err) {
-    int rc = addresses_received(link, "welcome", data, err);
-    link->state = rc < 0 ? link->state : NB_LINK_LANES;
-    return rc;
+    struct wire_welcome welcome;
+    struct nb_error why = {0};
+    int rc = mac_check(link, "welcome", data, sizeof welcome + address_bytes(link->net), err);
+    if (rc < 0) {
+        return rc;
+    }
+    memcpy(&welcome, data + NB_SHA256_BYTES, sizeof welcome);
+    if (welcome.code != 0) {
+        return nb_fail(err, NB_EPEER, "%s does not open the link: %.*s", link->peer, NB_ERROR_TEXT - 1, welcome.text);
+    }
+    if (peer_open(link, data + NB_SHA256_BYTES + sizeof welcome, &why) < 0) {
+        return not_opened(link, &why, err);
+    }
+    link->state = NB_LINK_LANES;
+    return 0;
+}
+
+// Bytes of the message that the link awaits; 0: none.
+static size_t awaited_bytes(const struct nb_link *link) {
+    switch (link->state) {
+    case NB_LINK_HELLO:
+        return sizeof(struct wire_hello);
+    case NB_LINK_ANSWER:
+        return sizeof(struct wire_answer);
+    case NB_LINK_PROOF:
+        return NB_SHA256_BYTES;
+    case NB_LINK_JOIN:
+        return NB_SHA256_BYTES + address_bytes(link->net);
+    case NB_LINK_WELCOME:
+        return NB_SHA256_BYTES + sizeof(struct wire_welcome) + address_bytes(link->net);
+    default:
+        return 0;
+    }
 }
 
 int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err) {
-    bool addresses = link->state == NB_LINK_JOIN || link->state == NB_LINK_WELCOME;
-    size_t need = addresses                      ? NB_SHA256_BYTES + address_bytes(link->net)
-                  : link->state == NB_LINK_HELLO ? sizeof(struct wire_hello)
-                                                 : sizeof(struct wire_answer);
-    if (bytes < need) {
+    size_t need = awaited_bytes(link);
+    if (need == 0 || bytes < need) {
         return 0;
     }
     int rc = NB_EWIRE;
     switch (link->state) {
     case NB_LINK_HELLO:
         rc = hello_received(link, data);
+        break;
+    case NB_LINK_PROOF:
+        rc = proof_received(link, data, err);
         break;
     case NB_LINK_JOIN:
         rc = join_received(link, data, err);

@@ -17,9 +17,11 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
+#include "nccl/abi.h"
 #include "nccl/link.h"
 #include "nccl/net.h"
 #include "transport/lanes.h"
+#include "transport/transport.h"
 
 enum {
     BACKLOG = 128,
@@ -32,8 +34,10 @@ enum {
     LEAVE_NS = 2000 * 1000 * 1000, // for the peer to end the link, or to report what has landed
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
     READ_BYTES = 8192,             // at once at the begin of a message: the rest of a long one goes to its memory
+    POLL_SLEEP_MS = 1,
     BUSY_SLEEP_MS = 10,
-    SLEEP_MS = 250
+    SLEEP_MS = 250,
+    OBSTACLE_TEXT = 256
 };
 
 _Static_assert(NB_LINK_IN_ROOM >= NB_NET_LONE + (int)sizeof(struct wire_ctl), "an inline send fits");
@@ -46,9 +50,18 @@ static void link_free(struct nb_link *link) {
     free(link);
 }
 
+// True if no comm shows the failure: the link is the authenticated peer's, and is not open.
+static bool shown_by_none(const struct nb_link *link) {
+    return !link->outgoing && link->admitted && link->state < NB_LINK_READY && nb_list_empty(&link->comms) &&
+           link->failure.code != NB_ECLOSED;
+}
+
 // Closes the lanes and the control connection, and reports the failure to the comms.
 static void link_end(struct nb_link *link) {
     struct nb_net *net = link->net;
+    if (shown_by_none(link)) {
+        nb_net_log(net, NCCL_LOG_WARN, link->failure.text);
+    }
     if (!link->outgoing && !link->admitted) {
         nb_admission_remove(&net->admission, &link->pending);
         link->admitted = true;
@@ -244,20 +257,23 @@ static struct nb_link *link_new(struct nb_net *net, bool outgoing) {
     return link;
 }
 
-static int link_connect(struct nb_link *link, struct nb_error *err) {
+// Begins to connect. A failure may pass, as a lack of descriptors does.
+static void connect_begin(struct nb_link *link) {
     struct nb_net *net = link->net;
-    int fd = nb_sock_connect(&link->to, NULL, NULL, err);
-    if (fd < 0) {
-        return fd;
+    int fd = nb_sock_connect(&link->to, NULL, NULL, NULL);
+    int rc = fd;
+    if (fd >= 0) {
+        nb_sock_tune(fd, net->settings.timeout_ms);
+        link->watch.fd = fd;
+        rc = nb_loop_add(&net->loop, &link->watch, EPOLLOUT, NULL);
     }
-    nb_sock_tune(fd, net->settings.timeout_ms);
-    link->watch.fd = fd;
-    int rc = nb_loop_add(&net->loop, &link->watch, EPOLLOUT, err);
-    if (rc < 0) {
+    if (fd >= 0 && rc < 0) {
         close(fd);
         link->watch.fd = -1;
     }
-    return rc;
+    if (rc < 0) {
+        nb_link_connect_later(link, rc);
+    }
 }
 
 int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle, struct nb_link **out,
@@ -267,6 +283,7 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
         bool usable = !link->leaving && link->over_ns == 0 && !link->failing && link->state != NB_LINK_ENDED;
         if (link->outgoing && usable && link->domain == domain &&
             memcmp(link->process, handle->process, sizeof link->process) == 0) {
+            link->opened_ns = link->state < NB_LINK_READY ? nb_now_ns() : link->opened_ns; // its comm may wait as long
             *out = link;
             return 0;
         }
@@ -277,11 +294,11 @@ int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle
     }
     link->domain = domain;
     int rc = nb_link_shake_aim(link, handle, err);
-    rc = rc < 0 ? rc : link_connect(link, err);
     if (rc < 0) {
         link_free(link);
         return rc;
     }
+    connect_begin(link);
     *out = link;
     return 0;
 }
@@ -300,7 +317,7 @@ static void pending_drop(struct nb_pending *pending) {
 
 static void pending_read(struct nb_pending *pending) {
     struct nb_link *link = NB_CONTAINER(pending, struct nb_link, pending);
-    if (link->state == NB_LINK_JOIN) {
+    if (link->state == NB_LINK_PROOF) {
         link_read(link);
     }
 }
@@ -384,20 +401,64 @@ void nb_links_listen_end(struct nb_net *net) {
 
 // Ticks
 
+// Why the lanes are not open: one accepts no connection, or those of these numbers do not connect.
+static void lanes_obstacle(const struct nb_link *link, char text[OBSTACLE_TEXT]) {
+    uint64_t missing = nb_lanes_peer_missing(link->lanes, nb_link_other_rank(link));
+    int code = nb_lanes_accept_error(link->lanes);
+    size_t used = 0;
+    char list[OBSTACLE_TEXT / 2] = "";
+    if (code != 0) {
+        (void)snprintf(text, OBSTACLE_TEXT, "this process cannot accept the connections of its lanes (%s%s)",
+                       nb_code_name(code), code == -EMFILE ? ": see `ulimit -n`" : "");
+        return;
+    }
+    for (int i = 0; i < NB_LANES_MAX && used + 8 < sizeof list; i++) {
+        if ((missing >> i & 1) != 0) {
+            used += (size_t)snprintf(list + used, sizeof list - used, "%s%d", used > 0 ? ", " : "", i);
+        }
+    }
+    (void)snprintf(text, OBSTACLE_TEXT, "connected, but lanes %s are not open: is a firewall between? %s", list,
+                   "NETBOTTLENECK_PORTS sets their ports");
+}
+
+// Why the link is not open.
+static void obstacle(const struct nb_link *link, char text[OBSTACLE_TEXT]) {
+    const char *reason = "connected, but the lanes are not open";
+    if (link->state == NB_LINK_LANES) {
+        lanes_obstacle(link, text);
+        return;
+    }
+    if (link->state == NB_LINK_CONNECT) {
+        reason = link->connect_code != 0 ? nb_code_name(link->connect_code) : "nothing answers there";
+    } else if (link->state == NB_LINK_ANSWER) {
+        reason = "connected, but the process does not answer";
+    } else if (link->state == NB_LINK_WELCOME || link->state == NB_LINK_JOIN) {
+        reason = "connected, but the lanes there are not open";
+    }
+    (void)snprintf(text, OBSTACLE_TEXT, "%s", reason);
+}
+
+// NCCL may have given up all comms but the newest, and closed what they should connect to.
+static void connect_again(struct nb_link *link) {
+    if (!nb_list_empty(&link->comms)) {
+        (void)nb_link_shake_aim(link, &NB_CONTAINER(link->comms.prev, struct nb_net_comm, at_link)->to, NULL);
+    }
+    connect_begin(link);
+}
+
 static void handshake_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
     struct nb_error why = {0};
     if (now - link->opened_ns > limit_ns) {
-        bool tried = link->state == NB_LINK_CONNECT && link->connect_code != 0;
-        nb_fail(&why, NB_ETIMEOUT, "no link to %s within %.1f s (NETBOTTLENECK_TIMEOUT_S)%s%s", link->peer,
-                (double)limit_ns / 1e9, tried ? ": " : "", tried ? nb_code_name(link->connect_code) : "");
+        char text[OBSTACLE_TEXT];
+        obstacle(link, text);
+        nb_fail(&why, NB_ETIMEOUT, "no link %s %s within %.1f s (NETBOTTLENECK_TIMEOUT_S): %s",
+                link->outgoing ? "to" : "from", link->peer, (double)limit_ns / 1e9, text);
         nb_link_fail(link, &why);
         return;
     }
-    bool due = link->state == NB_LINK_CONNECT && link->watch.fd < 0 && now >= link->retry_ns;
-    int rc = due ? link_connect(link, NULL) : 0;
-    if (rc < 0) {
-        nb_link_connect_later(link, rc); // it may pass, as a lack of descriptors does
+    if (link->state == NB_LINK_CONNECT && link->watch.fd < 0 && now >= link->retry_ns) {
+        connect_again(link);
     }
 }
 
@@ -409,31 +470,39 @@ static void ping_tick(struct nb_link *link, int64_t now) {
     }
 }
 
-// True if nothing more comes over the lanes: all are lost, or the peer has ended the link and nothing moves.
+static int64_t latest(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+// True if nothing more comes over the lanes: all are lost, or the peer has ended the link and nothing moves. A peer that
+// has not closed its comms is gone, and what it had sent arrives soon.
 static bool lanes_over(const struct nb_link *link, int64_t moved, int64_t now) {
-    int64_t still_ns = now - (moved > link->over_ns ? moved : link->over_ns);
-    bool ended = link->over_ns != 0 && (link->flows == 0 || still_ns > LEAVE_NS);
+    int64_t still_ns = now - latest(moved, link->over_ns);
+    int64_t most_ns = link->net->up->all_closed(link) ? LEAVE_NS : LOST_NS;
+    bool ended = link->over_ns != 0 && (link->flows == 0 || link->lost_ns != 0 || still_ns > most_ns);
     return ended || (link->lost_ns != 0 && now - link->lost_ns > LOST_NS);
 }
 
 // Judges a peer that is silent, lanes that are lost, and bytes that do not move.
 static void silence_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
-    bool pending = false;
-    int64_t moved = link->net->up->moved(link, &pending);
-    int64_t heard = link->heard_ns > moved ? link->heard_ns : moved;
+    const struct nb_link_activity activity = link->net->up->activity(link);
     int64_t resumed = link->net->resumed_ns; // this process was descheduled until then: no silence of the peer
-    heard = heard > resumed ? heard : resumed;
-    moved = moved != 0 && moved < resumed ? resumed : moved;
+    int64_t heard = latest(latest(link->heard_ns, activity.moved_ns), resumed);
+    if (activity.moved_ns == 0 || activity.first != link->first) {
+        link->first = activity.first;
+        link->first_ns = now;
+    }
+    int64_t moved = latest(latest(activity.first_moved_ns, link->first_ns), resumed);
     struct nb_error why = {0};
-    if (lanes_over(link, moved, now)) {
+    if (lanes_over(link, latest(activity.moved_ns, resumed), now)) {
         why = link->failure;
         nb_link_fail(link, &why);
-    } else if (pending && now - heard > limit_ns) {
+    } else if (activity.pending && now - heard > limit_ns) {
         nb_fail(&why, NB_ETIMEOUT, "%s has been silent for %.1f s (NETBOTTLENECK_TIMEOUT_S)", link->peer,
                 (double)(now - heard) / 1e9);
         nb_link_fail(link, &why);
-    } else if (moved != 0 && now - moved > limit_ns / 4 * 5) {
+    } else if (activity.moved_ns != 0 && now - moved > limit_ns / 4 * 5) {
         nb_fail(&why, NB_ETIMEOUT, "no byte of a transfer with %s has moved for %.1f s", link->peer,
                 (double)(now - moved) / 1e9);
         nb_link_fail(link, &why);
@@ -447,6 +516,7 @@ static void tick(struct nb_net *net, int64_t now) {
     net->resumed_ns = now - net->ticked_ns > GAP_NS ? now : net->resumed_ns;
     net->ticked_ns = now;
     nb_admission_tick(&net->admission, now);
+    net->up->expire(net, now);
     NB_LIST_EACH(it, &net->links) {
         struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         if (link->failing || link->state == NB_LINK_ENDED) {
@@ -476,8 +546,26 @@ static void reap(struct nb_net *net) {
     }
 }
 
+// Opens the lanes of one link, which may take a second: the proofs of other links are not delayed by more.
+static void open_next(struct nb_net *net) {
+    NB_LIST_EACH(it, &net->links) {
+        struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
+        struct nb_error err = {0};
+        if (link->state != NB_LINK_OPENING || link->failing) {
+            continue;
+        }
+        if (nb_link_shake_open(link, &err) < 0) {
+            nb_link_fail(link, &err);
+        } else {
+            parse(link); // the peer's next message may be here
+        }
+        return;
+    }
+}
+
 void nb_links_progress(struct nb_net *net) {
     nb_loop_wait(&net->loop, 0);
+    open_next(net);
     int64_t now = nb_now_ns();
     NB_LIST_EACH(it, &net->links) {
         struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
@@ -493,7 +581,7 @@ void nb_links_progress(struct nb_net *net) {
         }
         link->polled_ns = now;
         nb_lanes_progress(link->lanes, now);
-        if (link->state == NB_LINK_LANES && nb_lanes_peer_ready(link->lanes, nb_link_other_rank(link))) {
+        if (link->state == NB_LINK_LANES && nb_lanes_peer_missing(link->lanes, nb_link_other_rank(link)) == 0) {
             link->state = NB_LINK_READY;
         }
     }
@@ -508,11 +596,13 @@ int nb_links_arm(const struct nb_net *net) {
     NB_LIST_EACH(it, &net->links) {
         const struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
         bool pending = link->state < NB_LINK_READY;
-        if (link->lanes != NULL && nb_lanes_arm(link->lanes) == -EAGAIN) {
+        bool polled = link->lanes != NULL && nb_lanes_arm(link->lanes) == -EAGAIN;
+        if (link->state == NB_LINK_OPENING || (polled && !nb_link_lanes_idle(link))) {
             return 0;
         }
-        (void)net->up->moved(link, &pending);
+        pending = pending || net->up->activity(link).pending;
         int most_ms = pending || link->failing || link->leaving ? BUSY_SLEEP_MS : SLEEP_MS;
+        most_ms = polled ? POLL_SLEEP_MS : most_ms;
         sleep_ms = most_ms < sleep_ms ? most_ms : sleep_ms;
     }
     return sleep_ms;

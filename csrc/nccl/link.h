@@ -19,10 +19,12 @@ enum {
 
 // Wire format. All fields are little-endian, as they lie in memory.
 
+// Hello and answer keep their sizes and the fields up to the nonce in all versions, so that a difference can be named.
+
 struct wire_hello {
     uint32_t magic;
-    uint32_t version;
-    uint32_t lanes;
+    uint32_t version; // of the wire format
+    uint32_t reserved;
     uint32_t process_number;
     unsigned char process[NB_NET_ID_BYTES];
     unsigned char nonce[NB_NET_ID_BYTES];
@@ -32,13 +34,18 @@ struct wire_hello {
 
 struct wire_answer {
     int32_t code; // 0, or NB_EMISMATCH
-    uint32_t reserved;
+    uint32_t version;
     unsigned char nonce[NB_NET_ID_BYTES];
     char tag[NB_NET_TAG];
     unsigned char mac[NB_SHA256_BYTES];
 };
 
-// Join and welcome: a MAC, then the lanes' addresses, which it covers.
+// Proof: a MAC. Join: a MAC, then the lanes' addresses, which it covers. Welcome: a MAC, then this and the addresses.
+struct wire_welcome {
+    int32_t code; // 0, or why the link does not open: then there are no addresses
+    uint32_t reserved;
+    char text[NB_ERROR_TEXT];
+};
 
 enum nb_link_message {
     NB_CTL_OPEN = 1,
@@ -58,11 +65,12 @@ struct wire_ctl {
 };
 
 _Static_assert(sizeof(struct wire_hello) == 152 && sizeof(struct wire_answer) == 152, "crosses the wire");
-_Static_assert(sizeof(struct wire_ctl) == 24, "crosses the wire");
+_Static_assert(sizeof(struct wire_welcome) == 488 && sizeof(struct wire_ctl) == 24, "crosses the wire");
 
 struct nb_link_shake {
     struct wire_hello hello;
     struct wire_answer answer;
+    struct nb_error refusal; // incoming: why the lanes do not open, for the welcome
 };
 
 // The peer's rank in the lanes.
@@ -95,10 +103,13 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 
 // handshake.c
 
-// Outgoing: takes the peer's address, its identity and the key from a handle.
+// Outgoing: takes the peer's address, its identity and the key from a handle. On failure nothing changes.
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err);
 // Outgoing: begins the handshake on a new control connection.
 int nb_link_shake_hello(struct nb_link *link);
+// Opens this side's lanes, once the state is NB_LINK_OPENING. Returns 0 or a failure that ends the link. If the control
+// connection is gone then, the state is NB_LINK_CONNECT.
+int nb_link_shake_open(struct nb_link *link, struct nb_error *err);
 // Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. If the
 // control connection is gone then, the state is NB_LINK_CONNECT.
 int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, struct nb_error *err);

@@ -24,6 +24,7 @@
 enum {
     EXIT_NAP_NS = 100 * 1000,      // between looks whether peers' kernels have all
     NAP_NS = 4 * 1000 * 1000,      // the helper looks this often whether calls still make progress
+    POLL_NAP_NS = 50 * 1000,       // between its passes where nothing can wake it
     LINGER_NS = 200 * 1000 * 1000, // for peers to read what their kernels have
     UNSENT_NS = 2000 * 1000 * 1000 // for peers' kernels to get what was sent
 };
@@ -32,6 +33,7 @@ enum {
 static struct {
     pthread_mutex_t lock;
     struct nb_net *nets[NB_NET_KINDS];
+    int ending;   // nets that are in none of these places and not freed yet
     bool guarded; // the fork handler is registered
 } process = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -39,6 +41,7 @@ struct nb_net_counters nb_net_counts[NB_NET_KINDS];
 
 static void in_child(void) {
     memset(process.nets, 0, sizeof process.nets); // their memory stays: the objects that NCCL holds refer to it
+    process.ending = 0;
     pthread_mutex_init(&process.lock, NULL);
 }
 
@@ -53,7 +56,7 @@ struct nb_net *nb_net_current(enum nb_net_kind kind) {
     return net;
 }
 
-// Runs a progress pass. Returns how long to sleep then, in ms.
+// Runs a progress pass. Returns how long to sleep then, in ms; 0: a moment.
 static int helper_pass(struct nb_net *net, bool *stop) {
     pthread_mutex_lock(&net->lock);
     *stop = net->stop;
@@ -65,6 +68,7 @@ static int helper_pass(struct nb_net *net, bool *stop) {
 
 static void *helper_main(void *arg) {
     static const struct timespec nap = {.tv_nsec = NAP_NS};
+    static const struct timespec poll_nap = {.tv_nsec = POLL_NAP_NS}; // isend and irecv get the lock meanwhile
     struct nb_net *net = arg;
     uint64_t seen = 0;
     bool stop = false;
@@ -76,7 +80,9 @@ static void *helper_main(void *arg) {
             continue;
         }
         int sleep_ms = helper_pass(net, &stop);
-        if (!stop && sleep_ms != 0) {
+        if (!stop && sleep_ms == 0) {
+            nanosleep(&poll_nap, NULL);
+        } else if (!stop) {
             nb_loop_sleep(&net->loop, sleep_ms);
         }
     }
@@ -121,23 +127,40 @@ static void net_free(struct nb_net *net) {
     free(net);
 }
 
+// True if a peer's kernel may lack what the net sent.
+static bool net_unsent(struct nb_net *net) {
+    if (!nb_net_is_mine(net)) {
+        return false;
+    }
+    if (pthread_mutex_trylock(&net->lock) != 0) {
+        return true;
+    }
+    nb_links_progress(net);
+    bool unsent = nb_links_unsent(net);
+    pthread_mutex_unlock(&net->lock);
+    return unsent;
+}
+
+// The same for the process, of which other threads may run.
+static bool process_unsent(void) {
+    if (pthread_mutex_trylock(&process.lock) != 0) {
+        return true;
+    }
+    bool unsent = process.ending > 0;
+    for (int kind = 0; kind < NB_NET_KINDS; kind++) {
+        unsent = (process.nets[kind] != NULL && net_unsent(process.nets[kind])) || unsent;
+    }
+    pthread_mutex_unlock(&process.lock);
+    return unsent;
+}
+
 // A process may exit right after its last send. Its kernel then resets connections that have unread input, such as
 // grants, and drops what the peer does not have.
 __attribute__((destructor)) static void at_exit(void) {
     static const struct timespec nap = {.tv_nsec = EXIT_NAP_NS};
     int64_t until = nb_now_ns() + UNSENT_NS;
-    for (int kind = 0; kind < NB_NET_KINDS; kind++) {
-        struct nb_net *net = process.nets[kind];
-        for (bool unsent = net != NULL && nb_net_is_mine(net); unsent && nb_now_ns() < until;) {
-            if (pthread_mutex_trylock(&net->lock) == 0) {
-                nb_links_progress(net);
-                unsent = nb_links_unsent(net);
-                pthread_mutex_unlock(&net->lock);
-            }
-            if (unsent) {
-                nanosleep(&nap, NULL);
-            }
-        }
+    while (process_unsent() && nb_now_ns() < until) {
+        nanosleep(&nap, NULL);
     }
 }
 
@@ -208,7 +231,13 @@ void nb_net_close(struct nb_net *net) {
     pthread_mutex_unlock(&net->lock);
     if (last) {
         process.nets[net->kind] = NULL;
-        net_free(net);
+        process.ending++;
     }
     pthread_mutex_unlock(&process.lock);
+    if (last) {
+        net_free(net); // may wait for peers
+        pthread_mutex_lock(&process.lock);
+        process.ending--;
+        pthread_mutex_unlock(&process.lock);
+    }
 }

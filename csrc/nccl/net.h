@@ -15,9 +15,10 @@
 //
 // Handshake. A net has one listener while NCCL listens. A handle carries its address, the number of the listening
 // comm and a token drawn for it. The key of the handshake is HMAC(NETBOTTLENECK_SECRET, token); without a secret, only
-// the token proves that the peer belongs to the job. Hello, answer, join and welcome prove the key on both sides and
-// carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
-// does not prove the key in time is dropped (base/admission.h).
+// the token proves that the peer belongs to the job. Hello, answer and proof prove the key on both sides. Then both open
+// their lanes, of one link in a pass, as that may take a second. Join and welcome carry the lanes' addresses under MACs.
+// The lanes' session key is derived from the same nonces. A connection that does not prove the key in time is dropped
+// (base/admission.h).
 //
 // Transfers. irecv sends a grant with the capacity, isend takes the oldest grant of its comm. A send of up to
 // NB_NET_INLINE bytes goes over the control connection, inline; so does one of up to NB_NET_LONE bytes while no flow is
@@ -37,11 +38,15 @@
 // once what may leave. A helper thread keeps the links alive while NCCL does not call. It stays away as long as calls
 // make progress.
 //
-// Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
-// NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a
+// Failures. A process that dies ends the control connection, and the link fails at once, or once its lanes are still: the
+// report that a transfer has landed may be there. A silent peer fails it after
+// NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that is the first
+// to be served and does not move. A receive without a
 // send has no deadline. A failed link closes its connections before any request shows the failure, so no late byte lands
 // in memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
-// flight fails the link: its bytes cannot be called back. Neither waits for the peer.
+// flight fails the link: its bytes cannot be called back. Neither waits for the peer. NCCL does not tell when it gives up a
+// connection that is not open yet: one that it does not ask for within that time is dropped, and a link that does not open
+// is aimed at the newest comm's handle.
 //
 // fork. A child owns nothing: every call on inherited objects fails, or does nothing where it closes.
 #ifndef NB_NCCL_NET_H
@@ -116,7 +121,6 @@ struct nb_net_handle {
     uint64_t connecting; // connect(): the comm that is being opened, or 0
     uint16_t family;
     uint16_t port;
-    uint32_t scope;
     unsigned char address[16];
 };
 
@@ -154,9 +158,9 @@ struct nb_net_comm {
     struct nb_list at_listener; // incoming: until accept(); outgoing: in net->connecting until connect() returns it
     uint32_t id;
     uint64_t connecting;
-    uint64_t listener; // number of the peer's listening comm
+    int64_t asked_ns;        // connecting: when connect() was last called for it
+    struct nb_net_handle to; // outgoing: the peer's handle
     bool sends;
-    bool opened;            // outgoing: the peer was asked for it
     bool ended;             // the peer has closed its end
     bool logged;            // the log has the failure
     struct nb_list idle;    // requests; only the thread that calls isend, irecv and test uses it
@@ -204,6 +208,14 @@ struct nb_net_settings {
     char tag[NB_NET_TAG]; // what both sides of a link must agree on
 };
 
+// What the comms of a link wait for.
+struct nb_link_activity {
+    bool pending;     // a request waits for the peer
+    int64_t moved_ns; // when a transfer last began, moved or ended; 0: none is active
+    uint64_t first;   // the active flow with the lowest number, which the lanes serve first. 0: an inline send arrives
+    int64_t first_moved_ns; // when it last moved
+};
+
 // What a link reports. All with the lock.
 struct nb_link_up {
     // A control message for a comm. False: the message is not allowed.
@@ -223,8 +235,9 @@ struct nb_link_up {
     bool (*all_closed)(const struct nb_link *link);
     // The link has ended: its lanes are closed, link->failure says why.
     void (*ended)(struct nb_link *link);
-    // Last time that a flow moved; 0: there is none. *pending: a request or an open comm waits for the peer.
-    int64_t (*moved)(const struct nb_link *link, bool *pending);
+    // Drops connecting comms that NCCL has given up: it calls connect() again and again for the others.
+    void (*expire)(struct nb_net *net, int64_t now);
+    struct nb_link_activity (*activity)(const struct nb_link *link);
 };
 
 // One per process and kind.
@@ -238,7 +251,7 @@ struct nb_net {
     pthread_t helper;
     bool helper_runs;
     _Atomic bool stop;
-    _Atomic uint64_t calls; // passes that calls of NCCL ran
+    _Atomic uint64_t calls; // of NCCL, that make progress or need the lock
     struct nb_loop loop;
     struct nb_admission admission;
     struct nb_watch listener;
@@ -252,6 +265,7 @@ struct nb_net {
     const struct nb_link_up *up;
     int64_t ticked_ns;
     int64_t resumed_ns; // end of the last long time without a tick
+    int unmapped_code;  // why memory could not be mapped, as the log has it; 0: that has not happened
 };
 
 // Writes to NCCL's log.
@@ -264,10 +278,12 @@ static inline void nb_net_log(const struct nb_net *net, int level, const char *t
 enum nb_link_state {
     NB_LINK_CONNECT, // outgoing: connecting, or waiting to connect again
     NB_LINK_ANSWER,  // outgoing: awaits the answer
-    NB_LINK_WELCOME, // outgoing: awaits the welcome
     NB_LINK_HELLO,   // incoming: awaits the hello
+    NB_LINK_PROOF,   // incoming: awaits the proof
+    NB_LINK_OPENING, // opens its own lanes with one of the next passes
+    NB_LINK_WELCOME, // outgoing: awaits the welcome
     NB_LINK_JOIN,    // incoming: awaits the join
-    NB_LINK_LANES,   // the lanes are being opened
+    NB_LINK_LANES,   // the lanes of both sides connect
     NB_LINK_READY,
     NB_LINK_ENDED // closed; freed once no comm refers to it
 };
@@ -307,6 +323,8 @@ struct nb_link {
     int64_t heard_ns;
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
+    uint64_t first;   // see nb_link_activity
+    int64_t first_ns; // since when it is the first
     int64_t leave_ns;
     int64_t lost_ns;   // since when no lane is left; 0: one is
     int64_t over_ns;   // since when the peer has closed all comms and the control connection, and flows are left; or 0
@@ -336,6 +354,8 @@ struct nb_link {
 // Starts listening, unless that is done.
 int nb_links_listen(struct nb_net *net, struct nb_error *err);
 void nb_links_listen_end(struct nb_net *net);
+// The listening comm of a number; NULL: it is closed.
+struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id);
 // The link to the process of a handle, opened if there is none.
 int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle, struct nb_link **link,
                  struct nb_error *err);
@@ -362,7 +382,7 @@ void nb_link_fail(struct nb_link *link, const struct nb_error *why);
 void nb_links_close(struct nb_net *net);
 // Runs one progress pass.
 void nb_links_progress(struct nb_net *net);
-// Call before sleeping. Returns how long at most, in ms.
+// Call before sleeping. Returns how long at most, in ms; 0: less, as flows wait for lanes that wake nobody.
 int nb_links_arm(const struct nb_net *net);
 // True while a peer's kernel does not have all that was sent to it.
 bool nb_links_unsent(const struct nb_net *net);
@@ -404,7 +424,7 @@ int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_n
 int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err);
 // 1: done, and the request is gone; 0: pending.
-int nb_net_test(struct nb_net_request *request, size_t *bytes);
+int nb_net_test(struct nb_net_request *request, size_t *bytes, struct nb_error *err);
 void nb_net_comm_close(struct nb_net_comm *comm);
 
 #endif

@@ -59,6 +59,7 @@ void nb_link_connect_later(struct nb_link *link, int code) {
 
 void nb_link_control_ended(struct nb_link *link, int code) {
     struct nb_error why = {0};
+    const char *when = link->state < NB_LINK_READY ? " before all lanes were open" : "";
     if (link->outgoing && link->state < NB_LINK_LANES) {
         nb_link_connect_later(link, code); // the peer may have dropped it because it was busy
         return;
@@ -66,12 +67,13 @@ void nb_link_control_ended(struct nb_link *link, int code) {
     if (link->leaving || link->left) {
         nb_fail(&why, NB_ECLOSED, "%s has closed its end", link->peer);
     } else if (code == 0 || code == -ECONNRESET || code == -EPIPE) {
-        nb_fail(&why, NB_EPEER, "the connection to %s ended: its process is gone, or has closed it", link->peer);
+        nb_fail(&why, NB_EPEER, "the connection to %s ended%s: its process is gone, or has closed it", link->peer,
+                when);
     } else {
-        nb_fail(&why, NB_EPEER, "the connection to %s failed (%s)", link->peer, nb_code_name(code));
+        nb_fail(&why, NB_EPEER, "the connection to %s failed%s (%s)", link->peer, when, nb_code_name(code));
     }
-    if (link->outgoing && link->flows > 0 && link->net->up->all_closed(link)) {
-        // The reports that these flows have landed may still be on the lanes.
+    if (link->outgoing && link->flows > 0) {
+        // The reports that these flows have landed may still be on the lanes, also from a process that has just exited.
         nb_loop_remove(&link->net->loop, &link->watch);
         link->over_ns = nb_now_ns();
         link->failure = why;

@@ -206,15 +206,16 @@ static int iflush(void *comm, int count, void **data, int *sizes, void **mhandle
 static int test(void *opaque, int *done, int *sizes) {
     struct nb_net_request *request = opaque;
     size_t bytes = 0;
+    struct nb_error err = {0};
     if (!usable(request->comm->net)) {
         return NCCL_INVALID_USAGE;
     }
-    int rc = nb_net_test(request, &bytes);
+    int rc = nb_net_test(request, &bytes, &err);
     *done = rc > 0;
     if (rc > 0 && sizes != NULL) {
         *sizes = (int)bytes;
     }
-    return result_of(rc < 0 ? rc : 0);
+    return logged(request->comm->net, rc < 0 ? rc : 0, &err);
 }
 
 static int close_comm(void *comm) {

@@ -110,6 +110,8 @@ size_t nb_lanes_address_bytes(const struct nb_lanes *lanes);
 void nb_lanes_address(const struct nb_lanes *lanes, void *out);
 int nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *address, struct nb_error *err);
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
+// The lanes that are not connected to an opened peer, a bit for each.
+uint64_t nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 // Why connecting peers could not be accepted, or 0.
 int nb_lanes_accept_error(const struct nb_lanes *lanes);
 // Number of lanes to an opened peer that are not lost.

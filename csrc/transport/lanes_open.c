@@ -197,12 +197,17 @@ int nb_lanes_accept_error(const struct nb_lanes *lanes) {
     return why;
 }
 
-bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
+uint64_t nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
+    uint64_t missing = 0;
     for (int i = 0; i < lanes->config.lanes; i++) {
         const struct path *paths = lanes->peers[peer].paths;
         if ((paths == NULL || paths[i].open) && !lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {
-            return false;
+            missing |= (uint64_t)1 << i;
         }
     }
-    return true;
+    return missing;
+}
+
+bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
+    return nb_lanes_peer_missing(lanes, peer) == 0;
 }

@@ -474,7 +474,7 @@ static int connect_to(const struct nb_net_handle *handle) {
 
 // A hello with everything that an unauthenticated client may know: all but the token. Its proof is invalid.
 static void unauthenticated_hello(const struct nb_net_handle *handle, unsigned char hello[152]) {
-    const uint32_t head[4] = {0x4e424e4c, 3, 4, 1}; // magic, version, lanes, process
+    const uint32_t head[4] = {0x4e424e4c, 4, 0, 1}; // magic, version, reserved, process
     memcpy(hello, head, sizeof head);
     memcpy(hello + 48, &handle->listener, sizeof handle->listener);
 }

@@ -1,11 +1,78 @@
 // Links of the NCCL net plugin: how they open, end and fail. Some cases reach into it, to fix the order of events.
 #include <arpa/inet.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/resource.h>
+#include <time.h>
 
 #include "nccl_sides.h"
+#include "transport/lanes.h"
 
-enum { HELLO_BYTES = 152, ANSWER_BYTES = 152 };
+enum { HELLO_BYTES = 152, ANSWER_BYTES = 152, PROOF_BYTES = 32, READ_S = 20 };
+
+static atomic_bool lanes_held;  // opening lanes does not return
+static atomic_bool lanes_fail;  // it fails
+static atomic_bool never_armed; // lanes cannot wake the helper thread
+static atomic_int arms;         // calls of nb_lanes_arm
+static atomic_int sleeps;
+static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
+static atomic_bool end_held;      // the end of a net does not return
+static atomic_bool end_entered;
+static atomic_bool map_fails; // memory cannot be registered
+
+int __real_nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err);
+int __wrap_nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err);
+bool __real_nb_links_leaving(const struct nb_net *net, bool *unsent);
+bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent);
+uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
+uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
+int __real_nb_lanes_arm(struct nb_lanes *lanes);
+int __wrap_nb_lanes_arm(struct nb_lanes *lanes);
+void __real_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
+void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
+int __real_nanosleep(const struct timespec *duration, struct timespec *left);
+int __wrap_nanosleep(const struct timespec *duration, struct timespec *left);
+
+int __wrap_nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err) {
+    return atomic_load(&map_fails) ? nb_fail(err, -ENOMEM, "not in this test")
+                                   : __real_nb_lanes_map(lanes, base, bytes, err);
+}
+
+bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent) {
+    atomic_store(&end_entered, true);
+    while (atomic_load(&end_held)) {
+    }
+    return __real_nb_links_leaving(net, unsent);
+}
+
+uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
+    return atomic_load(&lanes_blocked) ? 12 : __real_nb_lanes_peer_missing(lanes, peer);
+}
+
+int __wrap_nb_lanes_arm(struct nb_lanes *lanes) {
+    atomic_fetch_add(&arms, 1);
+    return atomic_load(&never_armed) ? -EAGAIN : __real_nb_lanes_arm(lanes);
+}
+
+void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
+    atomic_fetch_add(&sleeps, 1);
+    __real_nb_loop_sleep(loop, timeout_ms);
+}
+
+int __wrap_nanosleep(const struct timespec *duration, struct timespec *left) {
+    atomic_fetch_add(&sleeps, 1);
+    return __real_nanosleep(duration, left);
+}
+
+int __real_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+
+int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err) {
+    while (atomic_load(&lanes_held)) {
+    }
+    return atomic_load(&lanes_fail) ? nb_fail(err, -EMFILE, "the lanes have no descriptors")
+                                    : __real_nb_lanes_open(lanes, config, err);
+}
 
 static int connect_to_handle(const struct nb_net_handle *handle) {
     struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(handle->port)};
@@ -32,6 +99,8 @@ static int bind_in_place(unsigned char opaque[NCCL_HANDLE_BYTES]) {
 }
 
 static void read_bytes(int fd, void *data, size_t bytes) {
+    const struct timeval limit = {.tv_sec = READ_S};
+    CHECK(setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0, "timeout: %s", strerror(errno));
     CHECK(recv(fd, data, bytes, MSG_WAITALL) == (ssize_t)bytes, "recv: %s", strerror(errno));
 }
 
@@ -82,6 +151,112 @@ static void case_reset_after_answer(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// The proof leaves before the lanes are opened, which takes long: the peer waits for it for 2 s only.
+static void case_proof_before_lanes(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    unsigned char answer[ANSWER_BYTES];
+    unsigned char proof[PROOF_BYTES];
+    struct pair pair;
+    struct nb_net_handle handle;
+    open_listener(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    if (side->index == 0) {
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        int fd = accept_hello(listener, hello);
+        int peer = connect_to_handle(&handle);
+        CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
+        read_bytes(peer, answer, sizeof answer);
+        atomic_store(&lanes_held, true);
+        CHECK(send(fd, answer, sizeof answer, MSG_NOSIGNAL) == (ssize_t)sizeof answer, "send: %s", strerror(errno));
+        read_bytes(fd, proof, sizeof proof);
+        atomic_store(&lanes_held, false);
+        close(fd);
+        close(peer);
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// Connects until that fails, and accepts until a failure is in the log. Both name `text`.
+static void expect_failed_link(struct side *side, struct pair *pair, const char *text) {
+    void *comm = NULL;
+    for (int rc = 0; rc == 0;) {
+        rc = side->index == 0 ? proxy_connect(&side->proxy, 0, pair->handle, &comm)
+                              : proxy_accept(&side->proxy, pair->listener, &comm);
+        CHECK(comm == NULL, "connected");
+        rc = side->index == 0 ? rc : proxy_warning[0] != '\0';
+        check_time(side, "an error");
+    }
+    CHECK(strstr(proxy_warning, text) != NULL, "the log has no '%s': %s", text, proxy_warning);
+}
+
+// The accepting side cannot open its lanes: both sides name the reason, and the connecting one does not try again.
+static void case_accept_fails(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_fail, side->index == 1);
+    open_listener(side, &pair);
+    expect_failed_link(side, &pair, "the lanes have no descriptors");
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The connecting side cannot: its log names the peer, too.
+static void case_connect_fails(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_fail, side->index == 0);
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        expect_failed_link(side, &pair, "(process ");
+        CHECK(strstr(proxy_warning, "the lanes have no descriptors") != NULL, "no reason: %s", proxy_warning);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The sides have different settings: both name those of both.
+static void case_different_settings(struct side *side) {
+    struct pair pair;
+    if (side->index == 1) {
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+        setenv("NETBOTTLENECK_STREAMS", "2", 1);
+        CHECK(proxy_init(&side->proxy, 77) == 0, "init");
+    }
+    open_listener(side, &pair);
+    expect_failed_link(side, &pair, "2 lanes");
+    CHECK(strstr(proxy_warning, "4 lanes") != NULL, "the log does not name both: %s", proxy_warning);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// A peer with another version of the protocol gets an answer that names this side's.
+static void case_other_protocol(struct side *side) {
+    enum { OTHER = 99, HELLO_LISTENER = 48 };
+    struct {
+        int32_t code;
+        uint32_t version;
+        unsigned char rest[ANSWER_BYTES - 8];
+    } answer = {0};
+    const uint32_t head[2] = {0x4e424e4c, OTHER}; // magic, version
+    unsigned char hello[HELLO_BYTES] = {0};
+    struct pair pair;
+    struct nb_net_handle handle;
+    open_listener(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    memcpy(hello, head, sizeof head);
+    memcpy(hello + HELLO_LISTENER, &handle.listener, sizeof handle.listener);
+    int peer = connect_to_handle(&handle);
+    CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
+    read_bytes(peer, &answer, sizeof answer);
+    CHECK(answer.code == NB_EMISMATCH && answer.version != 0 && answer.version != OTHER, "code %d, version %u",
+          answer.code, answer.version);
+    close(peer);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
 // The link that this process opens.
 static struct nb_link *outgoing_link(struct nb_net *net) {
     NB_LIST_EACH(it, &net->links) {
@@ -125,6 +300,27 @@ static void case_no_descriptors(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// So is the first try.
+static void case_no_descriptors_at_first(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    struct rlimit limit;
+    struct pair pair;
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        int listener = bind_in_place(pair.handle);
+        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
+        CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0, "getrlimit: %s", strerror(errno));
+        const struct rlimit none = {.rlim_cur = 0, .rlim_max = limit.rlim_max};
+        CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %s", strerror(errno));
+        expect_no_comm(side, pair.handle);
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit: %s", strerror(errno));
+        close(accept_hello(listener, hello));
+        close(listener);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
 // No link within NETBOTTLENECK_TIMEOUT_S: the log has the reason of the last try.
 static void case_refused(struct side *side) {
     struct pair pair;
@@ -138,6 +334,50 @@ static void case_refused(struct side *side) {
     }
     CHECK(strstr(proxy_warning, strerror(ECONNREFUSED)) != NULL, "the log has no reason: %s", proxy_warning);
     close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// NCCL gives up a connection to a handle that nothing serves any more. The next one to the same process opens.
+static void case_given_up(struct side *side) {
+    unsigned char gone[NCCL_HANDLE_BYTES];
+    struct pair pair;
+    open_listener(side, &pair);
+    memcpy(gone, pair.handle, sizeof gone);
+    int refusing = bind_in_place(gone);
+    expect_no_comm(side, gone);
+    open_comms(side, &pair);
+    close(refusing);
+    barrier();
+    close_pair(side, &pair);
+}
+
+// A connection that NCCL gives up is dropped, and with it its link.
+static void case_given_up_alone(struct side *side) {
+    struct pair pair;
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+    open_listener(side, &pair);
+    int refusing = bind_in_place(pair.handle);
+    expect_no_comm(side, pair.handle);
+    for (bool dropped = false; !dropped;) {
+        pthread_mutex_lock(&net->lock);
+        dropped = nb_list_empty(&net->connecting) && nb_list_empty(&net->links);
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the end of a connection that was given up");
+    }
+    close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// Two lanes do not connect in time: the log names them.
+static void case_lanes_blocked(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_blocked, side->index == 0);
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        expect_failed_link(side, &pair, "lanes 2, 3 are not open");
+    }
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -257,8 +497,8 @@ static void await_flow(struct side *side, void *request) {
     }
 }
 
-// A sender that sees the peer's orderly end before the report that its last transfer has landed waits for the report.
-static void case_end_before_report(struct side *side) {
+// A sender that sees the peer's end before the report that its last transfer has landed waits for the report.
+static void end_before_report(struct side *side, bool orderly) {
     const struct {
         uint32_t type;
         uint32_t comm;
@@ -279,7 +519,7 @@ static void case_end_before_report(struct side *side) {
         barrier();
         int control = accepted_connection(port);
         CHECK(control >= 0, "control connection not found");
-        CHECK(send(control, &closed, sizeof closed, MSG_NOSIGNAL) == (ssize_t)sizeof closed, "send");
+        CHECK(!orderly || send(control, &closed, sizeof closed, MSG_NOSIGNAL) == (ssize_t)sizeof closed, "send");
         barrier();
     } else {
         fill(data, 0, 0, BIG);
@@ -295,6 +535,128 @@ static void case_end_before_report(struct side *side) {
     barrier();
     close_pair(side, &pair);
     free(data);
+}
+
+static void case_end_before_report(struct side *side) {
+    end_before_report(side, true);
+}
+
+// The peer's process exits without a close.
+static void case_exit_before_report(struct side *side) {
+    end_before_report(side, false);
+}
+
+// A comm that is closed with a transfer in flight ends the link of another comm: this side's log says so.
+static void case_cut_off(struct side *side) {
+    struct pair pairs[2];
+    unsigned char byte = 0;
+    int result = 0;
+    open_pair(side, &pairs[0]);
+    pairs[1] = pairs[0];
+    open_comms(side, &pairs[1]);
+    unsigned char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    struct proxy_queue large = {.comm = side->index == 0 ? pairs[0].send : pairs[0].recv, .sends = side->index == 0};
+    struct proxy_queue small = {.comm = side->index == 0 ? pairs[1].send : pairs[1].recv, .sends = side->index == 0};
+    if (side->index == 0) {
+        send_slowly();
+        for (int i = 0; i <= NB_NET_EARLY; i++) { // the last one has no receive
+            CHECK(proxy_post(&side->proxy, &small, &byte, 1, &result), "isend");
+        }
+    }
+    CHECK(proxy_post(&side->proxy, &large, data, BIG, &result), "post");
+    if (side->index == 0) {
+        await_flow(side, large.requests[0]);
+        barrier();
+        CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+        while (!has_failed(side, &small)) {
+        }
+        CHECK(strstr(proxy_warning, "a connection was closed with a transfer in flight") != NULL,
+              "the log has no reason: %s", proxy_warning);
+    } else {
+        barrier();
+        while (!has_failed(side, &large)) {
+        }
+        CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+    }
+    CHECK(proxy_close_recv(&side->proxy, pairs[0].recv) == 0, "closeRecv");
+    barrier();
+    close_pair(side, &pairs[1]);
+    free(data);
+}
+
+// Lanes that cannot wake the helper thread: it sleeps between its passes all the same, and transfers end.
+static void case_no_wait(struct side *side) {
+    enum { ARMS = 100 }; // two in a pass, as there are two links
+    struct pair pair;
+    void *request = NULL;
+    unsigned char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    open_pair(side, &pair);
+    atomic_store(&never_armed, true);
+    for (int round = 0; round < 2; round++) {
+        int until = atomic_load(&arms) + ARMS;
+        int slept = atomic_load(&sleeps);
+        while (atomic_load(&arms) < until) {
+            check_time(side, "passes of the helper thread");
+        }
+        slept = atomic_load(&sleeps) - slept;
+        CHECK(slept >= ARMS / 4, "%d sleeps for %d looks at lanes", slept, ARMS);
+        if (round == 0) {
+            barrier();
+            fill(data, 0, 0, side->index == 0 ? BIG : 0);
+            CHECK(side->index == 0 ? proxy_isend(&side->proxy, pair.send, data, BIG, &request) == 0
+                                   : proxy_irecv(&side->proxy, pair.recv, data, BIG, &request) == 0,
+                  "post");
+        }
+    }
+    finish(side, request);
+    check_bytes(data, 0, 0, BIG);
+    barrier();
+    close_pair(side, &pair);
+    free(data);
+}
+
+// A transfer that was announced and does not move fails, although others on the link do.
+static void case_one_stands_still(struct side *side) {
+    enum { BYTES = 300 * 1000 };
+    static unsigned char data[2][BYTES];
+    struct pair pairs[2];
+    struct nb_net_handle handle;
+    int result = 0;
+    open_pair(side, &pairs[0]);
+    pairs[1] = pairs[0];
+    open_comms(side, &pairs[1]);
+    memcpy(&handle, pairs[0].handle, sizeof handle);
+    struct proxy_queue still = {.comm = pairs[0].recv};
+    struct proxy_queue moving = {.comm = side->index == 0 ? pairs[1].send : pairs[1].recv, .sends = side->index == 0};
+    CHECK(side->index == 0 || proxy_post(&side->proxy, &still, data[0], BYTES, &result), "irecv");
+    barrier();
+    if (side->index == 0) {
+        struct {
+            uint32_t type;
+            uint32_t comm;
+            uint64_t op;
+            uint64_t bytes;
+        } announced = {.type = 4, .comm = 1, .bytes = BYTES};
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+        pthread_mutex_lock(&net->lock);
+        announced.op = ++outgoing_link(net)->next_op; // which the lanes do not have
+        CHECK(write(find_connection(handle.port, 0, false), &announced, sizeof announced) == sizeof announced, "write");
+        pthread_mutex_unlock(&net->lock);
+    }
+    while (!has_failed(side, side->index == 0 ? &moving : &still)) {
+        bool failed = moving.count < 2 && !proxy_post(&side->proxy, &moving, data[1], BYTES, &result) && result != 0;
+        if (failed || (side->index == 1 && has_failed(side, &moving))) {
+            break;
+        }
+    }
+    CHECK(side->index == 0 || strstr(proxy_warning, "no byte of a transfer") != NULL, "the log has no reason: %s",
+          proxy_warning);
+    barrier();
+    close_pair(side, &pairs[1]);
+    CHECK(proxy_close_send(&side->proxy, pairs[0].send) == 0, "closeSend");
+    CHECK(proxy_close_recv(&side->proxy, pairs[0].recv) == 0, "closeRecv");
 }
 
 // A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
@@ -318,13 +680,72 @@ static void case_finalized_context(struct side *side) {
     close_pair(&other, &pair);
 }
 
+// Memory that the lanes cannot register is used all the same. The log says so once.
+static void case_not_registered(struct side *side) {
+    static unsigned char data[2][4096];
+    struct pair pair;
+    void *mhandles[2] = {NULL, NULL};
+    open_pair(side, &pair);
+    atomic_store(&map_fails, true);
+    for (int i = 0; i < 2; i++) {
+        CHECK(proxy_register(&side->proxy, pair.send, data[i], sizeof data[i], &mhandles[i]) == 0, "regMr");
+        bool told = strstr(proxy_info, "ulimit -l") != NULL;
+        CHECK(told == (i == 0), "the log has: %s", proxy_info);
+        proxy_info[0] = '\0';
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK(proxy_deregister(&side->proxy, pair.send, mhandles[i]) == 0, "deregMr");
+    }
+    barrier();
+    close_pair(side, &pair);
+}
+
+static void *finalize_main(void *arg) {
+    CHECK(proxy_finalize(arg) == 0, "finalize");
+    return NULL;
+}
+
+// A net that ends waits for its peers. Meanwhile other communicators open and close.
+static void case_slow_end(struct side *side) {
+    struct side others[2] = {*side, *side};
+    pthread_t thread;
+    others[0].proxy.traffic_class = NB_NET_TRAFFIC_CLASS + NB_NET_TCP;
+    CHECK(proxy_init(&others[0].proxy, 78) == 0, "init");
+    atomic_store(&end_held, true);
+    alarm(LIMIT_S);
+    CHECK(pthread_create(&thread, NULL, finalize_main, &others[0].proxy) == 0, "thread");
+    while (!atomic_load(&end_entered)) {
+        check_time(side, "the begin of an end");
+    }
+    CHECK(proxy_init(&others[1].proxy, 79) == 0, "init");
+    CHECK(proxy_finalize(&others[1].proxy) == 0, "finalize");
+    atomic_store(&end_held, false);
+    CHECK(pthread_join(thread, NULL) == 0, "join");
+    alarm(0);
+}
+
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
+    {.name = "proof_before_lanes", .run = case_proof_before_lanes},
+    {.name = "accept_fails", .run = case_accept_fails},
+    {.name = "connect_fails", .run = case_connect_fails},
+    {.name = "different_settings", .run = case_different_settings},
+    {.name = "other_protocol", .run = case_other_protocol},
     {.name = "no_descriptors", .run = case_no_descriptors},
+    {.name = "no_descriptors_at_first", .run = case_no_descriptors_at_first},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
+    {.name = "given_up", .run = case_given_up, .timeout_s = "10"},
+    {.name = "given_up_alone", .run = case_given_up_alone, .timeout_s = "1"},
+    {.name = "lanes_blocked", .run = case_lanes_blocked, .timeout_s = "4"},
     {.name = "refusals", .run = case_refusals},
     {.name = "end_after_slow_sends", .run = case_end_after_slow_sends},
     {.name = "end_before_report", .run = case_end_before_report, .tcp_only = true},
+    {.name = "cut_off", .run = case_cut_off},
+    {.name = "no_wait", .run = case_no_wait},
+    {.name = "one_stands_still", .run = case_one_stands_still, .tcp_only = true, .timeout_s = "1"},
+    {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
+    {.name = "slow_end", .run = case_slow_end},
+    {.name = "not_registered", .run = case_not_registered},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

@@ -23,6 +23,7 @@ struct proxy {
 };
 
 static char proxy_warning[1024]; // the last warning
+static char proxy_info[1024];    // the last information
 
 __attribute__((format(printf, 5, 6), unused)) static void proxy_log(int level, unsigned long subsystems,
                                                                     const char *file, int line, const char *fmt, ...) {
@@ -30,12 +31,14 @@ __attribute__((format(printf, 5, 6), unused)) static void proxy_log(int level, u
     (void)subsystems;
     (void)file;
     (void)line;
+    va_start(args, fmt);
     if (level == NCCL_LOG_WARN) {
-        va_start(args, fmt);
         (void)vsnprintf(proxy_warning, sizeof proxy_warning, fmt, args);
-        va_end(args);
         (void)fprintf(stderr, "WARN %s\n", proxy_warning);
+    } else if (level == NCCL_LOG_INFO) {
+        (void)vsnprintf(proxy_info, sizeof proxy_info, fmt, args);
     }
+    va_end(args);
 }
 
 static inline const struct nccl_net_v6 *proxy_v6(const struct proxy *proxy) {

@@ -1,6 +1,6 @@
 // Fuzzes the NCCL net plugin's handshake with the bytes of a broken peer. The first byte selects the receiver. 0: the
-// listener, raw bytes. 1: the same after a valid hello. 2: the same after a valid join, so control messages follow. 3:
-// the connecting side, from a listener that knows the token.
+// listener, raw bytes. 1: the same after a valid hello. 2: the same after a valid proof and join, so control messages
+// follow. 3: the connecting side, from a listener that knows the token.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -38,7 +38,6 @@ static bool receive_bytes(const struct end *end, void *data, size_t bytes) {
 static bool send_valid_hello(struct end *end, const struct nb_net_handle *handle, struct input *in) {
     struct wire_hello *hello = &end->shake.hello;
     *hello = (struct wire_hello){.magic = MAGIC, .version = WIRE_VERSION, .listener = handle->listener};
-    hello->lanes = (uint32_t)end->link.net->settings.lanes;
     take(in, hello->nonce, sizeof hello->nonce);
     take(in, hello->process, 1);
     memcpy(hello->tag, end->link.net->settings.tag, sizeof hello->tag);
@@ -53,6 +52,10 @@ static bool send_valid_join(struct end *end, struct input *in) {
         .sin_family = AF_INET, .sin_port = 1, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
     address.bytes = address.bytes == 0 ? sizeof unreachable : address.bytes;
     memcpy(address.addr, &unreachable, sizeof unreachable);
+    mac_of(&end->link, "proof", "", 0, mac);
+    if (!send_bytes(end, mac, sizeof mac)) {
+        return false;
+    }
     mac_of(&end->link, "join", &address, sizeof address, mac);
     return send_bytes(end, mac, sizeof mac) && send_bytes(end, &address, sizeof address);
 }

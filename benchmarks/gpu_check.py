@@ -448,24 +448,25 @@ def show(name: str, result: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
-    """Check, and return the exit code."""
+def arguments() -> argparse.Namespace:
+    """Return the arguments, checked; `names` are the parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help=f"parts, comma-separated, of {', '.join(PARTS)}; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--copy",
-        type=Path,
-        default=os.environ.get("OUT") or None,
-        help="a folder for a copy of the results; default: $OUT",
-    )
+    parser.add_argument("--copy", type=Path, default=os.environ.get("OUT") or None, help="a folder; default: $OUT")
     parser.add_argument("--device", choices=(CUDA, FAKE), default=CUDA, help="fakecuda: the device of tests/cuda")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(PARTS)
-    if unknown := [name for name in names if name not in PARTS]:
+    options.names = options.only.split(",") if options.only else list(PARTS)
+    if unknown := [name for name in options.names if name not in PARTS]:
         parser.error(f"no such part: {', '.join(unknown)}; parts are {', '.join(PARTS)}")
     if options.device == FAKE and options.results == RESULTS:
         parser.error("--device fakecuda needs --results: what the fake driver gives is no result of a GPU")
+    return options
+
+
+def main() -> int:
+    """Check, and return the exit code."""
+    options = arguments()
     if missing := absent(options.device):
         print("gpu-check: nothing was checked, because this machine has no GPU to check:")
         print("".join(f"  {why}\n" for why in missing), end="")
@@ -475,7 +476,7 @@ def main() -> int:
     verdicts: dict[str, list[str]] = {}
     until = time.monotonic() + TOTAL_S * (FAKE_TIMES if options.device == FAKE else 1)
     gpu = gpus(options.device)
-    for name in names:
+    for name in options.names:
         result = run_part(name, options.device, until - time.monotonic())
         verdicts.setdefault(result["verdict"], []).append(name)
         show(name, result)

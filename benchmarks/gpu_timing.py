@@ -221,11 +221,7 @@ def sharded(folder: Path) -> Rows:
         raise RuntimeError(f"the run has no times of the device's clock: {'; '.join(trace.notes)}")
     found = [row("step", [split.step_ns for split in splits], 1e-6, "ms")]
     for kind, phase in (("allgather", "forward"), ("allgather", "backward"), ("reducescatter", "backward")):
-        took = [
-            (c.done_ns or 0) - (c.start_ns or 0)
-            for c in trace.collectives
-            if (c.kind, c.phase) == (kind, phase) and c.finished
-        ]
+        took = _took(trace, kind, phase)
         if not took:
             raise RuntimeError(f"no {kind} in {phase} is in the record")
         found.append(row(f"{kind} in {phase}, on its stream", took, 1e-6, "ms"))
@@ -236,6 +232,12 @@ def sharded(folder: Path) -> Rows:
     ]
     found += [row(f"{name}, of a step", values, 1e-6, "ms") for name, values in parts]
     return [*found, row("part of a step that is in no phase", [_rest(split) for split in splits], 1e2, "%")]
+
+
+def _took(trace: Trace, kind: str, phase: str) -> list[int]:
+    """Return the ns of each collective of a kind that began in a phase of its step."""
+    done = [c for c in trace.collectives if (c.kind, c.phase) == (kind, phase) and c.finished]
+    return [(c.done_ns or 0) - (c.start_ns or 0) for c in done]
 
 
 def _sent(trace: Trace, arm: Arm) -> dict[str, Any]:

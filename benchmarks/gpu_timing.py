@@ -25,8 +25,8 @@ Event = Mapping[str, Any]
 Profile = dict[int, dict[str, int]]
 
 BAR = 0.03  # largest distance of a ratio from 1
-# The bar holds for times from here on: each of the two marks around a range takes up to some 4 us of its stream,
-# together up to 2.7 % of this time.
+# The bar holds for times from here on. Each of the two marks around a range is assumed to take up to 4 us of its
+# stream, so both take up to 2.7 % of this time.
 LEAST_NS = 300_000
 LEAST_BYTES = 1 << 16  # that an arm sends: more than what opens its connections
 FORWARD, BACKWARD, MODULE = "forward", "backward", "module "

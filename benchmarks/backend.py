@@ -72,7 +72,8 @@ def sum_step(group: Any, count: int) -> Step:
 def gather_step(group: Any, count: int) -> Step:
     mine = torch.ones(count)
     line = torch.zeros(count * dist.get_world_size())
-    return lambda: dist.all_gather_single(line, mine, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    return lambda: gather(line, mine, group=group)
 
 
 def message_step(group: Any, count: int) -> Step:

@@ -1,8 +1,9 @@
 """Checks on a GPU: python benchmarks/gpu_check.py [--only PART,…]. `make gpu-check` finds a Python with CUDA's torch.
 
-Each part runs two ranks on one GPU, has a time limit, and writes its result to benchmarks/results/gpu-check.json at
-once. All parts together take at most 8 minutes, without a network. Exit codes: 0, 1 if a part failed, 2 usage, 77
-without a GPU: nothing was checked.
+Each part runs two ranks on one GPU, has a time limit, and writes its result at once: to --results, which is
+benchmarks/results/gpu-check.json unless said otherwise, and to a file of that name in the folder that --copy or the
+variable OUT names. All parts together take at most 8 minutes, without a network. Exit codes: 0, 1 if a part failed,
+2 usage, 77 without a GPU: nothing was checked.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +31,7 @@ import gpu_timing
 
 from netbottleneck import _core, config
 from netbottleneck.bench import head
+from netbottleneck.runtime.communicators import native_refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("gpu_rank.py")
@@ -39,6 +43,13 @@ CUDA, FAKE = "cuda", "fakecuda"
 FAKE_TIMES = 4
 
 
+# Seconds: between two looks at the ranks, for the other ranks after one failed, from SIGABRT to SIGKILL, and after it.
+POLL_S, END_S, ABORT_S, KILL_S = 0.05, 5.0, 2.0, 10.0
+LOG_CHARACTERS = 3000  # of the end of a log, in the results
+PRINTED_ROWS, PRINTED_CHARACTERS = 14, 500  # of a part; of a text
+CONNECTIONS = 32  # hardware queues for streams: the most that CUDA has
+
+
 class Part(NamedTuple):
     """A part: its limit in seconds, whether it needs NCCL, and what it checks."""
 
@@ -47,23 +58,26 @@ class Part(NamedTuple):
     text: str
 
 
+# What ends a rank, or may harm the device, is last.
 PARTS = {
     "versions": Part(20, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
     "collectives": Part(50, False, "every collective and type against sums on the host, bit for bit"),
     "nb": Part(40, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
+    "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "arms": Part(60, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
+    "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
+    "timing": Part(120, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
     "staging": Part(40, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
-    "gather": Part(30, False, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
+    "gather": Part(40, False, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
+    "kernels": Part(40, False, "our kernels beside torch's copies and additions, by size, on one rank alone"),
+    "sockets": Part(50, True, "NCCL over our plugin beside its Socket network, default and tuned"),
     "hooks": Part(40, False, "gradient hooks on the thread of backward beside an empty Python hook"),
     "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
-    "timing": Part(80, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
-    "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size"),
-    "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "sockets": Part(50, True, "NCCL over our plugin beside its Socket network, default and tuned"),
-    "arms": Part(50, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
-    "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
 }
 
-TOTAL_S = 480  # of all parts: one whose limit is beyond it fails
+# All parts together. A part may use what is left of it, and is not started with less than LEAST_S.
+TOTAL_S, LEAST_S = 480, 10
+ALONE = ("versions", "kernels")  # parts in which two ranks do not share the GPU
 
 # The variables of the ways that a part takes in turn.
 OURS = {"NCCL_NET": "NetBottleneck"}
@@ -80,18 +94,21 @@ WAYS: Mapping[str, Mapping[str, str]] = {
     },
     # Not told which network: netbottleneck arranges that.
     "in turns": {
-        "NETBOTTLENECK_TRANSPORT": "stock,nccl+tcp,nccl+ofi",
+        "NETBOTTLENECK_TRANSPORT": "stock,nccl+tcp",  # and nccl+ofi where libfabric works
         "NCCL_IB_DISABLE": "1",  # without which the arms are refused where there is InfiniBand
         "NETBOTTLENECK_BLOCK_STEPS": "5",
         "NETBOTTLENECK_START_STEP": "5",
         "CHECKED_STEPS": "95",
+        "CHECKED_SECONDS": "30",
     },
     "observed": {
         "NCCL_NET": "Socket",
         "NCCL_NET_PLUGIN": "none",
         "NETBOTTLENECK": "1",
+        "NETBOTTLENECK_BLOCK_STEPS": "6",
         "NETBOTTLENECK_START_STEP": "5",
         "CHECKED_STEPS": "60",
+        "CHECKED_SECONDS": "20",
     },
 }
 WAYS_OF = {
@@ -104,8 +121,8 @@ WAYS_OF = {
 MEASURED = ("timing", "arms", "sharded")  # parts whose training is measured
 # The part `timing` runs over the first of these process groups that works: NCCL may refuse two ranks on one GPU.
 GROUPS = {CUDA: ("nccl", "gloo"), FAKE: ("staged",)}
-# By device: steps in all, steps before the profiled ones, steps in a block, one of how many steps is sampled.
-STEPS = {CUDA: (112, 84, 7, 3), FAKE: (36, 24, 3, 3)}
+# By device: the most steps, the seconds for them, steps in a block, one of how many steps is sampled.
+STEPS = {CUDA: (112, 40, 7, 3), FAKE: (36, 600, 3, 3)}
 
 
 def absent(device: str) -> list[str]:
@@ -113,8 +130,8 @@ def absent(device: str) -> list[str]:
     missing = []
     try:
         _core.cuda(config.settings().cuda_library)
-    except OSError as error:
-        missing.append(str(error.strerror or error))
+    except (OSError, ValueError) as error:
+        missing.append(str(getattr(error, "strerror", None) or error))
     try:
         import torch
     except ImportError:
@@ -133,44 +150,62 @@ def without_nccl(device: str) -> str:
     return "" if torch.distributed.is_nccl_available() else f"torch {torch.__version__} has no NCCL"
 
 
-def gathered(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def sharing() -> str:
+    """Return how the ranks share the GPU: under MPS at the same time, else in turns, by slices of time."""
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return "MPS" if (pipe / "control").exists() else "time-sliced"
+
+
+def gathered(rows: Sequence[Mapping[str, Any]], why: str) -> dict[str, Any]:
     """Return the largest size up to which a kernel surely copies tensors faster than the copy engine, as a row.
 
-    rows: of both ways, by size, from an idle GPU. No size if the kernels do not load: both ways are copies then.
+    rows: of both ways, by size, from an idle GPU. why: why these times suggest no size. No size either if the kernels
+    do not load: both ways are copies then.
     """
     found = {"condition": "NETBOTTLENECK_CUDA_GATHER_BYTES that these times suggest", "unit": "bytes"}
     _, _, devices = _core.cuda(config.settings().cuda_library)
-    if why := next((kernels for _, _, kernels in devices if kernels), ""):
+    if why := why or next((kernels for _, _, kernels in devices if kernels), ""):
         return {**found, "value": f"not known: {why}", "unit": ""}
     by_name = {str(row["condition"]): row for row in rows}
     sizes = [name.removeprefix("copies: ") for name in by_name if name.startswith("copies: ")]
     faster = itertools.takewhile(
-        lambda size: by_name[f"kernel: {size}"]["high"] < by_name[f"copies: {size}"]["low"], sizes
+        lambda size: by_name[f"kernel: {size}"].get("high", math.inf) < by_name[f"copies: {size}"]["low"], sizes
     )
     return {**found, "value": max((int(size.split()[-2]) for size in faster), default=0)}
+
+
+def gpus(device: str) -> dict[str, Any]:
+    """Return what identifies the GPUs and their driver."""
+    _, version, devices = _core.cuda(config.settings().cuda_library)
+    found = {
+        "CUDA of the driver": f"{version // 1000}.{version % 1000 // 10}",
+        "devices": [name for name, *_ in devices],
+    }
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
+    if device == CUDA and shutil.which(query[0]):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+            found["nvidia-smi"] = done.stdout.strip()
+    return found
 
 
 def versions(device: str) -> list[dict[str, Any]]:
     """Return what is installed, as rows."""
     import torch
 
-    path, version, devices = _core.cuda(config.settings().cuda_library)
-    found: dict[str, Any] = {"driver": path, "CUDA of the driver": f"{version // 1000}.{version % 1000 // 10}"}
-    for number, (name, pinning, kernels) in enumerate(devices):
-        found |= {
-            f"device {number}": name,
-            f"pinning {number}": pinning or "works",
-            f"kernels {number}": kernels or "load",
-        }
+    path, _, devices = _core.cuda(config.settings().cuda_library)
+    found: dict[str, Any] = {"driver": path, **gpus(device)}
+    for number, (_, pinning, kernels) in enumerate(devices):
+        found |= {f"pinning {number}": pinning or "works", f"kernels {number}": kernels or "load"}
     found |= {"torch": torch.__version__, "CUDA of torch": torch.version.cuda}
     if not without_nccl(device):
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["MPS"] = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "not set")
-    if device == CUDA and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
-        found["nvidia-smi"] = subprocess.run(
-            query, capture_output=True, text=True, timeout=20, check=False
-        ).stdout.strip()
+    found |= {
+        "netbottleneck": os.environ.get("CHECKED_BUILD", f"{Path(_core.__file__).parent}"),
+        "libfabric": native_refusal("ofi", config.settings()) or "works",
+        "two ranks on a GPU": sharing(),
+        "CUDA_DEVICE_MAX_CONNECTIONS": CONNECTIONS,
+    }
     return [{"condition": name, "value": value} for name, value in found.items()]
 
 
@@ -180,8 +215,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environ_of(rank: int, port: int, way: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return a rank's variables. Each rank is a host of its own to NCCL, so all its transfers go over its network."""
+def environ_of(part: str, rank: int, way: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return a rank's variables but its port.
+
+    Each rank is a host of its own to NCCL, so all its transfers use its network. NCCL_MNNVL_ENABLE: else GPUs that
+    NVLink joins across hosts may bypass it.
+    """
     plugin = Path(_core.__file__).with_name("libnccl-net-netbottleneck.so")
     values: dict[str, Any] = {
         "RANK": rank,
@@ -189,58 +228,103 @@ def environ_of(rank: int, port: int, way: Mapping[str, str], folder: str) -> dic
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": RANKS,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
         "OMP_NUM_THREADS": 1,
+        "PYTHONFAULTHANDLER": 1,
+        "CUDA_DEVICE_MAX_CONNECTIONS": CONNECTIONS,
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "NETBOTTLENECK_IFNAME": "lo",
         "NCCL_HOSTID": f"host-{rank}",
+        "NCCL_MNNVL_ENABLE": 0,
         "NCCL_NET_PLUGIN": plugin,
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
-        "NCCL_DEBUG_FILE": f"{folder}/nccl.{rank}.log",
+        "NCCL_DEBUG_FILE": folder / f"nccl.{rank}.log",
     }
+    if part in MEASURED:
+        values |= {"NETBOTTLENECK_DIR": folder / "run", "NETBOTTLENECK_STRICT": 1}
     return {**os.environ, **{name: str(value) for name, value in values.items()}, **way}
 
 
+def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, and what they started. At SIGABRT Python writes where each of its threads is."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGABRT)
+    until = time.monotonic() + ABORT_S
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(max(until - time.monotonic(), POLL_S))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may keep it
+            rank.wait(KILL_S)
+
+
+def has_failed(part: str, rank: int, code: int | None) -> bool:
+    """Return True for an exit code that is not the part's own doing."""
+    return bool(code) and not (part == "faults" and (rank, code) == (1, -signal.SIGKILL))
+
+
+def finish(part: str, ranks: Sequence[subprocess.Popen[bytes]], until: float) -> None:
+    """Wait for all ranks; for END_S once one failed. Raises RuntimeError if one failed, TimeoutError at `until`."""
+    failed = False
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < until:
+            if not failed and any(has_failed(part, rank, code) for rank, code in enumerate(codes)):
+                failed, until = True, min(until, time.monotonic() + END_S)
+            time.sleep(POLL_S)
+    finally:
+        end(ranks)
+    if any(has_failed(part, rank, code) for rank, code in enumerate(codes)):
+        raise RuntimeError(f"ranks exited with {codes} (None: it was ended)")
+    if None in codes:
+        raise TimeoutError(f"over its limit: ranks exited with {codes} (None: it was ended)")
+
+
+def logs(folder: Path) -> list[str]:
+    """Return the ends of the ranks' logs and of NCCL's, each below its name."""
+    names = [f"{kind}{rank}.log" for rank in range(RANKS) for kind in ("", "nccl.")]
+    files = [folder / name for name in names if (folder / name).exists()]
+    return [f"--- {file.name}\n{file.read_text(errors='replace')[-LOG_CHARACTERS:]}" for file in files]
+
+
 def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> list[dict[str, Any]]:
-    """Run a part's ranks; return the rows that rank 0 wrote. Raises RuntimeError, or TimeoutError at `until`."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    """Run a part's ranks; return the rows that rank 0 wrote, and those of a record. A failure has the logs as notes."""
+    port = {"MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
         ranks = []
         for rank in range(RANKS):
-            log = stack.enter_context((Path(folder) / f"{rank}.log").open("w", encoding="utf-8"))
-            command = [sys.executable, str(RANK), part, device, folder]
-            environ = environ_of(rank, port, way, folder)
-            if part in MEASURED:
-                environ["NETBOTTLENECK_DIR"] = f"{folder}/run"
+            log = stack.enter_context((folder / f"{rank}.log").open("wb"))
+            command = [sys.executable, str(RANK), part, device, name]
+            environ = environ_of(part, rank, way, folder) | port
             ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
         try:
-            codes = [rank.wait(max(until - time.monotonic(), 0.1)) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            raise TimeoutError("over its limit") from None
-        finally:
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.pid, signal.SIGKILL)
-                rank.wait()
-        rows = Path(folder) / "rows.json"
-        killed = part == "faults" and codes[1] == -signal.SIGKILL
-        if codes[0] or (codes[1] and not killed) or not rows.exists():
-            tails = [(Path(folder) / f"{rank}.log").read_text(errors="replace")[-1500:] for rank in range(RANKS)]
-            raise RuntimeError(f"ranks exited with {codes}: " + "\n".join(tails))
-        found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
-        if part == "timing":
-            return [*found, *gpu_timing.rows(Path(folder), device == CUDA)]
-        of_record = {"arms": gpu_timing.arms, "sharded": gpu_timing.sharded}.get(part)
-        return [*found, *(of_record(Path(folder)) if of_record is not None else [])]
+            finish(part, ranks, until)
+            found: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+            found += rows_of_record(part, device, folder)
+        except Exception as error:
+            for text in logs(folder):
+                error.add_note(text)
+            raise
+        if any("broken" in row for row in found):
+            found.append({"condition": "logs", "value": "\n".join(logs(folder))})
+        return found
+
+
+def rows_of_record(part: str, device: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of what a measured part recorded. Raises RuntimeError for a record that is not whole."""
+    if part == "timing":
+        return gpu_timing.rows(folder, device == CUDA)
+    return {"arms": gpu_timing.arms, "sharded": gpu_timing.sharded}.get(part, lambda _: [])(folder)
 
 
 def run_timing(device: str, until: float) -> list[dict[str, Any]]:
     """Run the part `timing` over the first process group that works; return its rows. Raises as run_ranks."""
-    steps, plain, block_steps, every = STEPS[device]
+    steps, seconds, block_steps, every = STEPS[device]
     environ = {
-        **{"CHECKED_STEPS": steps, "CHECKED_PLAIN_STEPS": plain, "NETBOTTLENECK_TRANSPORT": "stock"},
+        **{"CHECKED_STEPS": steps, "CHECKED_SECONDS": seconds, "NETBOTTLENECK_TRANSPORT": "stock"},
         **{"NETBOTTLENECK_BLOCK_STEPS": block_steps, "NETBOTTLENECK_SAMPLE_EVERY": every},
         "NETBOTTLENECK_START_STEP": block_steps,
     }
@@ -251,51 +335,81 @@ def run_timing(device: str, until: float) -> list[dict[str, Any]]:
         now = time.monotonic()
         try:
             rows = run_ranks("timing", device, way, until if group == last else now + 0.6 * (until - now))
-        except (RuntimeError, OSError) as error:
+        except Exception as error:
             if group == last:
                 raise
-            refused.append({"condition": f"{group} failed, so another group was used", "value": str(error)[-300:]})
+            refused.append({"condition": f"{group} failed, so another group was used", **failure(error)})
             continue
         return [*refused, *({**row, "condition": f"{group}: {row['condition']}"} for row in rows)]
     return refused
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Return what an exception says, and the logs that it has as notes."""
+    return {"value": f"{type(error).__name__}: {error}", "logs": getattr(error, "__notes__", [])}
+
+
+def run_ways(name: str, device: str, until: float, rows: list[dict[str, Any]]) -> None:
+    """Run a part in each of its ways; add the rows of each at once. Raises as run_ranks."""
+    for title in WAYS_OF.get(name, ("",)):
+        way = dict(WAYS.get(title, {}))
+        if name == "arms":
+            rows += add_ofi(way)
+        found = run_ranks(name, device, way, until)
+        rows += [{**row, "condition": f"{title}: {row['condition']}".lstrip(": ")} for row in found]
+    if name == "gather":
+        why = "" if sharing() == "MPS" else "the ranks take turns on the GPU: see the part kernels"
+        rows.append(gathered(rows, why))
+    if name == "kernels":
+        rows.append(gathered(rows, ""))
+
+
+def add_ofi(way: MutableMapping[str, str]) -> list[dict[str, Any]]:
+    """Add the arm nccl+ofi where it works, else return a row with the reason."""
+    if why := native_refusal("ofi", config.settings()):
+        return [{"condition": "nccl+ofi is left out", "value": why}]
+    way["NETBOTTLENECK_TRANSPORT"] += ",nccl+ofi"
+    return []
 
 
 def run_part(name: str, device: str, left_s: float) -> dict[str, Any]:
     """Return a part's result. left_s: for all parts."""
     began = time.monotonic()
     part = PARTS[name]
-    limit_s = part.limit_s * (FAKE_TIMES if device == FAKE else 1)
+    limit_s = min(part.limit_s * (FAKE_TIMES if device == FAKE else 1), round(left_s))
     result: dict[str, Any] = {"checks": part.text, "limit_s": limit_s, "verdict": "ok", "rows": []}
-    why = without_nccl(device) if part.nccl else ""
     try:
-        if why:
+        if why := without_nccl(device) if part.nccl else "":
             result |= {"verdict": "not run", "why": why}
-        elif left_s < limit_s:
-            raise TimeoutError(f"not run: {left_s:.0f} s are left, which may not suffice: --only {name}")
+        elif left_s < LEAST_S:
+            raise TimeoutError(f"not run: {left_s:.0f} s are left: --only {name}")
         elif name == "versions":
             result["rows"] = versions(device)
         elif name == "timing":
             result["rows"] = run_timing(device, began + limit_s)
         else:
-            for way in WAYS_OF.get(name, ("",)):
-                rows = run_ranks(name, device, WAYS.get(way, {}), began + limit_s)
-                result["rows"] += [{**row, "condition": f"{way}: {row['condition']}".lstrip(": ")} for row in rows]
-            if name == "gather":
-                result["rows"].append(gathered(result["rows"]))
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # TimeoutError is an OSError
-        result |= {"verdict": "failed", "why": f"{error}"}
+            run_ways(name, device, began + limit_s, result["rows"])
+    except Exception as error:
+        found = failure(error)
+        result |= {"verdict": "failed", "why": found["value"], "logs": found["logs"]}
+    if device == CUDA and name not in ALONE:
+        result["rows"] = [{**row, "GPU": sharing()} for row in result["rows"]]
     broken = [row["broken"] for row in result["rows"] if "broken" in row]
     if broken:
         result |= {"verdict": "failed", "why": "; ".join(broken)}
     return {**result, "seconds": round(time.monotonic() - began, 1)}
 
 
-def write(results: Path, device: str, name: str, result: Mapping[str, Any]) -> None:
-    """Add a part's result to the file, at once. Results of another machine or other versions are replaced."""
+def write(results: Path, gpu: Mapping[str, Any], device: str, name: str, result: Mapping[str, Any]) -> str:
+    """Add a part's result to the file, at once; return the text. Results of another machine or versions are replaced.
+
+    gpu: what identifies the GPUs and their driver.
+    """
     here = head(RANKS)
     found: dict[str, Any] = {
         "title": "Checks on a GPU" if device == CUDA else "Checks over the fake driver: no GPU took part",
         "machine": here["machine"],
+        "gpu": dict(gpu),
         "system": f"{platform.system()} {platform.release()}",
         "versions": here["versions"],
         "command": "python benchmarks/gpu_check.py",
@@ -303,40 +417,73 @@ def write(results: Path, device: str, name: str, result: Mapping[str, Any]) -> N
     }
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(results.read_text(encoding="utf-8"))
-        if all(before.get(key) == found[key] for key in ("title", "machine", "versions")):
+        if all(before.get(key) == found[key] for key in ("title", "machine", "gpu", "versions")):
             found["parts"] = before["parts"]
     found["parts"][name] = {"date": time.strftime("%Y-%m-%d"), **result}
     text = json.dumps(found, indent=1) + "\n"
-    beside = results.with_suffix(".new")
+    replace(results, text)
+    return text
+
+
+def replace(file: Path, text: str) -> None:
+    """Write a file in one step."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".new")
     beside.write_text(text, encoding="utf-8")
-    beside.replace(results)
+    beside.replace(file)
+
+
+def show(name: str, result: Mapping[str, Any]) -> None:
+    """Print a part's result: of many rows the last ones, of long texts the end. The file has all."""
+    print(f"{name}: {result['verdict']}, {result['seconds']} s of {result['limit_s']} s", result.get("why", ""))
+    for log in result.get("logs", ()):
+        title, _, text = log.partition("\n")
+        print(f"{title}\n{text[-PRINTED_CHARACTERS:]}")
+    rows = result["rows"]
+    if len(rows) > PRINTED_ROWS:
+        print(f"  the last {PRINTED_ROWS} of {len(rows)} rows:")
+    for row in rows[-PRINTED_ROWS:]:
+        value = str(row["value"])[-PRINTED_CHARACTERS:]
+        print(f"  {row['condition']}: {value} {row.get('unit', '')}".rstrip())
+    sys.stdout.flush()
+
+
+def arguments() -> argparse.Namespace:
+    """Return the arguments, checked; `names` are the parts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", help=f"parts, comma-separated, of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--copy", type=Path, default=os.environ.get("OUT") or None, help="a folder; default: $OUT")
+    parser.add_argument("--device", choices=(CUDA, FAKE), default=CUDA, help="fakecuda: the device of tests/cuda")
+    options = parser.parse_args()
+    options.names = options.only.split(",") if options.only else list(PARTS)
+    if unknown := [name for name in options.names if name not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}; parts are {', '.join(PARTS)}")
+    if options.device == FAKE and options.results == RESULTS:
+        parser.error("--device fakecuda needs --results: what the fake driver gives is no result of a GPU")
+    return options
 
 
 def main() -> int:
     """Check, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", help=f"parts, comma-separated, of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--device", choices=(CUDA, FAKE), default=CUDA, help="fakecuda: the device of tests/cuda")
-    options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(PARTS)
-    if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"no such part: {', '.join(unknown)}; parts are {', '.join(PARTS)}")
-    if options.device == FAKE and options.results == RESULTS:
-        parser.error("--device fakecuda needs --results: what the fake driver gives is no result of a GPU")
+    options = arguments()
     if missing := absent(options.device):
         print("gpu-check: nothing was checked, because this machine has no GPU to check:")
         print("".join(f"  {why}\n" for why in missing), end="")
         return ABSENT
-    verdicts = []
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # a rank that is ended writes its threads, and no core
+    verdicts: dict[str, list[str]] = {}
     until = time.monotonic() + TOTAL_S * (FAKE_TIMES if options.device == FAKE else 1)
-    for name in names:
+    gpu = gpus(options.device)
+    for name in options.names:
         result = run_part(name, options.device, until - time.monotonic())
-        write(options.results, options.device, name, result)
-        verdicts.append(result["verdict"])
-        print(f"{name}: {result['verdict']}, {result['seconds']} s of {result['limit_s']} s", result.get("why", ""))
-        for row in result["rows"]:
-            print(f"  {row['condition']}: {row['value']} {row.get('unit', '')}".rstrip(), flush=True)
+        verdicts.setdefault(result["verdict"], []).append(name)
+        show(name, result)
+        text = write(options.results, gpu, options.device, name, result)
+        if options.copy is not None:
+            replace(options.copy / RESULTS.name, text)
+    print("gpu-check:", "; ".join(f"{verdict}: {', '.join(parts)}" for verdict, parts in verdicts.items()))
     return FAILED if "failed" in verdicts else 0
 
 

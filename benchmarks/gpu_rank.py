@@ -1,6 +1,6 @@
 """One rank of gpu_check.py: python gpu_rank.py PART DEVICE FOLDER. Rank 0 writes its rows to FOLDER/rows.json.
 
-DEVICE: cuda, or fakecuda, the device of tests/cuda over the fake driver.
+DEVICE: cuda, or fakecuda, the device of tests/cuda over the fake driver. Parts that train take cpu too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
 
@@ -40,6 +39,9 @@ TYPES = (
 ROUNDS, WARM = 7, 2
 LIBRARY = config.settings().cuda_library
 DIFFERENT = "different elements"
+SLEEP_CYCLES = 5_000_000  # of the GPU: 2.5 ms at 2 GHz, in which Python launches some hundred calls
+TIMED = range(2, 7)  # steps whose time says how many there is time for
+LEAST_BLOCKS, PROFILED_BLOCKS = 10, 4  # of steps in a measured training; the last ones of `timing` are profiled
 
 
 class CudaStreams:
@@ -72,7 +74,7 @@ class Device:
         self.streams: Any = CudaStreams()
         if self.real:
             torch.cuda.set_device(0)
-        else:
+        elif name == "fakecuda":
             self.streams = device_training.open_device()
 
     def wait(self) -> None:
@@ -94,6 +96,31 @@ def timed(device: Device, work: Callable[[], Any]) -> list[float]:
         device.wait()
         found.append(time.perf_counter() - began)
     return found[WARM:]
+
+
+def by_events(device: Device, work: Callable[[], Any], samples: int, calls: int = 1) -> tuple[list[float], int]:
+    """Return the seconds of a call of each sample by the device's events, and how many samples are the host's times.
+
+    The GPU sleeps until the host has launched all calls of a sample, so the times are not the rate at which Python
+    launches. Where the sleep is too short, a sample counts as the host's. Over the fake driver, all are.
+    """
+    times, late = [], 0
+    for sample in range(WARM + samples):
+        device.wait()
+        began = time.perf_counter()
+        if device.real:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP_CYCLES)
+            begin.record()
+        for _ in range(calls):
+            work()
+        if device.real:
+            late += sample >= WARM and begin.query()
+            end.record()
+        device.wait()
+        spent = begin.elapsed_time(end) / 1e3 if device.real else time.perf_counter() - began
+        times.append(spent / calls)
+    return times[WARM:], late if device.real else samples
 
 
 def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -283,51 +310,81 @@ class Ranges:
             return call(*arguments)
 
 
+def bert(device: Device) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """Return a model with two outputs, equal on all ranks, and what makes a batch for it."""
+    torch.manual_seed(0)
+    if device.real:
+        hidden, heads, words, positions, rows = 1024, 16, 8192, 256, 32
+    else:
+        hidden, heads, words, positions, rows = 32, 2, 64, 16, 4
+    model = models.build("thin_bert", hidden=hidden, heads=heads, words=words, positions=positions).to(device.name)
+    return model, lambda: torch.randint(words, (rows, positions), device=device.name)
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """Return a loss that reaches all parameters: DDP refuses the step after one that leaves out some."""
+    each = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss: torch.Tensor = sum(output.square().mean() for output in each)  # type: ignore[assignment]
+    return loss
+
+
+def trained(device: Device, train: Callable[[range], None]) -> int:
+    """Train the first steps; return the number of all steps: whole blocks, as many as all ranks have time for.
+
+    CHECKED_SECONDS is the time for them, CHECKED_STEPS the most.
+    """
+    train(range(TIMED.start))
+    device.wait()
+    began = time.perf_counter()
+    train(TIMED)
+    device.wait()
+    slowest = torch.tensor([time.perf_counter() - began], device=device.name)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    fit = float(os.environ["CHECKED_SECONDS"]) * len(TIMED) / float(slowest)
+    block = config.settings().block_steps
+    return block * max(LEAST_BLOCKS, min(int(os.environ["CHECKED_STEPS"]), int(fit)) // block)
+
+
 def timing(device: Device, folder: str) -> Rows:
     """Train a small model with DDP, measured by the environment; record the last steps with torch.profiler too."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.real:
-        dist.init_process_group(os.environ["CHECKED_BACKEND"])
-        torch.manual_seed(0)
-        model = models.build("thin_bert", hidden=1024, heads=16, words=8192, positions=256).to(device.name)
-        batch = torch.randint(8192, (32, 256), device=device.name)
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    else:
+    if device.name == "fakecuda":
         import device_ddp
 
         device_ddp.open_group(device.streams)
         model = device_training.model_on(device.name)
         batch = torch.randn(16, 37).to(device.name)
+    else:
+        dist.init_process_group(os.environ["CHECKED_BACKEND"])
+        model, make_batch = bert(device)
+        batch = make_batch()
     ddp = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)  # equal by its seed
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     ranges = Ranges(model)
-    began = time.perf_counter()
 
-    def train(first: int, end: int) -> None:
-        for ranges.step in range(first, end):
+    def train(steps: range) -> None:
+        for ranges.step in steps:
             optimizer.zero_grad()
-            outputs = ranges.around(FORWARD, ddp, batch)
-            loss = (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean()
+            loss = loss_of(ranges.around(FORWARD, ddp, batch))
             ranges.around(BACKWARD, loss.backward)
             optimizer.step()
 
-    plain, steps = (int(os.environ[name]) for name in ("CHECKED_PLAIN_STEPS", "CHECKED_STEPS"))
-    train(0, plain)
+    steps = trained(device, train)
+    plain = range(TIMED.stop, steps - PROFILED_BLOCKS * config.settings().block_steps)
+    began = time.perf_counter()
+    train(plain)
     device.wait()
     took = time.perf_counter() - began
     with torch.profiler.profile(activities=activities) as profile:
-        train(plain, steps)
+        train(range(plain.stop, steps))
         device.wait()
     profile.export_chrome_trace(f"{folder}/profile.{RANK}.json")
     dist.destroy_process_group()
-    return [
-        row(
-            f"step of a DDP model of {sum(each.numel() for each in model.parameters())} parameters, mean of {plain}",
-            [took / plain],
-            1e3,
-            "ms",
-        )
-    ]
+    numbers = sum(each.numel() for each in model.parameters())
+    condition = f"step of a DDP model of {numbers} parameters, mean of {len(plain)}"
+    return [row(condition, [took / len(plain)], 1e3, "ms")]
 
 
 GATHERED = 200  # tensors of a group, by size in bytes
@@ -356,22 +413,9 @@ class Buffers:
         return {**found, "GB/s": rate, "device": str(self.source.device)}
 
     def by_torch(self, what: str, work: Callable[[], Any], moved: int) -> dict[str, Any]:
-        """Time a call of torch by the device's events; over the fake driver, by the host's clock."""
-        times = []
-        for _ in range(WARM + self.samples):
-            self.device.wait()
-            if self.device.real:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-            began = time.perf_counter()
-            for _ in range(self.calls):
-                work()
-            if self.device.real:
-                end.record()
-            self.device.wait()
-            spent = begin.elapsed_time(end) / 1e3 if self.device.real else time.perf_counter() - began
-            times.append(spent / self.calls)
-        return self.row(f"torch's {what}", times[WARM:], moved)
+        """Time a call of torch by the device's events. late: number of samples that are the host's times, if any."""
+        seconds, late = by_events(self.device, work, self.samples, self.calls)
+        return {**self.row(f"torch's {what}", seconds, moved), **({"late": late} if late else {})}
 
     def by_kernel(
         self, kernel: str, to: torch.Tensor, source: torch.Tensor, wanted: torch.Tensor, moved: int
@@ -387,17 +431,49 @@ class Buffers:
         where = to.device.index, to.data_ptr(), source.data_ptr(), count
         try:
             ns = _core.kernel_times(f"nb_{kernel}", *where, self.samples, self.calls, LIBRARY)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             changed.copy_(wanted)
             return {"condition": f"our {kernel}, {self.size} bytes", "value": f"not timed: {error}"}
         assert torch.equal(changed, wanted), f"a wrong result of {kernel} of {self.size} bytes"
         return self.row(f"our {kernel}", [each / 1e9 for each in ns], moved)
 
 
-def kernels(device: Device) -> Rows:
-    """Time our kernels beside torch's, and the 2020 study's copies and additions, by size. Rank 0 has the GPU alone."""
+def gathering(device: Device) -> Rows:
+    """Time groups of tensors on their way to pinned memory, by the copy engine and by our kernel, by their size."""
     rows: Rows = []
-    for size in device.sizes if RANK == 0 else ():
+    for size in GATHERED_SIZES if device.real else GATHERED_SIZES[:1]:
+        what = f"{GATHERED} tensors of {size} bytes"
+        group = [torch.full((size // 4,), float(at), device=device.name) for at in range(GATHERED)]
+        # The fake driver gives pinned memory another address for kernels.
+        place: Any = {"pin_memory": True} if device.real else {"device": device.name}
+        to = torch.zeros(GATHERED * size // 4, **place)
+        pairs = list(zip(to.split(size // 4), group, strict=True))
+
+        def copy_all(pairs: Any = pairs) -> None:
+            for part, tensor in pairs:
+                part.copy_(tensor, non_blocking=True)
+
+        seconds, late = by_events(device, copy_all, ROUNDS)
+        rows.append({**row(f"copies: {what}", seconds, 1e6, "us"), **({"late": late} if late else {})})
+        to.zero_()
+        places = [(tensor.data_ptr(), at * size, size) for at, tensor in enumerate(group)]
+        pieces = torch.tensor(places, dtype=torch.int64).to(device.name)
+        device.wait()
+        where = group[0].device.index, to.data_ptr(), pieces.data_ptr(), GATHERED
+        try:
+            ns = _core.kernel_times("nb_pack", *where, ROUNDS, 1, LIBRARY)
+        except (OSError, ValueError) as error:
+            rows.append({"condition": f"kernel: {what}", "value": f"not timed: {error}"})
+            continue
+        assert torch.equal(to.cpu(), torch.cat(group).cpu()), f"a wrong copy of {what} by a kernel"
+        rows.append(row(f"kernel: {what}", [each / 1e9 for each in ns], 1e6, "us"))
+    return rows
+
+
+def kernels(device: Device) -> Rows:
+    """Time our kernels beside torch's, and the 2020 study's copies and additions, by size. One rank has the GPU."""
+    rows = gathering(device)
+    for size in device.sizes:
         own = Buffers(device, size)
         data = own.source.clone()
         rows += [
@@ -422,42 +498,50 @@ def kernels(device: Device) -> Rows:
     return rows
 
 
-def over_nccl(device: Device) -> Rows:
-    """Check and time NCCL's all-reduce over the network of the environment; raise if NCCL took another."""
+def over_nccl(device: Device, part: str) -> Rows:
+    """Check and time NCCL's all-reduce over the network of the environment; raise if NCCL took another.
+
+    The part `nccl` times a tiny one too: without MPS, most of it is the time until the other rank has its slice.
+    """
     data = torch.full((device.large,), float(RANK + 1), device=device.name)
     wanted = float(sum(range(1, SIZE + 1)))
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
-    times = []
-    for _ in range(WARM + ROUNDS):
-        data.fill_(RANK + 1)
-        device.wait()
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(data)
-        device.wait()
-        times.append(time.perf_counter() - began)
-        assert bool((data == wanted).all()), "a wrong sum"
+    network = os.environ["NCCL_NET"]
+    rows: Rows = []
+    for tensor in (data, *([data[:1]] if part == "nccl" else [])):
+        times = []
+        for _ in range(WARM + ROUNDS):
+            tensor.fill_(RANK + 1)
+            device.wait()
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            device.wait()
+            times.append(time.perf_counter() - began)
+            assert bool((tensor == wanted).all()), "a wrong sum"
+        size = f"{tensor.numel() * 4 / 1e6:.3g} MB" if tensor is data else "4 bytes, which is the time of a slice"
+        rows.append(row(f"all-reduce of {size} via NET/{network}", times[WARM:], 1e3, "ms"))
     dist.destroy_process_group()
     log = Path(os.environ["NCCL_DEBUG_FILE"]).read_text(encoding="utf-8", errors="replace")
-    network = os.environ["NCCL_NET"]
     assert f"via NET/{network}" in log, f"NCCL did not take {network}: {log[-1500:]}"
-    return [row(f"all-reduce of {device.large * 4 / 1e6:.3g} MB via NET/{network}", times[WARM:], 1e3, "ms")]
+    return rows
 
 
 def arms(device: Device) -> Rows:
     """Train a small model with DDP over NCCL, by the arms of the environment; check that ranks end with one model."""
-    dist.init_process_group("nccl")
-    torch.manual_seed(0)
-    model = models.build("thin_bert", hidden=1024, heads=16, words=8192, positions=256).to(device.name)
+    dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nccl"))
+    model, make_batch = bert(device)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for step in range(int(os.environ["CHECKED_STEPS"])):
-        torch.manual_seed(SIZE * step + RANK)
-        batch = torch.randint(8192, (32, 256), device=device.name)
-        optimizer.zero_grad()
-        outputs = ddp(batch)
-        (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean().backward()
-        optimizer.step()
+
+    def train(steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(SIZE * step + RANK)
+            optimizer.zero_grad()
+            loss_of(ddp(make_batch())).backward()
+            optimizer.step()
+
+    train(range(TIMED.stop, trained(device, train)))
     device.wait()
     digests: list[Any] = [None] * SIZE
     dist.all_gather_object(digests, device_training.digest(model))
@@ -468,19 +552,26 @@ def arms(device: Device) -> Rows:
 
 def sharded(device: Device) -> Rows:
     """Train a model that FSDP2 shards over NCCL, observed."""
-    dist.init_process_group("nccl")
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nccl"))
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(device.name)
+    width, rows = (2048, 512) if device.real else (32, 4)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8))).to(device.name)
     for part in (*model, model):
         fully_shard(part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     measured = netbottleneck.attach(model, optimizer)
     assert measured is not None, "the model is left alone"
-    for step in range(int(os.environ["CHECKED_STEPS"])):
-        torch.manual_seed(SIZE * step + RANK)
-        optimizer.zero_grad()
-        model(torch.randn(512, 2048, device=device.name)).square().mean().backward()
-        optimizer.step()
+
+    def train(steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(SIZE * step + RANK)
+            optimizer.zero_grad()
+            model(torch.randn(rows, width, device=device.name)).square().mean().backward()
+            optimizer.step()
+
+    train(range(TIMED.stop, trained(device, train)))
     device.wait()
     dist.destroy_process_group()
     return []
@@ -489,9 +580,11 @@ def sharded(device: Device) -> Rows:
 def main() -> None:
     """Run a part."""
     part, name, folder = sys.argv[1:]
+    if part == "kernels" and RANK > 0:
+        return  # without a context on the GPU, which rank 0 has alone
     device = Device(name)
     if part in ("nccl", "sockets"):
-        rows = over_nccl(device)
+        rows = over_nccl(device, part)
     elif part == "nb":
         rows = backend_nb(device)
     elif part == "kernels":

@@ -25,7 +25,9 @@ Event = Mapping[str, Any]
 Profile = dict[int, dict[str, int]]
 
 BAR = 0.03  # largest distance of a ratio from 1
-LEAST_NS = 200_000  # a mark costs some us, so the bar holds for times from here on
+# The bar holds for times from here on. Each of the two marks around a range is assumed to take up to 4 us of its
+# stream, so both take up to 2.7 % of this time.
+LEAST_NS = 300_000
 LEAST_BYTES = 1 << 16  # that an arm sends: more than what opens its connections
 FORWARD, BACKWARD, MODULE = "forward", "backward", "module "
 NODE = "autograd::engine::evaluate_function"
@@ -106,9 +108,13 @@ def measured(trace: Trace, step: Step) -> dict[str, int]:
     return {**times, BACKWARD: total(as_set(backward_intervals(step)))}
 
 
-def _pairs(trace: Trace, profiles: Mapping[int, Profile]) -> dict[str, list[tuple[int, int]]]:
-    """Return (our ns, the profiler's ns) of each range, over the ranks' sampled steps."""
+def _pairs(trace: Trace, profiles: Mapping[int, Profile]) -> tuple[dict[str, list[tuple[int, int]]], int]:
+    """Return (our ns, the profiler's ns) of each range, over the ranks' sampled steps; and the steps without a module.
+
+    Those are sampled steps for whose modules the profiler has no time.
+    """
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    empty = 0
     for step in trace.steps:
         theirs = profiles[step.rank].get(step.index)
         if not step.sampled or not step.modules or theirs is None:
@@ -118,20 +124,30 @@ def _pairs(trace: Trace, profiles: Mapping[int, Profile]) -> dict[str, list[tupl
         for what, ns, other in both:
             found[what].append((ns, other))
         modules = [(ns, other) for what, ns, other in both if what.startswith(MODULE)]
-        found["forward of all modules"].append((sum(ns for ns, _ in modules), sum(other for _, other in modules)))
-    return found
+        if modules:
+            found["forward of all modules"].append((sum(ns for ns, _ in modules), sum(other for _, other in modules)))
+        empty += not modules
+    return found, empty
 
 
 def compared(trace: Trace, profiles: Mapping[int, Profile], on_gpu: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row for each range. broken: why it fails, for long ones on a GPU."""
-    for what, pairs in _pairs(trace, profiles).items():
+    """Yield a row for each range. broken: why it fails, for long ones on a GPU.
+
+    Raises RuntimeError where the profiler has no time of a sampled step.
+    """
+    found, empty = _pairs(trace, profiles)
+    if not found:
+        raise RuntimeError(f"the profiler has no time of {empty} sampled steps")
+    for what, pairs in found.items():
         theirs = statistics.median(other for _, other in pairs)
-        found = row(
+        ratios = row(
             f"ours over the profiler's, {what} of {theirs / 1e3:.4g} us", [a / b for a, b in pairs], unit="ratio"
         )
-        if on_gpu and theirs >= LEAST_NS and abs(found["value"] - 1) > BAR:
-            found["broken"] = f"{what}: {found['value']} of the profiler's time, bar {BAR:.0%}"
-        yield found
+        if on_gpu and theirs >= LEAST_NS and abs(ratios["value"] - 1) > BAR:
+            ratios["broken"] = f"{what}: {ratios['value']} of the profiler's time, bar {BAR:.0%}"
+        yield ratios
+    if empty:
+        yield {"condition": "sampled steps for whose modules the profiler has no time", "value": empty, "unit": "steps"}
 
 
 def _overhead(trace: Trace, before: int) -> dict[str, Any]:
@@ -157,10 +173,9 @@ def rows(folder: Path, on_gpu: bool) -> Rows:
     for rank in trace.ranks:
         document = json.loads((folder / f"profile.{rank.rank}.json").read_text(encoding="utf-8"))
         profiles[rank.rank] = profiled(document["traceEvents"], on_gpu)
-    found = list(compared(trace, profiles, on_gpu))
-    error_ns = device_error_ns(trace)
-    if error_ns is None or not found:
+    if device_error_ns(trace) is None:
         raise RuntimeError(f"the run has no times of the device's clock: {'; '.join(trace.notes)}")
+    found = list(compared(trace, profiles, on_gpu))
     splits = [split for _, split, _ in split_steps(trace)]
     wrong = [split for split in splits if sum(split.phases().values()) != split.step_ns]
     wrong += [split for split in splits if min(split.phases().values()) < 0]
@@ -206,11 +221,7 @@ def sharded(folder: Path) -> Rows:
         raise RuntimeError(f"the run has no times of the device's clock: {'; '.join(trace.notes)}")
     found = [row("step", [split.step_ns for split in splits], 1e-6, "ms")]
     for kind, phase in (("allgather", "forward"), ("allgather", "backward"), ("reducescatter", "backward")):
-        took = [
-            (c.done_ns or 0) - (c.start_ns or 0)
-            for c in trace.collectives
-            if (c.kind, c.phase) == (kind, phase) and c.finished
-        ]
+        took = _took(trace, kind, phase)
         if not took:
             raise RuntimeError(f"no {kind} in {phase} is in the record")
         found.append(row(f"{kind} in {phase}, on its stream", took, 1e-6, "ms"))
@@ -221,6 +232,12 @@ def sharded(folder: Path) -> Rows:
     ]
     found += [row(f"{name}, of a step", values, 1e-6, "ms") for name, values in parts]
     return [*found, row("part of a step that is in no phase", [_rest(split) for split in splits], 1e2, "%")]
+
+
+def _took(trace: Trace, kind: str, phase: str) -> list[int]:
+    """Return the ns of each collective of a kind that began in a phase of its step."""
+    done = [c for c in trace.collectives if (c.kind, c.phase) == (kind, phase) and c.finished]
+    return [(c.done_ns or 0) - (c.start_ns or 0) for c in done]
 
 
 def _sent(trace: Trace, arm: Arm) -> dict[str, Any]:

@@ -23,7 +23,8 @@ struct core_device_stamps {
     struct core_device where;
     struct nb_error failure; // of a stamp
     bool detailed;
-    void *training;          // stream of the last begin of a forward pass or an optimizer
+    bool knows_training;
+    void *training;          // stream of the last begin of a forward pass or an optimizer; NULL is the default stream
     int64_t stated_error_ns; // as the ring says
     uint64_t stated_lost;
 };
@@ -62,8 +63,9 @@ static bool is_in_order(struct core_device_stamps *self, const struct nb_event *
     bool of_model = event->kind == NB_EV_FORWARD_BEGIN && event->key == 0;
     if (of_model || event->kind == NB_EV_OPTIMIZER_BEGIN) {
         self->training = stream;
+        self->knows_training = true;
     }
-    return event->kind != NB_EV_OP_DONE && (stream == self->training || self->training == NULL);
+    return event->kind != NB_EV_OP_DONE && (stream == self->training || !self->knows_training);
 }
 
 // True for the kinds of which a reader also needs the host's time.

@@ -297,6 +297,37 @@ static void test_injected_failures(void) {
     check_error(driver.stream_synchronize(stream), NB_CUDA_ILLEGAL_ADDRESS, "the second operation");
 }
 
+// NULL names the default stream of the current context: work on it is in order, and other streams can wait for it.
+static void test_default_stream(void) {
+    struct nb_error err = {0};
+    struct nb_cuda_device second = {0};
+    struct CUstream_st *other = NULL;
+    struct CUevent_st *event = NULL;
+    nb_cuda_address address = 0;
+    unsigned capturing = 1;
+    reset_and_open(1);
+    for (int i = 0; i < COUNT; i++) {
+        host[i] = (float)i;
+    }
+    memset(result, 0, sizeof result);
+    check_success(driver.stream_create(&other, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    check_success(driver.event_create(&event, 0), "cuEventCreate");
+    check_success(driver.mem_alloc(&address, sizeof host), "cuMemAlloc");
+    check_success(driver.stream_is_capturing(NULL, &capturing), "cuStreamIsCapturing");
+    check_success(driver.copy_to_device(address, host, sizeof host, NULL), "cuMemcpyHtoDAsync");
+    check_success(driver.event_record(event, NULL), "cuEventRecord");
+    check_success(driver.stream_wait_event(other, event, 0), "cuStreamWaitEvent");
+    check_success(driver.copy_to_host(result, address, sizeof result, other), "cuMemcpyDtoHAsync");
+    check_success(driver.stream_wait_event(NULL, event, 0), "cuStreamWaitEvent");
+    check_success(driver.stream_synchronize(NULL), "cuStreamSynchronize");
+    CHECK(capturing == 0 && memcmp(host, result, sizeof host) == 0, "other bytes by way of the default stream");
+    CHECK(fake->live_objects().streams == 1, "%d streams", fake->live_objects().streams);
+    CHECK(nb_cuda_device_open(&second, &driver, 1, &err) == 0 && nb_cuda_enter(&second, &err) == 0, "%s", err.text);
+    check_error(driver.event_record(event, NULL), NB_CUDA_INVALID_HANDLE, "a default stream of another context");
+    nb_cuda_leave(&second);
+    nb_cuda_device_close(&second);
+}
+
 int main(void) {
     fake = fake_controls_get();
     test_old_driver();
@@ -311,6 +342,7 @@ int main(void) {
     test_wait_is_for_the_last_record();
     test_kernels_run_on_device_memory();
     test_injected_failures();
+    test_default_stream();
     fake->reset(0, 0);
     return 0;
 }

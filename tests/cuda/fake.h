@@ -1,6 +1,6 @@
 // Fake CUDA driver: controls for tests. The driver is fake_driver.c, a libcuda.so.1 with the functions that the core
 // calls. The host cannot access its device memory, streams are threads with seeded delays, and it returns CUDA's errors
-// for invalid calls.
+// for invalid calls. As with CUDA, NULL names the default stream.
 #ifndef NB_TEST_CUDA_FAKE_H
 #define NB_TEST_CUDA_FAKE_H
 

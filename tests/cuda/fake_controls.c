@@ -226,7 +226,7 @@ static struct fake_live_objects control_live_objects(void) {
         live_objects.contexts += fake.contexts[i].retained;
     }
     for (const struct CUstream_st *it = fake.streams; it != NULL; it = it->next) {
-        live_objects.streams += !it->destroyed;
+        live_objects.streams += !it->destroyed && it != it->context->default_stream;
     }
     for (const struct CUevent_st *it = fake.events; it != NULL; it = it->next) {
         live_objects.events += !it->destroyed;

@@ -391,6 +391,38 @@ static unsigned enter_query(const char *symbol) {
     return check_context(enter_push(symbol));
 }
 
+// After ENTER. NULL: no thread can be started.
+static struct CUstream_st *make_stream(int priority) {
+    struct CUstream_st *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        abort();
+    }
+    made->context = current_context();
+    made->last = &made->first;
+    made->priority = priority;
+    made->random = draw(&fake.seed);
+    made->next = fake.streams;
+    if (pthread_create(&made->thread, NULL, stream_main, made) != 0) {
+        free(made);
+        return NULL;
+    }
+    fake.streams = made;
+    return made;
+}
+
+// The stream that a caller names. NULL names the default stream of the current context. As all other streams are
+// non-blocking, it does not wait for them, nor they for it.
+static struct CUstream_st *stream_of(struct CUstream_st *named) {
+    struct CUctx_st *context = current_context();
+    if (named != NULL) {
+        return named;
+    }
+    if (context->default_stream == NULL) {
+        context->default_stream = make_stream(0);
+    }
+    return context->default_stream;
+}
+
 static bool stream_exists(const struct CUstream_st *stream) {
     const struct CUstream_st *it = fake.streams;
     while (it != NULL && it != stream) {
@@ -536,20 +568,10 @@ static unsigned create_stream(struct CUstream_st **stream, unsigned flags, int p
     if ((flags & ~(unsigned)NB_CUDA_STREAM_NON_BLOCKING) != 0) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
-    struct CUstream_st *made = calloc(1, sizeof *made);
+    struct CUstream_st *made = make_stream(priority);
     if (made == NULL) {
-        abort();
-    }
-    made->context = current_context();
-    made->last = &made->first;
-    made->priority = priority;
-    made->random = draw(&fake.seed);
-    made->next = fake.streams;
-    if (pthread_create(&made->thread, NULL, stream_main, made) != 0) {
-        free(made);
         return leave(NB_CUDA_OUT_OF_MEMORY);
     }
-    fake.streams = made;
     *stream = made;
     return leave(NB_CUDA_SUCCESS);
 }
@@ -576,6 +598,7 @@ unsigned cuStreamDestroy_v2(struct CUstream_st *stream) {
 
 unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event, unsigned flags) {
     ENTER(enter);
+    stream = stream_of(stream);
     if (!stream_exists(stream) || !event_is_valid(event)) { // they may be of different contexts
         return leave(NB_CUDA_INVALID_HANDLE);
     }
@@ -591,11 +614,13 @@ unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event,
 
 unsigned cuStreamSynchronize(struct CUstream_st *stream) {
     ENTER(enter);
+    stream = stream_of(stream);
     return leave(stream_is_valid(stream) ? drain(stream) : NB_CUDA_INVALID_HANDLE);
 }
 
 unsigned cuStreamIsCapturing(struct CUstream_st *stream, unsigned *status) {
     ENTER(enter);
+    stream = stream_of(stream);
     if (!stream_exists(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
@@ -631,6 +656,7 @@ unsigned cuEventDestroy_v2(struct CUevent_st *event) {
 
 unsigned cuEventRecord(struct CUevent_st *event, struct CUstream_st *stream) {
     ENTER(enter);
+    stream = stream_of(stream);
     if (!stream_is_valid(stream) || !event_is_valid(event) || event->context != stream->context) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
@@ -763,6 +789,7 @@ unsigned cuMemHostGetDevicePointer_v2(nb_cuda_address *address, void *memory, un
 static unsigned copy(enum fake_kind kind, nb_cuda_address address, void *host, size_t bytes,
                      struct CUstream_st *stream) {
     ENTER_AS(enter, kind == FAKE_TO_HOST ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync");
+    stream = stream_of(stream);
     if (!stream_is_valid(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
@@ -843,6 +870,7 @@ unsigned cuLaunchKernel(struct CUfunc_st *function, unsigned grid_x, unsigned gr
                         unsigned block_y, unsigned block_z, unsigned shared_bytes, struct CUstream_st *stream,
                         void **parameters, void **extra) {
     ENTER(enter);
+    stream = stream_of(stream);
     if (!stream_is_valid(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }

@@ -14,6 +14,7 @@
 #define FAKE_EXPORT __attribute__((visibility("default")))
 
 struct CUctx_st {
+    struct CUstream_st *default_stream; // which callers name NULL; NULL: not used yet
     int retained;
 };
 

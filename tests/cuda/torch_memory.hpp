@@ -31,7 +31,6 @@ struct Driver {
 #define MEMBER(member, symbol, parameters) unsigned(*member) parameters;
     NB_CUDA_CALLS(MEMBER)
     CUctx_st *context = nullptr;
-    CUstream_st *usual = nullptr;
 
     Driver() {
         void *library = dlopen(getenv("NETBOTTLENECK_CUDA_LIBRARY"), RTLD_NOW);
@@ -41,7 +40,6 @@ struct Driver {
         check(init(0));
         check(primary_retain(&context, 0));
         enter();
-        check(stream_create(&usual, NB_CUDA_STREAM_NON_BLOCKING));
     }
 
     static void check(unsigned result) {
@@ -64,11 +62,13 @@ Driver &driver() {
     return *made;
 }
 
-thread_local CUstream_st *current = nullptr;
+// As with torch.cuda, the default stream is the driver's, which is named NULL.
+constexpr CUstream_st *DEFAULT = nullptr;
+thread_local CUstream_st *current = DEFAULT;
 
 CUstream_st *stream_now() {
-    CUstream_st *usual = driver().usual;
-    return current != nullptr ? current : usual;
+    (void)driver(); // makes the context current in this thread
+    return current;
 }
 
 CUstream_st *handle(const Stream &stream) {
@@ -155,7 +155,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return wrapped(stream_now());
     }
     Stream getDefaultStream(Device) const override {
-        return wrapped(driver().usual);
+        return wrapped(DEFAULT);
     }
     Stream getNewStream(Device, int) const override {
         CUstream_st *made = nullptr;

@@ -200,7 +200,8 @@ def events_of(path: Path) -> list[tuple[int, ...]]:
     return list(struct.iter_unpack("=qII6Q", path.read_bytes()[4096:]))
 
 
-CLOSED_BY_TWO_THREADS = """
+# A recorder over the fake driver. The current stream is `current`, whose address NULL is the default stream's.
+FOLLOWING = """
 import ctypes, re, sys, threading, types
 from netbottleneck import _core
 
@@ -209,9 +210,11 @@ driver = ctypes.CDLL(library)
 names = re.findall(r"\\(\\*(\\w+)\\)\\(", header[header.index("struct fake_controls {"):])
 driver.fake_controls.restype = ctypes.POINTER(ctypes.c_void_p)
 hold = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(driver.fake_controls()[names.index("hold")])
-context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+context, stream, event = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
 assert driver.cuInit(0) == driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
 assert driver.cuCtxPushCurrent_v2(context) == driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+assert driver.cuEventCreate(ctypes.byref(event), 0) == 0
+current = stream
 
 
 class OnDevice:
@@ -224,10 +227,21 @@ class OnDevice:
 
 sys.modules["torch"] = types.ModuleType("torch")
 sys.modules["torch.cuda"] = types.SimpleNamespace(
-    current_stream=lambda number: types.SimpleNamespace(cuda_stream=stream.value)
+    current_stream=lambda number: types.SimpleNamespace(cuda_stream=current.value or 0)
 )
 recorder = _core.Recorder(path, 64, 0)
 recorder.follow(OnDevice(), library)
+"""
+
+
+def run_following(script: str, fake_driver: Path, path: Path) -> str:
+    """Run the script after FOLLOWING, with the recorder's file at `path`; return what it prints."""
+    header = (EVENT_H.parents[2] / "tests" / "cuda" / "fake.h").read_text(encoding="utf-8")
+    return run_python(FOLLOWING + script, str(fake_driver), header, str(path))
+
+
+def test_a_second_close_leaves_the_file_to_the_one_that_waits_for_the_device(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
 hold(stream, True)
 recorder.put(_core.EVENTS["STEP_BEGIN"])
 first = threading.Thread(target=recorder.close)
@@ -238,14 +252,37 @@ recorder.close()
 hold(stream, False)
 first.join()
 """
-
-
-def test_a_second_close_leaves_the_file_to_the_one_that_waits_for_the_device(tmp_path: Path, fake_driver: Path) -> None:
-    header = (EVENT_H.parents[2] / "tests" / "cuda" / "fake.h").read_text(encoding="utf-8")
-    run_python(CLOSED_BY_TWO_THREADS, str(fake_driver), header, str(tmp_path / "ring"))
+    run_following(script, fake_driver, tmp_path / "ring")
     kinds = [event[1] for event in events_of(tmp_path / "ring")]
     begin, dropped = _core.EVENTS["STEP_BEGIN"], 0
     assert [kind for kind in kinds if kind in (begin, dropped)] in ([begin], [dropped])
+
+
+def test_a_stamp_of_another_stream_does_not_wait_for_those_of_the_default_stream(
+    tmp_path: Path, fake_driver: Path
+) -> None:
+    script = """
+gate, current = stream, ctypes.c_void_p()
+recorder.put(_core.EVENTS["FORWARD_BEGIN"])
+hold(gate, True)
+assert driver.cuEventRecord(event, gate) == driver.cuStreamWaitEvent(None, event, 0) == 0
+recorder.put(_core.EVENTS["FORWARD_END"])
+other = current = ctypes.c_void_p()
+assert driver.cuStreamCreate(ctypes.byref(other), 1) == 0
+recorder.put(_core.EVENTS["OP_START"])
+assert driver.cuStreamSynchronize(other) == 0
+passed_ns = released_ns = _core.now_ns()
+while released_ns < passed_ns + 100_000_000:  # beyond the error of the device's clock
+    released_ns = _core.now_ns()
+hold(gate, False)
+recorder.close()
+print(passed_ns, released_ns)
+"""
+    passed_ns, released_ns = map(int, run_following(script, fake_driver, tmp_path / "ring").split())
+    found = {event[1]: event for event in events_of(tmp_path / "ring")}
+    error_ns = found[_core.EVENTS["DEVICE_CLOCK"]][5]
+    assert found[_core.EVENTS["OP_START"]][0] <= passed_ns + error_ns
+    assert found[_core.EVENTS["FORWARD_END"]][0] >= released_ns - error_ns
 
 
 def test_stamps_reach_the_file(tmp_path: Path) -> None:

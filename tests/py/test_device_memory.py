@@ -30,7 +30,6 @@ from netbottleneck.trace.transports import STOCK
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import gpu_check as checks  # noqa: E402
 import gpu_timing  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "scripts" / "device_training.py"
@@ -135,8 +134,8 @@ def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.Co
 
 
 ROWS = {
-    **{"versions": 11, "collectives": 8, "nb": 5, "staging": 2, "gather": 3, "hooks": 3, "faults": 1},
-    **{"timing": 11, "kernels": 3 * 13},
+    **{"versions": 13, "collectives": 8, "nb": 5, "staging": 2, "gather": 3, "hooks": 3, "faults": 1},
+    **{"timing": 11, "kernels": 3 * 13 + 3},
 }
 
 
@@ -144,9 +143,11 @@ ROWS = {
 def test_each_part_of_gpu_check_writes_its_result(device: dict[str, str], tmp_path: Path, part: str) -> None:
     """Over the fake driver: all parts but one that needs a GPU."""
     results = tmp_path / "results.json"
-    done = gpu_check("--only", part, "--device", "fakecuda", "--results", str(results), env=device)
+    env = {**device, "OUT": str(tmp_path / "copy")}
+    done = gpu_check("--only", part, "--device", "fakecuda", "--results", str(results), env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text(encoding="utf-8"))
+    assert json.loads((tmp_path / "copy" / "gpu-check.json").read_text(encoding="utf-8")) == found
     assert "no GPU took part" in found["title"]
     assert {"cpu", "cores", "kernel"} <= set(found["machine"])
     assert "torch" in found["versions"]
@@ -170,7 +171,9 @@ def test_a_failed_part_of_gpu_check_keeps_the_results_of_the_others(device: dict
     parts = json.loads(results.read_text(encoding="utf-8"))["parts"]
     verdicts = {name: part["verdict"] for name, part in parts.items()}
     assert verdicts == {"versions": "ok", "nccl": "not run", "hooks": "failed"}
-    assert "CUDA: cuStreamWaitEvent on device 0: CUDA_ERROR_OUT_OF_MEMORY" in parts["hooks"]["why"]
+    assert "RuntimeError: ranks exited with" in parts["hooks"]["why"]
+    assert "CUDA: cuStreamWaitEvent on device 0: CUDA_ERROR_OUT_OF_MEMORY" in "".join(parts["hooks"]["logs"])
+    assert "CUDA: cuStreamWaitEvent on device 0: CUDA_ERROR_OUT_OF_MEMORY" in done.stdout
 
 
 def test_gpu_check_without_a_gpu_says_what_is_absent(tmp_path: Path) -> None:
@@ -185,10 +188,6 @@ def test_gpu_check_without_a_gpu_says_what_is_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("--only", "speed"), ("--device", "fakecuda")])
 def test_gpu_check_refuses_unknown_parts_and_results_of_the_fake_driver(options: tuple[str, ...]) -> None:
     assert gpu_check(*options).returncode == 2
-
-
-def test_the_parts_of_gpu_check_take_at_most_nine_minutes() -> None:
-    assert sum(part.limit_s for part in checks.PARTS.values()) <= 540
 
 
 def launched(number: int, at: float, begin: float, end: float, name: str = "gemm") -> list[dict[str, Any]]:

@@ -1,0 +1,259 @@
+"""The checks for a machine with a GPU: how they end ranks and keep results; the trainings of ranks, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import signal
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import RANKS_LIMIT_S
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+
+import backend  # noqa: E402
+import gpu_check as checks  # noqa: E402
+import gpu_timing  # noqa: E402
+
+import cbuild  # noqa: E402
+import fresh_wheel  # noqa: E402
+from netbottleneck.trace.model import Step, Trace  # noqa: E402
+from netbottleneck.trace.transports import STOCK  # noqa: E402
+
+LIMIT_S = 2 * RANKS_LIMIT_S
+TRAINED = {
+    **{"CHECKED_BACKEND": "gloo", "CHECKED_STEPS": "20", "CHECKED_SECONDS": "600", "CUDA_VISIBLE_DEVICES": ""},
+    **{"NETBOTTLENECK_BLOCK_STEPS": "2", "NETBOTTLENECK_START_STEP": "2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "env"),
+    [
+        ("arms", {"NETBOTTLENECK_TRANSPORT": "stock,tcp"}),
+        ("timing", {"NETBOTTLENECK_TRANSPORT": "stock"}),
+        ("sharded", {"NETBOTTLENECK": "1"}),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_parts_that_train_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, part: str, env: dict[str, str]) -> None:
+    """All but NCCL, and the times of a device's clock, which their records lack here."""
+    if part != "arms":
+        monkeypatch.setattr(checks, "rows_of_record", lambda *_: [])
+    rows = checks.run_ranks(part, "cpu", {**TRAINED, **env}, time.monotonic() + LIMIT_S)
+    shown = [row["condition"] for row in rows if row["condition"].startswith("step ")]
+    assert len(shown) == {"arms": 3, "timing": 1, "sharded": 0}[part]
+
+
+FAILS = """
+import os, signal, sys, time
+from pathlib import Path
+
+part, _, folder = sys.argv[1:]
+(Path(folder) / f"nccl.{os.environ['RANK']}.log").write_text(f"NCCL of {os.environ['RANK']} says why")
+
+
+def waits_for_the_other():
+    signal.pause()
+
+
+if part == "exits" and os.environ["RANK"] == "1":
+    sys.exit("rank 1 says why")
+if part == "faults" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if part == "faults":
+    (Path(folder) / "rows.json").write_text("[]")
+else:
+    waits_for_the_other()
+"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let a script take the place of the ranks."""
+    script = tmp_path / "rank.py"
+    script.write_text(FAILS, encoding="utf-8")
+    monkeypatch.setattr(checks, "RANK", script)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("part", ["exits", "hangs"])
+def test_a_failed_part_has_the_ends_of_all_logs(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(checks, "END_S", 1.0)  # which the other rank has after the first failure
+    exits = part == "exits"
+    with pytest.raises(RuntimeError if exits else TimeoutError, match=r"ranks exited with \[None, ") as caught:
+        checks.run_ranks(part, "cuda", {}, time.monotonic() + (LIMIT_S if exits else 3.0))
+    first, nccl, second, _ = caught.value.__notes__
+    assert "in waits_for_the_other" in first  # by SIGABRT
+    assert nccl == "--- nccl.0.log\nNCCL of 0 says why"
+    assert ("rank 1 says why" if exits else "in waits_for_the_other") in second
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_rank_that_a_part_kills_is_no_failure() -> None:
+    assert checks.run_ranks("faults", "cuda", {}, time.monotonic() + LIMIT_S) == []
+    assert checks.has_failed("hooks", 1, -signal.SIGKILL)
+
+
+def test_any_exception_fails_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> list[dict[str, Any]]:
+        error = ZeroDivisionError("division by zero")
+        error.add_note("--- 0.log\nits end")
+        raise error
+
+    monkeypatch.setattr(checks, "run_ranks", breaks)
+    result = checks.run_part("hooks", "fakecuda", 100.0)
+    assert (result["verdict"], result["why"]) == ("failed", "ZeroDivisionError: division by zero")
+    assert result["logs"] == ["--- 0.log\nits end"]
+
+
+def test_a_part_uses_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "run_ranks", lambda *_: [])
+    assert checks.run_part("hooks", "fakecuda", 1000.0)["limit_s"] == 160
+    assert checks.run_part("hooks", "fakecuda", 11.0)["limit_s"] == 11
+    result = checks.run_part("hooks", "fakecuda", 3.0)
+    assert result["verdict"] == "failed"
+    assert "not run: 3 s are left: --only hooks" in result["why"]
+
+
+def test_results_of_another_gpu_are_replaced_and_rows_beyond_the_last_are_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.json"
+    rows = [{"condition": f"row {number}", "value": number} for number in range(100)]
+    result = {"verdict": "ok", "seconds": 1, "limit_s": 2, "rows": rows}
+
+    def parts_with(driver: str, name: str) -> set[str]:
+        text = checks.write(results, {"nvidia-smi": driver}, "cuda", name, result)
+        assert text == results.read_text(encoding="utf-8")
+        return set(json.loads(text)["parts"])
+
+    assert parts_with("580.1", "kernels") == {"kernels"}
+    assert parts_with("580.1", "hooks") == {"kernels", "hooks"}
+    assert parts_with("580.2", "nb") == {"nb"}
+    checks.show("kernels", result)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + checks.PRINTED_ROWS
+    assert printed[1] == f"  the last {checks.PRINTED_ROWS} of 100 rows:"
+    assert printed[-1] == "  row 99: 99"
+
+
+def test_what_the_driver_refuses_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise ValueError("CUDA: cuCtxPushCurrent on device 0: invalid")
+
+    monkeypatch.setattr(checks._core, "cuda", refuses)
+    assert checks.absent("fakecuda") == ["CUDA: cuCtxPushCurrent on device 0: invalid"]
+
+
+@pytest.mark.parametrize("why", ["", "not in this build"])
+def test_ofi_takes_turns_where_it_works(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setattr(checks, "native_refusal", lambda *_: why)
+    way = dict(checks.WAYS["in turns"])
+    rows = checks.add_ofi(way)
+    assert [row["value"] for row in rows] == ([why] if why else [])
+    assert way["NETBOTTLENECK_TRANSPORT"] == "stock,nccl+tcp" + ("" if why else ",nccl+ofi")
+
+
+def test_measured_parts_refuse_to_leave_a_model_alone(tmp_path: Path) -> None:
+    names = ("NETBOTTLENECK_STRICT", "NCCL_MNNVL_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
+    for part in checks.PARTS:
+        environ = checks.environ_of(part, 1, {}, tmp_path)
+        strict = "1" if part in checks.MEASURED else os.environ.get(names[0])
+        assert [environ.get(name) for name in names] == [strict, "0", str(checks.CONNECTIONS)]
+
+
+def test_parts_that_need_most_care_are_first() -> None:
+    order = list(checks.PARTS)
+    assert max(map(order.index, ("nccl", "arms", "sharded"))) < min(map(order.index, ("hooks", "faults")))
+    assert checks.TOTAL_S <= 480
+
+
+def test_the_gather_size_is_the_last_for_which_a_kernel_is_surely_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks._core, "cuda", lambda *_: ("", 13000, [("GPU", "", "")]))
+    times = {1024: (1.0, 2.0), 4096: (1.9, 2.0), 16384: (2.1, 2.0), 65536: (1.0, 2.0)}  # of the kernel, of copies
+    rows = [
+        {"condition": f"{way}: 200 tensors of {size} bytes", "low": time_us, "high": time_us}
+        for size, pair in times.items()
+        for way, time_us in zip(("kernel", "copies"), pair, strict=True)
+    ]
+    assert checks.gathered(rows, "")["value"] == 4096
+    rows[0] = {"condition": rows[0]["condition"], "value": "not timed: no memory"}
+    assert checks.gathered(rows, "")["value"] == 0
+    assert checks.gathered(rows, "two ranks")["value"] == "not known: two ranks"
+
+
+def profiled_steps(counted: int) -> tuple[Trace, dict[int, gpu_timing.Profile]]:
+    """Return three sampled steps, and the profiler's times of the first of them."""
+    steps = tuple(
+        Step(0, index, 0, STOCK, 0, 10, sampled=True, forward=((0, 4),), grad_ready=((0, 9),), modules=((0, 0, 4),))
+        for index in range(3)
+    )
+    trace = Trace("run", 1, (STOCK,), modules=("a",), steps=steps)
+    return trace, {0: {index: {"module a": 4} if index < counted else {} for index in range(3)}}
+
+
+def test_steps_without_a_time_of_the_profiler_are_counted() -> None:
+    rows = {row["condition"]: row["value"] for row in gpu_timing.compared(*profiled_steps(1), on_gpu=True)}
+    assert rows == {
+        "ours over the profiler's, module a of 0.004 us": 1.0,
+        "ours over the profiler's, forward of all modules of 0.004 us": 1.0,
+        "sampled steps for whose modules the profiler has no time": 2,
+    }
+    with pytest.raises(RuntimeError, match="no time of 3 sampled steps"):
+        list(gpu_timing.compared(*profiled_steps(0), on_gpu=True))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Path]:
+    """Provide sources and a wheel of them."""
+    files = ["setup.py", "pyproject.toml", "tools/cbuild.py", "csrc/base/error.c", "python/netbottleneck/config.py"]
+    for at, name in enumerate(files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+        os.utime(tmp_path / name, (1000 + at, 1000 + at))
+    return tmp_path
+
+
+def wheel_of(tree: Path, version: str = cbuild.version(), machine: str = platform.machine()) -> Path:
+    """Make a wheel that is newer than the sources."""
+    made = tree / f"netbottleneck-{version}-cp311-abi3-linux_{machine}.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("netbottleneck/config.py", (tree / "python/netbottleneck/config.py").read_bytes())
+    os.utime(made, (2000, 2000))
+    return made
+
+
+def test_a_stale_wheel_is_refused(tree: Path) -> None:
+    wheel = wheel_of(tree)
+    assert not fresh_wheel.refusal(wheel, tree)
+    assert fresh_wheel.refusal(wheel_of(tree, version="0.0"), tree).startswith("is not of version")
+    assert fresh_wheel.refusal(wheel_of(tree, machine="other"), tree).startswith("is not for")
+    config = tree / "python/netbottleneck/config.py"
+    config.write_text("changed", encoding="utf-8")
+    os.utime(config, (1000, 1000))
+    assert fresh_wheel.refusal(wheel, tree) == "has another netbottleneck/config.py"
+    os.utime(tree / "csrc/base/error.c", (3000, 3000))
+    assert fresh_wheel.refusal(wheel, tree) == "is older than csrc/base/error.c"
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_gathers_by_the_name_that_torch_has(monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
+    calls = itertools.count()
+    names = ["all_gather_into_tensor", *(["all_gather_single"] if later else [])]
+    functions = {name: lambda *_, **__: next(calls) for name in names}
+    monkeypatch.setattr(backend, "dist", SimpleNamespace(get_world_size=lambda: 2, **functions))
+    backend.gather_step(None, 4)()
+    assert next(calls) == 1

@@ -18,11 +18,13 @@ import pytest
 from rich.console import Console
 
 from chromecheck import overlaps
-from netbottleneck.analysis import findings, intervals, verdict
+from netbottleneck import report
+from netbottleneck.analysis import findings, intervals, rule_facts, verdict
 from netbottleneck.report import Run, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
+from netbottleneck.units import listed
 from ringwriter import MS, FakeRun
 
 DATA = Path(__file__).parent / "data"
@@ -394,6 +396,16 @@ def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkey
 def test_a_rank_without_a_record_is_named(run):
     alone = run.trace.of_rank(0)
     assert "no record of rank 1." in text.warnings(findings.find(alone))
+
+
+def test_the_missing_ranks_of_a_large_run_are_ranges(run):
+    found = findings.find(replace(run.trace.of_rank(1), size=1024))
+    line = "no record of rank 0, 2 to 1023"
+    assert f"{line}." in text.warnings(found)
+    assert rule_facts.Facts(found, found.base, rule_facts.Predicted(), ()).missing.startswith(f"{line}: ")
+    assert report._missing(found.trace) == [f"{line} in this folder"]
+    assert listed((6, 5, 0, 1, 4, 9)) == "0, 1, 4 to 6, 9"
+    assert listed(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
 def test_a_late_rank_is_named_in_the_sentence(tmp_path):

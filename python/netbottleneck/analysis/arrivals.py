@@ -26,7 +26,7 @@ from netbottleneck.trace.model import (
     Trace,
 )
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import ms, nbytes
+from netbottleneck.units import listed, ms, nbytes
 
 # Clocks from wall times, or not compared at all, may be off by milliseconds.
 UNSURE_METHODS = ("wall", "none", JUMPED)
@@ -219,9 +219,7 @@ class Lateness:
         """The rank that is last, or the host with its ranks: "rank 2", "host h1 (ranks 4 to 7)"."""
         if not self.whole_host:
             return f"rank {self.last}"
-        first, end = self.ranks[0], self.ranks[-1]
-        in_turn = len(self.ranks) == end - first + 1 > 2
-        ranks = f"ranks {first} to {end}" if in_turn else f"ranks {', '.join(map(str, self.ranks))}"
+        ranks = f"ranks {listed(self.ranks)}"
         return f"host {self.hostname} ({ranks})" if self.hostname else f"the host of {ranks}"
 
     @property
@@ -467,7 +465,7 @@ def _differs(own: Mapping[int, Collective]) -> str:
         groups[f"{one.kind} {one.dtype}{size}" if one.dtype else one.kind].append(rank)
     if len(groups) < 2:
         return ""
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in groups.items())
+    return "; ".join(f"rank {listed(ranks)}: {what}" for what, ranks in groups.items())
 
 
 def joins(trace: Trace) -> tuple[Join, ...]:
@@ -540,7 +538,7 @@ def _place_words(one: Join) -> str:
 def _open_words(of_group: Sequence[Join]) -> str:
     """What the first open operation of a group waits for, as far as the record tells."""
     one, more = of_group[0], len(of_group) - 1
-    missing, waiting, unknown = (", ".join(map(str, some)) for some in (one.missing, one.waiting, one.unknown))
+    missing, waiting, unknown = map(listed, (one.missing, one.waiting, one.unknown))
     first = f"Rank {missing} has not joined" if missing else "All recorded ranks joined"
     parts = [f"{first} {_place_words(one)}"]
     parts += [f"waiting: rank {waiting}" if missing else f"not over on rank {waiting}"] if waiting else []

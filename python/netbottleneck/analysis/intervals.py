@@ -30,6 +30,7 @@ NOTHING.setflags(write=False)
 # Number of steps dropped at the start of each block: the first steps pay for the change of transport.
 WARMUP_STEPS = 1
 ONE_STEP = "each block has one step, and the first step of a block is not counted (NETBOTTLENECK_BLOCK_STEPS)."
+FIRST_STEP = "the first step of a block is not counted, and the record has no other step of a transport."
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
@@ -336,9 +337,12 @@ def counted(trace: Trace, warmup: int = WARMUP_STEPS) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def uncounted(trace: Trace) -> bool:
-    """True if a run has blocks, and none of its steps counts, because each block has its first step alone."""
-    return len({step.block for step in trace.steps}) > 1 and not counted(trace)
+def uncounted(trace: Trace) -> str:
+    """Why no step of a transport counts, ONE_STEP or FIRST_STEP; "" if one does, or if none was recorded."""
+    steps = counted(trace)
+    if any(step.arm.real for step in steps) or not any(step.arm.real for step in trace.steps):
+        return ""
+    return ONE_STEP if not steps and len({step.block for step in trace.steps}) > 1 else FIRST_STEP
 
 
 def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Split, Exposed]]:

@@ -21,6 +21,7 @@ from rich.console import Console
 from netbottleneck.analysis import usage, verdict
 from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
+from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
@@ -29,6 +30,7 @@ from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import flight_recorder, kineto, model, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import write_text
+from netbottleneck.units import listed
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
 
@@ -567,8 +569,8 @@ class Following:
 
 def _missing(trace: tr.Trace) -> list[str]:
     """A line about the ranks without a record."""
-    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
-    return [f"no record of rank {', '.join(map(str, missing))} in this folder"] if missing else []
+    missing = missing_ranks(trace)
+    return [f"no record of rank {listed(missing)} in this folder"] if missing else []
 
 
 def _here(folder: Path, trace: tr.Trace) -> list[tr.Rank]:

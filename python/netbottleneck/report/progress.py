@@ -52,7 +52,7 @@ def missing_text(findings: Findings, verdict: Verdict, window: int) -> str:
     steps = sum(time.steps for time in times)
     mean_ns = sum(time.median_ns * time.steps for time in times) / max(steps, 1)
     have = sum(time.steps + time.blocks for time in times)
-    text = f"{verdict.more} more steps (about {duration(verdict.more * mean_ns / 1e9)})"
+    text = f"{verdict.more} more steps" + (f" (about {duration(verdict.more * mean_ns / 1e9)})" if steps else "")
     return text + (f", in a window of {have + verdict.more} steps" if 0 < window < have + verdict.more else "")
 
 

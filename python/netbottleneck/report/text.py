@@ -16,7 +16,7 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
-from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
+from netbottleneck.analysis.intervals import Layer, device_error_ns, missing_ranks, uncounted
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
 from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
@@ -25,7 +25,7 @@ from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
-from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
+from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
 
@@ -65,9 +65,8 @@ def sentences(findings: Findings) -> list[str]:
 
 def no_split(findings: Findings) -> str:
     """Sentence: why no step of a run has parts."""
-    if uncounted(findings.trace):
-        return f"No step could be split: {ONE_STEP}"
-    return "No step could be split: the run has no step, or only steps of the untouched script."
+    why = uncounted(findings.trace) or "the run has no step, or only steps of the untouched script."
+    return f"No step could be split: {why}"
 
 
 def _bandwidth(findings: Findings, base: Arm) -> list[str]:
@@ -201,7 +200,7 @@ def _faults(trace: Trace) -> list[str]:
     found = []
     lost: dict[tuple[int, str], list[str]] = {}
     for f in trace.faults:
-        peers = ", ".join(map(str, f.peers)) or "?"
+        peers = listed(f.peers) or "?"
         if f.kind == "lane_lost":
             lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
         else:
@@ -225,9 +224,9 @@ def warnings(findings: Findings) -> list[str]:
         found.append(f"in progress: {len({step.index for step in trace.steps})} steps so far.")
     for rank in trace.ranks:
         found += _about_rank(rank, trace)
-    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    missing = missing_ranks(trace)
     if missing:
-        found.append(f"no record of rank {', '.join(map(str, missing))}.")
+        found.append(f"no record of rank {listed(missing)}.")
     found += _faults(trace)
     changed = changed_at(trace)
     if changed is not None:

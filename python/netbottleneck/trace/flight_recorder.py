@@ -28,6 +28,7 @@ from netbottleneck.trace.model import (
     Trace,
 )
 from netbottleneck.trace.transports import STOCK
+from netbottleneck.units import listed
 
 DUMP_VERSIONS = "2."  # of the dump, not of torch
 DUMP = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?P<suffix>(\.(json|pkl|pickle))?)")
@@ -317,7 +318,7 @@ def _dump_notes(ranks: Sequence[_Dump], groups: Iterable[ProcessGroup], damaged:
         if not dump.entries:
             yield f"{dump.path}: no operation: set TORCH_FR_BUFFER_SIZE before the training."
     if len(versions) > 1:
-        each = "; ".join(f"{version}: rank {', '.join(map(str, own))}" for version, own in versions.items())
+        each = "; ".join(f"{version}: rank {listed(own)}" for version, own in versions.items())
         yield f"the dumps have different versions ({each}): the ranks may run different versions of torch."
     known = {name for dump in ranks for name in dump.members}
     for group in groups:

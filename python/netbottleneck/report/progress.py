@@ -147,7 +147,7 @@ def _rated(findings: Findings, rank: int, interface: str) -> str:
     infos = [info for one in findings.trace.ranks if one.rank == rank for info in one.transports]
     own = next((info.link_bps for info in infos if info.interface == interface and info.link_bps), None)
     own = None if findings.link_disproved else own
-    link = own or (None if interface == "lo" else findings.link_bps)
+    link = own or (None if interface == usage.LOOPBACK else findings.link_bps)
     return gbit(link) if link else "not known"
 
 

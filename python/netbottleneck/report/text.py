@@ -436,10 +436,11 @@ def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str,
     """Each host's busiest interface, or all of its links, average and active, and its cores."""
     table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP resent")
     for host in hosts:
-        first = host.interfaces[0].interface if host.interfaces else ""
+        first = host.busiest
+        link = None if first == usage.LOOPBACK else link_bps
         for number, use in enumerate(use for use in host.interfaces if use.interface == first):
             cells = [
-                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link_bps:.0f}%" if link_bps else "")
+                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link:.0f}%" if link else "")
                 for bps in (use.active_bps, use.average_bps)
             ]
             rest = ["", "", ""] if number else [*core_cells(host), retransmitted(host)]

@@ -54,6 +54,16 @@ class Estimate:
     low: float
     high: float
 
+    @property
+    def known(self) -> bool:
+        """True if both ends of the interval are known."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    def as_dict(self, scale: float = 1.0) -> dict[str, float | None]:
+        """Return value and ends, times a factor, as JSON values; None for what is not known."""
+        low, high = (scale * self.low, scale * self.high) if self.known else (None, None)
+        return {"value": scale * self.value if math.isfinite(self.value) else None, "low": low, "high": high}
+
     def scaled(self, factor: float) -> Estimate:
         """Return the estimate times a factor of at least 0."""
         return Estimate(factor * self.value, factor * self.low, factor * self.high)
@@ -444,6 +454,11 @@ def _levels(blocks: Blocks) -> Floats:
         parts = np.array_split(steps, min(BLOCKS_MIN, len(steps)))
     levels: Floats = np.log([max(float(np.median(part)), 1.0) for part in parts])
     return levels
+
+
+def typical_step(blocks: Blocks) -> float:
+    """Return ns of the step of a run as ratio_of_runs compares it: the geometric mean over its blocks' medians."""
+    return math.exp(float(_levels(blocks).mean()))
 
 
 def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:

@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -705,7 +704,7 @@ def tiles(findings: Findings) -> list[tuple[str, str, str]]:
         of_link = f"{part} of the link" if link else "link unknown"
         found.append(("in transfer", gbit(did.active_bps), of_link))
     pair = best_gain(findings)
-    if pair is not None and math.isfinite(pair.gain.low):
+    if pair is not None and pair.gain.known:
         between = f"{percent(pair.gain.low)} to {percent(pair.gain.high)}"
         found.append((f"{pair.other} is shorter by", percent(pair.gain.value), between))
     elif findings.predicted_full_use_ns is not None and findings.predicted_full_use_ns < parts.step_ns:

@@ -379,7 +379,7 @@ UNFINISHED = {"finished": False, "hostname": platform.node(), "pid_namespace": o
 
 
 def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    monkeypatch.setattr("netbottleneck.report._lives", lambda *_: True)
     found = Run(FakeRun(tmp_path / "runs", blocks=3, meta=UNFINISHED).write())
     assert "! in progress: 18 steps so far." in found.text
     assert "did not finish cleanly" not in found.text
@@ -389,7 +389,7 @@ def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("other", [{"hostname": "elsewhere"}, {"pid_namespace": "pid:[1]"}, {"error": "out of memory"}])
 def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkeypatch, other):
-    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    monkeypatch.setattr("netbottleneck.report._lives", lambda *_: True)
     assert "in progress" not in Run(FakeRun(tmp_path, blocks=3, meta=UNFINISHED | other).write()).text
 
 

@@ -216,7 +216,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
             raise
         return Text(f"waiting: {error}"), False
     state = following.about(run)
-    if state[0] == "ended":  # perhaps since the rings were read: their last steps may be missing
+    if state[0] != "in progress":  # perhaps since the rings were read: their last steps may be missing
         run = following.look()
         state = following.about(run)
     change = following.judge(run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 from dataclasses import replace
 from statistics import mean
@@ -11,7 +13,7 @@ import pytest
 from conftest import Ranks
 
 from netbottleneck import cli
-from netbottleneck.report import Run
+from netbottleneck.report import Run, exporters, summary
 from netbottleneck.trace import kineto
 from netbottleneck.whatif import questions, sweeps
 from ringwriter import BUCKETS, PARAMETERS, FakeRun
@@ -238,6 +240,14 @@ def test_what_a_profile_does_not_tell_is_said(known, tmp_path, capsys):
     assert "profile with record_shapes=True" in " ".join(found.text.split())
     assert found.findings.achieved == {}
     assert found.trace.parameters == ()
+    cells = exporters.numbers(found.summary, found.trace).tables()["collectives"]
+    rows = list(csv.DictReader(io.StringIO(summary.collectives_csv(found.trace))))
+    for name in ("tensor_bytes", "lane_bytes_sent"):
+        assert set(cells.column(name)) == {None}
+        assert {row[name] for row in rows} == {""}
+    drawn = [one["args"] for one in summary.chrome_trace(found.trace)["traceEvents"] if "op" in one.get("args", {})]
+    assert {one["bytes"] for one in drawn} == {None}
+    assert "allreduce.0, exposed: " in found.html
     assert cli.main(["what-if", str(tmp_path / "k")]) == cli.USAGE
     assert "the sizes of the gradients are not known: a profile has none without record_shapes=True" in (
         capsys.readouterr().err
@@ -480,7 +490,7 @@ def test_operations_of_an_unknown_type_are_counted(known, tmp_path):
             yield {**one, "args": {**one["args"], "dtype": "Float2"}} if unknown else one
 
     trace = Run(write(tmp_path / "k", known.trace, events)).trace
-    count = sum(one.tensor_bytes == 0 for one in trace.collectives)
+    count = sum(one.tensor_bytes is None for one in trace.collectives)
     assert 0 < count < len(trace.collectives)
     note = f"the sizes of {count} operations are not known: the bytes of their type are not (Float2)."
     assert note in trace.notes

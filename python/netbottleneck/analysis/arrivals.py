@@ -414,10 +414,10 @@ TWO_SIDED = ("send", "recv")
 class Join:
     """One collective of a group. number: its sequence number; place: among those of one number, from 1.
 
-    submitted: the ranks that recorded it; waiting: those of them on which it is not over. missing: ranks that recorded
-    no operation of the group with this number or a later one. unknown: members without a record, or whose record of
-    the group is overwritten. differs: how the ranks' operations differ, "" if they do not. first_ns, last_ns: when the
-    first and the last rank submitted it.
+    bytes: None if not known. submitted: the ranks that recorded it; waiting: those of them on which it is not over.
+    missing: ranks that recorded no operation of the group with this number or a later one. unknown: members without a
+    record, or whose record of the group is overwritten. differs: how the ranks' operations differ, "" if they do not.
+    first_ns, last_ns: when the first and the last rank submitted it.
     """
 
     group: ProcessGroup
@@ -425,7 +425,7 @@ class Join:
     place: int
     name: str
     kind: str
-    bytes: int
+    bytes: int | None
     states: Mapping[int, str]
     missing: tuple[int, ...]
     unknown: tuple[int, ...]
@@ -461,7 +461,8 @@ def _differs(own: Mapping[int, Collective]) -> str:
     kinds = {one.kind for one in own.values()}
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, one in own.items():
-        size = f" {one.tensor_bytes} bytes" if len(kinds) > 1 or one.kind not in UNEVEN else ""
+        sized = one.tensor_bytes is not None and (len(kinds) > 1 or one.kind not in UNEVEN)
+        size = f" {one.tensor_bytes} bytes" if sized else ""
         groups[f"{one.kind} {one.dtype}{size}" if one.dtype else one.kind].append(rank)
     if len(groups) < 2:
         return ""
@@ -532,7 +533,8 @@ def _open_messages(trace: Trace) -> list[str]:
 
 
 def _place_words(one: Join) -> str:
-    return f"operation {one.number} of group {one.group}, {one.name}, {nbytes(one.bytes)}"
+    size = "size not known" if one.bytes is None else nbytes(one.bytes)
+    return f"operation {one.number} of group {one.group}, {one.name}, {size}"
 
 
 def _open_words(of_group: Sequence[Join]) -> str:

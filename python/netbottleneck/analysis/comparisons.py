@@ -517,7 +517,7 @@ def travels(trace: Trace) -> dict[Arm, tuple[Travel, ...]]:
     sizes: dict[tuple[Arm, str], list[int]] = defaultdict(list)
     for one in trace.collectives:
         if one.rank == first and one.kind == "allreduce" and one.algorithm is not None:
-            sizes[one.arm, one.algorithm].append(one.tensor_bytes)
+            sizes[one.arm, one.algorithm].append(one.known_bytes)
     found: dict[Arm, list[Travel]] = defaultdict(list)
     for (arm, algorithm), own in sizes.items():
         found[arm].append(Travel(algorithm, min(own), max(own), len(own)))
@@ -574,7 +574,7 @@ def latency_share(operations: Sequence[Collective], last: Last = MappingProxyTyp
     alone = _alone(operations, last)
     if len(alone) < FIT_OPERATIONS_MIN:
         return None
-    sizes, times = np.array([(c.tensor_bytes, ns) for c, ns in alone], np.float64).T
+    sizes, times = np.array([(c.known_bytes, ns) for c, ns in alone], np.float64).T
     if sizes.max() < FIT_SIZES_RATIO_MIN * sizes.min() or np.polyfit(sizes, times, 1)[0] <= 0:
         return None
     steps = {(c.rank, c.step): None for c, _ in alone}
@@ -613,12 +613,12 @@ def _alone(operations: Sequence[Collective], last: Last) -> list[tuple[Collectiv
     """The finished operations that ran alone on their rank, and their ns; of sizes of which half or more did."""
     by_rank: dict[int, list[tuple[int, int, Collective]]] = defaultdict(list)
     for c in operations:
-        if c.finished and c.tensor_bytes > 0:
+        if c.finished and c.known_bytes > 0:
             by_rank[c.rank].append((max(c.start_ns or 0, last.get(c.match, (0, 0))[0]), c.done_ns or 0, c))
     found = [one for rows in by_rank.values() for one in _alone_on_rank(rows)]
-    every = Counter(c.tensor_bytes for rows in by_rank.values() for _, _, c in rows)
-    some = Counter(c.tensor_bytes for c, _ in found)
-    return [(c, ns) for c, ns in found if some[c.tensor_bytes] >= FIT_ALONE_PART * every[c.tensor_bytes]]
+    every = Counter(c.known_bytes for rows in by_rank.values() for _, _, c in rows)
+    some = Counter(c.known_bytes for c, _ in found)
+    return [(c, ns) for c, ns in found if some[c.known_bytes] >= FIT_ALONE_PART * every[c.known_bytes]]
 
 
 def headroom(trace: Trace, base: Arm) -> Paired | None:

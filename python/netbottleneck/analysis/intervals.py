@@ -273,7 +273,7 @@ def _work(step: Step, whole: Intervals) -> tuple[Intervals, Intervals, Intervals
 def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
     """The operations whose bytes the step's arm moved: the script's own calls travel over its process group."""
     stock = step.arm.transport == STOCK.transport
-    return [c for c in operations if c.tensor_bytes > 0 and (stock or not c.by_script)]
+    return [c for c in operations if c.known_bytes > 0 and (stock or not c.by_script)]
 
 
 def _split(
@@ -317,8 +317,8 @@ def _split(
         skew_ns=skew_ns,
         late_ns=late,
         transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in moved)),
-        tensor_bytes=sum(c.tensor_bytes for c in moved),
-        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, c.ranks or size, c.algorithm, hosts) for c in moved),
+        tensor_bytes=sum(c.known_bytes for c in moved),
+        bus_bytes=sum(c.known_bytes * bus_factor(c.kind, c.ranks or size, c.algorithm, hosts) for c in moved),
         wire_bytes=sum(wire) if len(wire) == len(moved) else None,
         operations=len(own),
     )

@@ -216,7 +216,7 @@ def _sent(operation: Collective, size: int, hosts: int | None) -> float:
     if operation.wire_bytes is not None:
         return float(operation.wire_bytes)
     factor = bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
-    return operation.tensor_bytes * factor
+    return operation.known_bytes * factor
 
 
 def _received(operation: Collective, sent: float) -> float | None:
@@ -225,7 +225,7 @@ def _received(operation: Collective, sent: float) -> float | None:
         return sent
     if operation.lanes is not None:
         return float(sum(received for _, _, received in operation.lanes))
-    return {"send": 0.0, "recv": float(operation.tensor_bytes)}.get(operation.kind)
+    return {"send": 0.0, "recv": float(operation.known_bytes)}.get(operation.kind)
 
 
 def _inside(steps: Iterable[Step], span: tuple[int, int] | None) -> list[Step]:
@@ -290,7 +290,7 @@ def _carriers(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) 
     recorded = _recorded(trace, arm, uses, warmup)
     least = {
         rank: sum(
-            c.tensor_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank
+            c.known_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank
         )
         for rank, own in recorded.items()
     }

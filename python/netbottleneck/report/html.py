@@ -242,7 +242,8 @@ class _Timeline:
         self._spans(waits, (y, 14), "blocked", "training thread blocked")
 
     def _operation(self, one: Collective, y: tuple[float, float], compute: Intervals) -> None:
-        what = f"{one.name or one.kind}, {nbytes(one.tensor_bytes)}"
+        what = one.name or one.kind
+        what += "" if one.tensor_bytes is None else f", {nbytes(one.tensor_bytes)}"
         begin, end = one.start_ns or one.submit_ns, one.done_ns or one.submit_ns
         self._spans(intervals([(one.submit_ns, begin)]), y, "wait", f"{what}, submitted")
         moving = intervals([(begin, end)])

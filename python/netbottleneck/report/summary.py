@@ -457,11 +457,11 @@ def layers_csv(findings: Findings) -> str:
 
 
 def collective_cells(operation: Collective) -> list[Any]:
-    """The cells of COLLECTIVE_COLUMNS for one operation; lane_bytes_sent: lane:bytes pairs."""
+    """The cells of COLLECTIVE_COLUMNS for one operation; lane_bytes_sent: lane:bytes pairs. None: not known."""
     known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
     known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
     known["key"] = f"{operation.key:016x}"
-    lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
+    lanes = None if operation.lanes is None else " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes)
     return [*known.values(), lanes]
 
 
@@ -568,7 +568,7 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
     if last_ns is not None:
         args["wait_us"] = (last_ns - c.submit_ns) / 1e3
         args["transfer_us"] = (done_ns - max(last_ns, start_ns)) / 1e3
-    if done_ns > start_ns:
+    if done_ns > start_ns and c.tensor_bytes is not None:
         args["algbw_gbs"] = c.tensor_bytes / (done_ns - start_ns)
         factor = bus_factor(c.kind, c.ranks or trace.size, c.algorithm, host_count(trace))
         args["busbw_gbs"] = c.tensor_bytes * factor / (done_ns - start_ns)
@@ -582,8 +582,8 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
 
 
 def _in_flight(rank: int, operations: Iterable[Collective]) -> Iterator[Event]:
-    changes = [(c.start_ns or 0, c.tensor_bytes) for c in operations]
-    changes += [(c.done_ns or 0, -c.tensor_bytes) for c in operations]
+    changes = [(c.start_ns or 0, c.known_bytes) for c in operations]
+    changes += [(c.done_ns or 0, -c.known_bytes) for c in operations]
     in_flight_bytes = 0
     for at, change in sorted(changes):
         in_flight_bytes += change

@@ -466,14 +466,15 @@ JOIN_COLUMNS = ("group", "numbers", "size", "times", "not over", "not joined")
 
 def join_rows(joins: Sequence[Join]) -> list[tuple[str, ...]]:
     """An operation with the columns of JOIN_COLUMNS, for each group, place in the script and size; open ones first."""
-    alike: dict[tuple[str, str, int], list[Join]] = {}
+    alike: dict[tuple[str, str, int | None], list[Join]] = {}
     for one in joins:
         alike.setdefault((one.name, f"{one.group.name} {one.group.description}".strip(), one.bytes), []).append(one)
     rows = []
     for (name, group, size), own in alike.items():
         numbers = f"{own[0].number}" if len(own) == 1 else f"{own[0].number} to {own[-1].number}"
         waiting = [sum(bool(one.waiting) for one in own), sum(bool(one.missing) for one in own)]
-        rows.append((name, group, numbers, nbytes(size), str(len(own)), *(str(count or "-") for count in waiting)))
+        shown = "-" if size is None else nbytes(size)
+        rows.append((name, group, numbers, shown, str(len(own)), *(str(count or "-") for count in waiting)))
     return sorted(rows, key=lambda row: row[-2:] == ("-", "-"))
 
 

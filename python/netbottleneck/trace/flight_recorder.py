@@ -296,7 +296,7 @@ def _of_dump(dump: _Dump, groups: Mapping[_Group, ProcessGroup], epoch_ns: int) 
             place + 1 + (POINT_TO_POINT if one.between_two else 0),
             one.number,
             one.created_ns - epoch_ns,
-            one.bytes or 0,
+            one.bytes,
             one.name,
             comm=comm,
             ranks=None if members is None else len(members),

@@ -265,10 +265,12 @@ def _tensors(args: Mapping[str, Any]) -> list[tuple[int, str]]:
     return [(_elements(one), str(name)) for one, name in zip(dims, types, strict=False)]
 
 
-def _bytes(event: Event) -> int:
-    """Bytes of an operation's tensors; 0 if the trace does not have them."""
-    args = event.get("args", {})
-    return sum(count * ITEM_BYTES.get(name.lower(), 0) for count, name in _tensors(args))
+def _bytes(event: Event, kind: str = "") -> int | None:
+    """Bytes of an operation's tensors; None if the trace does not have them. kind: a barrier has no tensor."""
+    tensors = _tensors(event.get("args", {}))
+    if _unknown_types(event) or (not tensors and kind != "barrier"):
+        return None
+    return sum(count * ITEM_BYTES.get(name.lower(), 0) for count, name in tensors)
 
 
 def _unknown_types(event: Event) -> set[str]:
@@ -299,7 +301,7 @@ class _Operation:
     start_ns: int
     done_ns: int
     kind: str
-    bytes: int
+    bytes: int | None
     group: str = ""
     ranks: int | None = None
     unknown_types: frozenset[str] = frozenset()
@@ -320,9 +322,10 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
         begin, end = found.span(event)
         own = calls[kind, _count(event, kind)]
         submit_ns = own.pop(0) if own and own[0] <= begin else begin
-        nbytes = _bytes(event) * (found.size if kind in WHOLE_RESULT else 1)
+        nbytes, parts = _bytes(event, kind), found.size if kind in WHOLE_RESULT else 1
+        whole = None if nbytes is None else nbytes * parts
         unknown = frozenset(_unknown_types(event))
-        yield _Operation(submit_ns, submit_ns, begin, end, kind, nbytes, unknown_types=unknown)
+        yield _Operation(submit_ns, submit_ns, begin, end, kind, whole, unknown_types=unknown)
 
 
 def _count(event: Event, kind: str, most: int | None = None) -> int:
@@ -347,7 +350,7 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
         called_ns = min(begin, calls.get(args.get("External id"), begin))
         group, ranks = str(args.get("Process Group Name", "")), int(args.get(GROUP_SIZE) or found.size)
         members, unknown = ranks if ranks < found.size else None, frozenset(_unknown_types(event))
-        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), group, members, unknown)
+        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event, kind), group, members, unknown)
 
 
 class _Finder:
@@ -472,23 +475,23 @@ def _model(found: _Recorded, steps: Sequence[Step], own: Sequence[Collective]) -
     """Gradients in the order of the backward, and the all-reduces that carry them; empty unless their sizes agree."""
     step, finder = steps[-1], _Finder(steps)
     gradients = [
-        _bytes(event)
+        _bytes(event) or 0
         for event in found.events
         if event["name"] == ACCUMULATE and finder.at(found.span(event)[0]) is step
     ]
     reduced = [one for one in own if one.step == step.index and one.kind == "allreduce"]
-    if not gradients or sum(gradients) != sum(one.tensor_bytes for one in reduced):
+    if not gradients or sum(gradients) != sum(one.known_bytes for one in reduced):
         return [], []
     parameters, buckets, at = [], [], 0
     for number, one in enumerate(reduced):
-        first, left = at, one.tensor_bytes
+        first, left = at, one.known_bytes
         while left > 0 and at < len(gradients):
             parameters.append(Parameter(f"gradient {at}", gradients[at], "float32", number))
             left -= gradients[at]
             at += 1
         if left:
             return [], []
-        buckets.append(Bucket(one.name, one.key, one.tensor_bytes, "float32", tuple(range(first, at))))
+        buckets.append(Bucket(one.name, one.key, one.known_bytes, "float32", tuple(range(first, at))))
     return parameters, buckets
 
 
@@ -520,7 +523,7 @@ def _notes(
     if unknown:
         types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
         yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."
-    elif rows and not any(one.tensor_bytes for one in rows):
+    elif rows and not any(one.known_bytes for one in rows):
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
 
 

@@ -200,17 +200,18 @@ class Step:
 class Collective:
     """One operation on one rank. lanes: (lane, bytes sent, bytes received); step: None outside steps; bucket: index.
 
-    arm: that of its step; outside steps, its transport alone. phase: "reduce" for gradients; for the
-    script's own calls of torch.distributed or of Horovod's API, which no arm moves, the phase of the step: "forward",
-    "backward", "optimizer" or "other". ranks: those of its group, None: all. Of a flight recorder's dump alone: state,
-    one of STATES; start_seen_ns, done_seen_ns: when a watchdog noticed, later by an unknown time."""
+    tensor_bytes: None where torch recorded itself, without sizes. arm: that of its step; outside steps, its transport
+    alone. phase: "reduce" for gradients; for the script's own calls of torch.distributed or of Horovod's API, which no
+    arm moves, the phase of the step: "forward", "backward", "optimizer" or "other". ranks: those of its group, None:
+    all. Of a flight recorder's dump alone: state, one of STATES; start_seen_ns, done_seen_ns: when a watchdog noticed,
+    later by an unknown time."""
 
     rank: int
     arm: Arm
     key: Word
     round: int
     submit_ns: int
-    tensor_bytes: int
+    tensor_bytes: int | None
     name: str = ""
     step: int | None = None
     comm: int = 0
@@ -239,6 +240,11 @@ class Collective:
     def transport(self) -> str:
         """Return the transport of its arm."""
         return self.arm.transport
+
+    @property
+    def known_bytes(self) -> int:
+        """Return tensor_bytes; 0 if they are not known."""
+        return self.tensor_bytes or 0
 
     @property
     def by_script(self) -> bool:

@@ -94,7 +94,7 @@ def _sent_by_rank(trace: Trace, rank: int, transport: Arm, net: Counters | None)
         rank,
         transport,
         _algorithms(own),
-        _sum([sent_bytes(c.algorithm, trace.size, c.tensor_bytes) for c in own]),
+        _sum([sent_bytes(c.algorithm, trace.size, c.known_bytes) for c in own]),
         None if engine is None else int(engine),
         _interface_bytes(net, quiet_spans(trace, rank, own, mine)) if net is not None and own else None,
     )

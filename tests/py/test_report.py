@@ -436,6 +436,22 @@ def test_all_files_are_written_and_hold_the_same_numbers(run):
     assert tr.merge(tr.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
 
 
+def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_its_report(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xffn"))
+    FakeRun(folder, blocks=9, run={"id": folder.name}).write()
+    (folder / "ranks" / "1.net.counters").write_bytes(b"")
+    run = Run(folder)
+    run.write_all()
+    assert (folder / "report.txt").read_text(encoding="utf-8") == run.text
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["id"] == "r?n"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    run.show(Console(file=stream))
+    stream.flush()
+    shown = "".join(stream.buffer.getvalue().decode().split())
+    for line in ("Run r?n:", "r?n/ranks/1.net.counters: not a file", "r?n/report.html"):
+        assert "".join(line.split()) in shown
+
+
 @pytest.mark.parametrize("cut", [(summary, "chrome_trace"), (tr, "encode")])
 def test_a_report_that_is_cut_off_leaves_the_earlier_files(run, monkeypatch, cut):
     def late(*_):

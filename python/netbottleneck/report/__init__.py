@@ -29,7 +29,7 @@ from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import flight_recorder, kineto, model, ring_reader
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.files import write_text
+from netbottleneck.trace.files import printable, write_text
 from netbottleneck.units import listed
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
@@ -339,8 +339,9 @@ class Run:
             self.trace = replace(self.trace, in_progress=_in_progress(self.path, self.trace))
         else:
             self.trace = tr.read(self.path)
-        if self._folder is not None:
-            self.trace = replace(self.trace, notes=(*self.trace.notes, *model.unreadable(self._folder)))
+        notes = [*self.trace.notes, *(model.unreadable(self._folder) if self._folder is not None else ())]
+        # They may hold names of files.
+        self.trace = replace(self.trace, id=printable(self.trace.id), notes=tuple(map(printable, notes)))
 
     @cached_property
     def findings(self) -> Findings:

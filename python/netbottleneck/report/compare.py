@@ -22,6 +22,7 @@ from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale
 from netbottleneck.report.drawing import Row as Bar
 from netbottleneck.report.html import Shown
 from netbottleneck.report.text import make_table, put_row, screen
+from netbottleneck.trace.files import printable
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
@@ -262,16 +263,17 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     no cell or no arm in common.
     """
     (old, partial), (new, new_partial) = _runs(Path(before)), _runs(Path(after))
+    names = printable(before), printable(after)
     both = [cell for cell in old if cell in new]
     if all(set(old[cell].trace.arms).isdisjoint(new[cell].trace.arms) for cell in both):
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
     rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
-    missing = _incomplete((partial, str(before)), (new_partial, str(after)))
+    missing = _incomplete((partial, names[0]), (new_partial, names[1]))
     alone = sorted((set(old) ^ set(new)) - {*partial, *new_partial})
-    missing += [f"{cell}: only in {before if cell in old else after}" for cell in alone]
+    missing += [f"{cell}: only in {names[cell not in old]}" for cell in alone]
     for cell in both:
         missing += _unlike(cell, old[cell].trace, new[cell].trace)
-        missing += _lacking(cell, ((old[cell].findings, str(before)), (new[cell].findings, str(after))))
+        missing += _lacking(cell, ((old[cell].findings, names[0]), (new[cell].findings, names[1])))
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
     unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))
     return Comparison(rows, _overall(rows), parts, tuple(missing), _label(old, new), tuple(unjudged))

@@ -22,6 +22,7 @@ from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence, own
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
+from netbottleneck.trace.files import printable
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
@@ -703,4 +704,4 @@ def show(
     shown = screen(console)
     render(findings, verdict, shown, hosts, connected)
     if page is not None:
-        shown.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)
+        shown.print(f"Report: {printable(page)}", highlight=False, markup=False, soft_wrap=True)

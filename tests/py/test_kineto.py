@@ -636,6 +636,19 @@ def test_the_empty_step_after_the_last_one_is_left_out(known, tmp_path, events):
     assert [step.rank for step in trace.steps if step.index == 99] == [1]
 
 
+def test_the_time_between_profiled_steps_is_no_work_of_ours(known, tmp_path):
+    def apart(trace, rank):
+        for one in cpu_events(trace, rank):
+            yield {**one, "dur": one["dur"] - 2000} if one["name"].startswith("ProfilerStep") else one
+
+    run = Run(write(tmp_path / "k", known.trace, apart))
+    run.write_all(tmp_path / "report")
+    for found in (run, Run(tmp_path / "report" / "ranks" / "0.jsonl.gz")):
+        assert found.trace.recorder == "torch.profiler"
+        assert found.findings.parts["stock"].own_ns == 0
+        assert "our own work" not in found.text
+
+
 def test_a_kernel_over_the_end_of_a_step_counts_in_both(known, tmp_path):
     end = max(step.end_ns for step in known.trace.steps)
 

@@ -24,6 +24,7 @@ from netbottleneck.report import Run, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
+from netbottleneck.trace.transports import STOCK
 from netbottleneck.units import listed
 from ringwriter import MS, FakeRun
 
@@ -406,6 +407,24 @@ def test_the_missing_ranks_of_a_large_run_are_ranges(run):
     assert report._missing(found.trace) == [f"{line} in this folder"]
     assert listed((6, 5, 0, 1, 4, 9)) == "0, 1, 4 to 6, 9"
     assert listed(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        ({}, True),
+        ({"recorder": "torch.profiler"}, False),
+        ({"network": tr.Network("a lab")}, False),  # of a study or replay
+        ({"origin": "simulated"}, False),
+    ],
+)
+def test_a_variable_is_advised_only_where_it_counts(settings, advised):
+    ends = [(at, 1000 * MS * at, 1000 * MS * at + (100 if at < 20 else 200) * MS) for at in range(40)]
+    steps = tuple(tr.Step(0, at, 0, STOCK, begin, end) for at, begin, end in ends)
+    trace = tr.Trace("r", 1, (STOCK,), ranks=(tr.Rank(0, finished=True),), steps=steps, **settings)
+    (line,) = text.warnings(findings.find(trace))
+    assert line.startswith("the step time changed at step 20, the median by +100 %: this report has both states")
+    assert ("NETBOTTLENECK_START_STEP=20" in line) == advised
 
 
 def test_a_late_rank_is_named_in_the_sentence(tmp_path):

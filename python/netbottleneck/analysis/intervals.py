@@ -89,7 +89,7 @@ class Split:
     the part of exposed and wait before the last rank submitted the same operation; late_ns: skew_ns by the last
     rank. transfer_ns: union over the step's operations, from the last rank's submission (or the start, if later) to
     done. bus_bytes: their tensor bytes times bus_factor. own_ns: our own work between the step before and this one,
-    which no step contains; 0 if that step was not recorded.
+    which no step contains; 0 if that step was not recorded, or torch recorded the run.
     """
 
     rank: int
@@ -361,7 +361,8 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     for step in filter(is_split, counted(trace, warmup)):
         split, exposed = _split(step, operations.get(step.rank, nothing), last, trace.size, hosts)
         before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
-        found.append((step, replace(split, own_ns=max(0, step.begin_ns - before_ns)), exposed))
+        own_ns = 0 if trace.recorder else max(0, step.begin_ns - before_ns)
+        found.append((step, replace(split, own_ns=own_ns), exposed))
     return found
 
 

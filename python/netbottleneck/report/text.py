@@ -232,9 +232,10 @@ def warnings(findings: Findings) -> list[str]:
     changed = changed_at(trace)
     if changed is not None:
         step, factor = changed
+        later = f"; NETBOTTLENECK_START_STEP={step} records the later one alone" if trace.of_script else ""
         found.append(
             f"the step time changed at step {step}, the median by {percent(factor - 1, signed=True)}: this report has "
-            f"both states; NETBOTTLENECK_START_STEP={step} records the later one alone."
+            f"both states{later}."
         )
     for pair in findings.comparisons:
         if not pair.enough:

@@ -366,4 +366,5 @@ def load(paths: Sequence[Path]) -> Trace:
         ranks=tuple(_rank_of_dump(one, ranks[0]) for one in ranks),
         collectives=tuple(row for one in ranks for row in _of_dump(one, groups, epoch_ns)),
         groups=tuple(groups.values()),
+        recorder="flight recorder",
     )

@@ -647,4 +647,5 @@ def load(paths: Sequence[Path]) -> Trace:
         buckets=tuple(buckets),
         steps=tuple(step for own in steps for step in own),
         collectives=everything,
+        recorder="torch.profiler",
     )

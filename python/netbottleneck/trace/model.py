@@ -376,7 +376,8 @@ class Network:
 class Trace:
     """A run. origin: "measured" or "simulated"; epoch_wall_ns: wall clock at time 0.
 
-    groups: of a flight recorder's dumps alone. in_progress: its ranks still run; not part of a file."""
+    recorder: the part of torch that recorded the run; "" for this package. groups: of a flight recorder's dumps alone.
+    in_progress: its ranks still run; not part of a file."""
 
     id: str
     size: int
@@ -398,10 +399,19 @@ class Trace:
     faults: tuple[Fault, ...] = ()
     groups: tuple[ProcessGroup, ...] = ()
     in_progress: bool = False
+    recorder: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.size <= SIZE_MAX:
             raise ValueError(f"a run of {self.size} ranks: must be from 0 to {SIZE_MAX}")
+
+    @property
+    def of_script(self) -> bool:
+        """True if this package recorded a script, whose variables say what is recorded.
+
+        A study and a replay have settings of their own, and describe their network.
+        """
+        return self.origin == "measured" and not self.recorder and self.network is None
 
     def of_rank(self, rank: int) -> Trace:
         """Return the run as one rank recorded it."""

@@ -605,6 +605,10 @@ def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
     v = verdict.decide(findings.find(replace(run, ranks=(first, replace(second, transports=other)))))
     assert v.code == "MISCONFIGURED"
     assert "gloo: rank 0; else: rank 1" in v.why
+    assert v.next == "Start all ranks with the same backend of init_process_group, or with the same Horovod."
+    native = replace(run, steps=tuple(step for step in run.steps if step.arm == "ofi"))
+    v = verdict.decide(findings.find(replace(native, ranks=(first, replace(second, transports=other)))))
+    assert (v.code, v.next) == ("MISCONFIGURED", "Set NETBOTTLENECK_PROVIDER.")
     beside = tuple(
         replace(info, provider="else" if info.name == "ofi" else info.provider) for info in second.transports
     )

@@ -23,8 +23,8 @@ from netbottleneck.analysis.rule_facts import (
 from netbottleneck.analysis.rules import beside, judge, without_traffic
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
 from netbottleneck.trace.model import NOT_TIMED, STAYS
-from netbottleneck.trace.transports import NULL, STOCK
-from netbottleneck.units import percent
+from netbottleneck.trace.transports import NULL, STOCK, Arm
+from netbottleneck.units import listed, percent
 
 CODES = (
     "TRANSPORT_LIMITED",
@@ -144,8 +144,15 @@ def _providers(f: Findings) -> Verdict | None:
                 providers.setdefault(info.provider, []).append(rank.rank)
     if len(providers) < 2:
         return None
-    by_rank = "; ".join(f"{provider}: rank {', '.join(map(str, ranks))}" for provider, ranks in providers.items())
-    return Verdict("MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", "Set NETBOTTLENECK_PROVIDER.")
+    by_rank = "; ".join(f"{provider}: rank {listed(ranks)}" for provider, ranks in providers.items())
+    return Verdict("MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", _one_provider(f.base))
+
+
+def _one_provider(arm: Arm) -> str:
+    """What gives all ranks the same provider of an arm's transport."""
+    if arm.own_path:
+        return "Start all ranks with the same backend of init_process_group, or with the same Horovod."
+    return "Install the same NCCL for all ranks." if arm.over_nccl else "Set NETBOTTLENECK_PROVIDER."
 
 
 # The verdict.

@@ -289,9 +289,7 @@ def _carriers(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) 
     hosts = {rank.rank: rank.host_id for rank in trace.ranks}
     recorded = _recorded(trace, arm, uses, warmup)
     least = {
-        rank: sum(
-            c.known_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank
-        )
+        rank: sum(c.known_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank)
         for rank, own in recorded.items()
     }
     return {

@@ -134,9 +134,7 @@ def services(trace: Trace, transport: Arm, in_flight: int) -> tuple[str, list[Se
         return main, []
     alone = _times_alone([row[0] for row in rows], [row[1] for row in rows], in_flight)
     return main, [
-        Service(
-            row[2].step if row[2].step is not None else -1, row[2].known_bytes, ns, row[3], _members(trace, row[2])
-        )
+        Service(row[2].step if row[2].step is not None else -1, row[2].known_bytes, ns, row[3], _members(trace, row[2]))
         for row, ns in zip(rows, alone, strict=True)
     ]
 

@@ -1,6 +1,8 @@
-"""Formatting of numbers with units: ms, Gbit/s, MiB, per cent."""
+"""Formatting of numbers: with units (ms, Gbit/s, MiB, per cent), and lists of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def _digits(value: float) -> str:
@@ -47,3 +49,23 @@ def nbytes(count: float) -> str:
 def streams(count: int) -> str:
     """4: "4 streams"."""
     return f"{count} stream{'' if count == 1 else 's'}"
+
+
+# Entries of a list of numbers; the rest of the numbers is counted.
+LISTED_MOST = 8
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """1, 2, 4, 5, 6: "1, 2, 4 to 6"; what is beyond LISTED_MOST entries is counted: "and 12 more"."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    entries: list[tuple[int, int]] = []
+    for first, last in ranges:
+        entries += [(first, last)] if last - first > 1 else [(one, one) for one in range(first, last + 1)]
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in entries[:LISTED_MOST]]
+    left = sum(last - first + 1 for first, last in entries[LISTED_MOST:])
+    return ", ".join(texts) + (f" and {left} more" if left else "")

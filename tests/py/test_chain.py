@@ -63,6 +63,11 @@ def test_a_factor_that_still_grows_is_reported():
     assert found.verdict.startswith("Stock's scaling factor still grows for made on 2 ranks at 0.50 Gbit/s a flow (")
 
 
+def test_growth_by_estimated_factors_is_not_called_measured():
+    measured, estimated = cell("1", {"stock": 300}, 1e9), cell("2", {"stock": 100}, alone_ms=0)
+    assert "(estimated; growth" in steps(measured, estimated)["bandwidth"].verdict
+
+
 def test_scaling_and_transports_have_intervals():
     found = steps(cell("one", {"stock": 100, "ofi": 20}))
     assert found["scaling"].verdict == "The job scales badly: the scaling factor of stock is 0.50 (one; measured)."

@@ -11,7 +11,7 @@ from netbottleneck import cli
 from netbottleneck.report import Run, compare
 from netbottleneck.trace import model
 from netbottleneck.units import ms
-from ringwriter import FakeRun
+from ringwriter import PARAMETERS, FakeRun
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_simulated_steps_are_not_called_measured(made, tmp_path, capsys):
         found = compare.compare(before, after)
         compare.show(found)
         said = " ".join(capsys.readouterr().out.split())
-        assert f"by blocks of steps ({label})" in said
+        assert f"block medians; B over A ({label})" in said
         page = compare.page(found, ("A", "B"))
         assert f"95 % intervals ({label})" in page
         assert f"Lengths of the steps ({label})" in page
@@ -160,9 +160,140 @@ def test_a_cell_that_was_resumed_beside_earlier_records_is_compared(tmp_path, re
     assert {row.cell for row in found.rows} == {"a"}
 
 
+class Uneven(FakeRun):
+    """A run over stock whose last two blocks are three times as long as the others, and `slower` ms a step."""
+
+    def __init__(self, folder, slower, **settings):
+        super().__init__(folder, **settings)
+        self.slower = slower
+
+    def _step(self, rings, begin, index, block, transport):
+        self.transfer_ms["stock"] = 35, (123 + self.slower) * (3 if block > 4 else 1)
+        return super()._step(rings, begin, index, block, transport)
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """Two studies of four cells; the steps of the second are longer."""
+    for study, slower in (("one", 0), ("two", 17)):
+        for cell in "abcd":
+            folder = tmp_path / study / "cells" / cell / "run"
+            Uneven(folder, slower, blocks=7, transports=("stock",)).write()
+            (folder.parent / "facts.json").write_text("{}")
+    return [str(tmp_path / study) for study in ("one", "two")]
+
+
+def test_the_change_is_that_of_the_printed_steps(uneven, capsys):
+    found = compare.compare(*uneven)
+    for row in found.rows:
+        assert row.after_ns / row.before_ns == pytest.approx(row.ratio.value)
+        times = Run(f"{uneven[0]}/cells/{row.cell}/run").findings.times
+        assert row.before_ns > 1.2 * times["stock"].median_ns  # of all steps: that of the short blocks
+    assert found.overall["stock"].value == pytest.approx(found.rows[0].ratio.value)
+    compare.show(found)
+    said = capsys.readouterr().out
+    for row in found.rows:
+        (line,) = (line for line in said.splitlines() if line.split()[:1] == [f"{row.cell}:"])
+        assert f"{ms(row.before_ns)}   {ms(row.after_ns)}" in line
+
+
+def test_a_regression_over_all_cells_fails_the_gate_and_is_named(uneven, tmp_path):
+    found = compare.compare(*uneven)
+    assert [one.name for one in found.regressions(0.05)] == ["stock, all cells"]  # single cells are too uneven
+    gate = ["--max-step-time-regression-pct", "5", "--html", str(tmp_path / "c.html")]
+    assert cli.main(["compare", *uneven, *gate]) == 3
+    page = (tmp_path / "c.html").read_text()
+    assert "fails: stock, all cells exceeds 5.0 %" in page
+    assert "<p>stock, all cells: the step is surely longer in B" in page
+    assert "<td>stock, all cells</td><td></td><td></td>" in page
+
+
+OTHER_LINK = {"how": "a lab", "link_bps": 4e9, "flow_bps": [5e8], "verified": {}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"size": 3}, "ranks: 2 in A, 3 in B"),
+        ({"run": {"model": "another net"}}, "model: fake net in A, another net in B"),
+        ({"meta": {"parameters": PARAMETERS[:3]}}, "gradients: 9438208 bytes in A, 7341056 bytes in B"),
+        (
+            {"run": {"network": OTHER_LINK}},
+            "link: 2 Gbit/s, a flow 0.5 Gbit/s (a lab) in A, 4 Gbit/s, a flow 0.5 Gbit/s (a lab) in B",
+        ),
+    ],
+)
+def test_a_gate_does_not_judge_runs_that_are_not_comparable(made, tmp_path, capsys, settings, what):
+    first, second = made("a"), made("b", 140, **settings)
+    line = f"not comparable: {what}"
+    path = tmp_path / "c.html"
+    gate = ["--max-step-time-regression-pct", "5", "--html", str(path)]
+    assert cli.main(["compare", str(first), str(second), *gate]) == 4
+    captured = capsys.readouterr()
+    assert captured.err == f"netbottleneck compare: not judged: {line}\n"
+    assert f"! {line}" in " ".join(captured.out.split())
+    assert "<h1>No sure change</h1>" in path.read_text()
+    assert "includes 0" not in path.read_text()
+    assert cli.main(["compare", str(first), str(second)]) == 0
+
+
+def test_what_only_one_run_knows_makes_no_difference(made):
+    unknown = made("b", 140, run={"model": "", "network": None}, meta={"parameters": [], "buckets": []})
+    found = compare.compare(made("a"), unknown)
+    assert (found.missing, found.unjudged) == ((), ())
+    assert len(found.regressions(0.05)) == 1
+
+
+def test_cells_of_another_model_do_not_count_over_all_cells(tmp_path):
+    for study in ("one", "two"):
+        for cell in "abcd":
+            other = {"run": {"model": "less"}, "transfer_ms": {"stock": (99, 99)}} if study + cell == "twod" else {}
+            folder = tmp_path / study / "cells" / cell / "run"
+            FakeRun(folder, blocks=6, **other).write()
+            (folder.parent / "facts.json").write_text("{}")
+    found = compare.compare(tmp_path / "one", tmp_path / "two")
+    assert found.missing == ("d: not comparable: model: fake net in A, less in B",)
+    assert found.unjudged == found.missing
+    assert [row.cell for row in found.rows if not row.comparable] == ["d"] * 3
+    assert found.overall["stock"].value == pytest.approx(1)
+
+
+def test_unknown_intervals_have_no_ends(tmp_path):
+    brief = FakeRun(tmp_path / "s", transports=("stock",), blocks=1, block_steps=2).write()
+    found = compare.compare(brief, brief)
+    assert found.as_dict()["rows"][0]["ratio"] == {"value": 1.0, "low": None, "high": None}
+    single = Run(FakeRun(tmp_path / "p", transports=("stock", "ofi"), blocks=2).write())
+    (pair,) = single.summary["comparisons"]
+    for name in ("difference_s", "ratio", "gain"):
+        assert pair[name]["value"] is not None
+        assert (pair[name]["low"], pair[name]["high"]) == (None, None)
+    drawn = str(compare._changes(found, None).pictures[0])
+    assert "nb-line-whisker" not in drawn
+    assert "-100 %" not in drawn  # the scale is that of the value
+
+
 def test_arms_that_only_one_run_has_are_named(made):
     found = compare.compare(made("a"), made("b", transports=("bare", "stock")))
     assert [line.partition(":")[0] for line in found.missing] == ["ofi"]
+
+
+def test_an_arm_that_only_one_cell_has_is_named_with_its_cell(tmp_path):
+    for study, arms in (("one", ("stock", "ofi")), ("two", ("stock",))):
+        FakeRun(tmp_path / study / "cells" / "a" / "run", transports=arms).write()
+        (tmp_path / study / "cells" / "a" / "facts.json").write_text("{}")
+    assert compare.compare(tmp_path / "one", tmp_path / "two").missing == (f"a: ofi: only in {tmp_path / 'one'}",)
+
+
+def test_a_run_without_a_counted_step_is_not_judged(made, tmp_path, capsys):
+    first = made("a", transports=("stock",))
+    begun = FakeRun(tmp_path / "b", transports=("stock",), blocks=1, block_steps=1).write()
+    gate = ["--max-step-time-regression-pct", "5", "--html", str(tmp_path / "c.html")]
+    assert cli.main(["compare", str(first), str(begun), *gate]) == 4
+    captured = capsys.readouterr()
+    assert captured.err == "netbottleneck compare: not judged: stock: no counted step in B\n"
+    said = "".join(captured.out.split())  # a long path is cut at the end of a line
+    assert said == "".join(f"! stock: no counted step in {begun}".split())
+    assert "No arm has a counted step in both." in (tmp_path / "c.html").read_text()
 
 
 def test_runs_without_a_common_arm_are_refused(made, capsys):

@@ -224,3 +224,24 @@ def test_null_is_accepted_if_the_field_is_optional() -> None:
     step = Step(0, 1, 2, Arm("tcp"), 5, 6, plan=None, cpu_ns=None)
     assert decode(Step, json.loads(encode(step))) == step
     assert tr.read(WHOLE).size == 2
+
+
+def test_a_damaged_trace_of_one_rank_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = Run(FakeRun(tmp_path, size=3, blocks=6).write())
+    whole.write_all()
+    ranks = tmp_path / "ranks"
+    for path in ranks.glob("*.ring"):
+        path.unlink()
+    (ranks / "copy.jsonl.gz").write_bytes(b"")
+    damaged = ranks / "1.jsonl.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    run = Run(tmp_path)
+    assert {step.rank for step in run.trace.steps} == {0, 2}
+    (note,) = (note for note in run.trace.notes if note.startswith("left out: "))
+    assert str(damaged) in note
+    assert "no record of rank 1." in run.text
+    for rank in (0, 2):
+        (ranks / f"{rank}.jsonl.gz").write_bytes(b"")
+    assert main(["report", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert (error.count("\n"), str(damaged) in error) == (1, True)

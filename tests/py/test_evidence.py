@@ -1,6 +1,7 @@
 """A study's evidence: read, shown and written from only its facts."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -64,6 +65,26 @@ def test_a_running_study_is_read_from_its_complete_cells(tmp_path):
     assert {cell.key for cell in Evidence.read(tmp_path).cells} == {cell.key for cell in CELLS}
     (tmp_path / "evidence.json").write_text(FOUND.to_json()[:-9])
     assert {cell.key for cell in Evidence.read(tmp_path).cells} == {cell.key for cell in CELLS}
+
+
+def test_the_evidence_of_a_study_that_goes_on_is_that_of_its_cells(tmp_path):
+    first, second = CELLS[1], CELLS[0]
+    evidence = tmp_path / "evidence.json"
+    evidence.write_text(Evidence([first], "a title", [f"{second.key}: not complete", "a note"]).to_json())
+    for cell in (first, second):
+        (tmp_path / "cells" / cell.key).mkdir(parents=True)
+        values.write(tmp_path / "cells" / cell.key / "facts.json", cell)
+    found = Evidence.read(tmp_path)
+    assert ([cell.key for cell in found.cells], found.title) == ([first.key, second.key], "a title")
+    assert found.notes == ("a note",)
+
+    evidence.write_text(found.to_json())
+    facts, written_ns = tmp_path / "cells" / first.key / "facts.json", evidence.stat().st_mtime_ns
+    values.write(facts, replace(first, accuracy=0.25))
+    for later_ns, accuracy in ((-(10**9), first.accuracy), (10**9, 0.25)):
+        os.utime(facts, ns=(written_ns + later_ns,) * 2)
+        os.utime(tmp_path / "cells" / second.key / "facts.json", ns=(written_ns - 1,) * 2)
+        assert Evidence.read(tmp_path).cells[0].accuracy == accuracy
 
 
 def test_a_failure_to_write_leaves_the_earlier_evidence(tmp_path, monkeypatch):

@@ -166,37 +166,63 @@ def test_opentelemetry_holds_every_number_in_memory(run, found, monkeypatch):
     provider.shutdown()
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_opentelemetry_sends_each_number_once_and_reports_a_refusal(found, monkeypatch, taken):
+@pytest.mark.parametrize(
+    ("taken", "error"),
+    [
+        (True, ""),
+        (False, "http://collector:4318 did not take the metrics"),
+        (None, "ConnectionError: unreachable"),
+    ],
+)
+def test_opentelemetry_sends_each_number_once_and_reports_a_refusal(found, monkeypatch, taken, error):
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
 
-    sent = []
+    sent, closed, limits, at_fork, kept = [], [], [], [], []
 
     class Collector(MetricExporter):
         def export(self, metrics_data, timeout_millis=10_000, **kwargs):
             (resource,) = metrics_data.resource_metrics
-            sent.append([p for m in resource.scope_metrics[0].metrics for p in m.data.data_points])
+            (scope,) = resource.scope_metrics
+            assert scope.scope.name == "netbottleneck"
+            points = [(metric.name, point) for metric in scope.metrics for point in metric.data.data_points]
+            sent.append({(name, *sorted(point.attributes.items())): point.value for name, point in points})
+            if taken is None:
+                raise ConnectionError("unreachable")
             return MetricExportResult.SUCCESS if taken else MetricExportResult.FAILURE
 
         def force_flush(self, timeout_millis=10_000):
             return True
 
         def shutdown(self, timeout_millis=30_000, **kwargs):
-            pass
+            closed.append(self)
+
+    def exporter(endpoint=None, timeout=None):
+        limits.append(timeout)
+        return Collector()
 
     module = types.ModuleType("opentelemetry.exporter.otlp.proto.http.metric_exporter")
-    module.OTLPMetricExporter = lambda endpoint=None: Collector()
+    module.OTLPMetricExporter = exporter
     for part in ("", ".otlp", ".otlp.proto", ".otlp.proto.http"):
         monkeypatch.setitem(sys.modules, f"opentelemetry.exporter{part}", types.ModuleType(part))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("os.register_at_fork", lambda **called: at_fork.append(called))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
-    if taken:
-        assert exporters.export(found, "opentelemetry") == "http://collector:4318"
-    else:
-        with pytest.raises(RuntimeError, match="http://collector:4318 did not take the metrics"):
-            exporters.export(found, "opentelemetry")
-    (points,) = sent
-    assert len(points) == len(found.numbers)
+    for timeout in ("", "20"):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", timeout)
+        if taken:
+            assert exporters.export(found, "opentelemetry") == "http://collector:4318"
+        else:
+            with pytest.raises(RuntimeError, match=error):
+                exporters.export(found, "opentelemetry")
+        kept.append(len(at_fork))
+    assert sent == 2 * [{(f"netbottleneck.{n.family.name}", *labelled(found, n)): n.value for n in found.numbers}]
+    assert limits == [exporters.OTLP_TIMEOUT_S, None]
+    assert len(closed) == 2
+    assert kept[0] == kept[1]  # a process keeps nothing of an export
+
+
+def labelled(found, number):
+    return sorted({"run": found.id, **number.labels}.items())
 
 
 def test_an_error_of_a_tool_is_one_line(run, monkeypatch, capsys):
@@ -225,27 +251,29 @@ def test_a_study_is_not_exported(tmp_path, capsys):
 
 
 class Experiment:
-    """MLflow's client in memory, with the names and signatures that MLflow 3 has."""
+    """MLflow's client in memory, with the names and signatures that MLflow 3 has. The module has no run of its own."""
 
     def __init__(self):
-        self.runs, self.tags, self.batches, self.ended = [], {}, [], 0
+        self.runs, self.tags, self.batches, self.ended = [], {}, [], []
+        self.experiments = {"Default": "0"}
         self.module = types.ModuleType("mlflow")
-        self.module.set_experiment = self.runs.append
-        self.module.start_run = lambda run_id=None, experiment_id=None, run_name=None: self._started(run_name)
-        self.module.set_tags = self.tags.update
         self.module.MlflowClient = lambda: self
         self.entities = types.ModuleType("mlflow.entities")
         self.entities.Metric = lambda key, value, timestamp, step: (key, value, timestamp, step)
 
-    def _started(self, name):
-        self.runs.append(name)
-        return self
+    def get_experiment_by_name(self, name):
+        known = self.experiments.get(name)
+        return None if known is None else types.SimpleNamespace(experiment_id=known)
 
-    def __enter__(self):
+    def create_experiment(self, name, artifact_location=None, tags=None):
+        assert name not in self.experiments
+        self.experiments[name] = str(len(self.experiments))
+        return self.experiments[name]
+
+    def create_run(self, experiment_id, start_time=None, tags=None, run_name=None):
+        self.runs.append((experiment_id, run_name))
+        self.tags |= tags
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
-
-    def __exit__(self, *_):
-        self.ended += 1
 
     def log_batch(self, run_id, metrics=(), params=(), tags=()):
         assert run_id == "7"
@@ -254,6 +282,10 @@ class Experiment:
                 raise ValueError(f"Invalid metric name: '{key}'")
         self.batches.append(list(metrics))
 
+    def set_terminated(self, run_id, status=None, end_time=None):
+        assert run_id == "7"
+        self.ended.append(status)
+
 
 def test_mlflow_receives_every_number_in_batches_that_it_accepts(run, found, monkeypatch):
     mlflow = Experiment()
@@ -261,8 +293,8 @@ def test_mlflow_receives_every_number_in_batches_that_it_accepts(run, found, mon
     monkeypatch.setitem(sys.modules, "mlflow.entities", mlflow.entities)
     monkeypatch.setattr(exporters, "MLFLOW_BATCH", 40)
     assert run.export("mlflow", "networks") == "7"
-    assert mlflow.runs == ["networks", run.summary["id"]]
-    assert mlflow.ended == 1
+    assert mlflow.runs == [(mlflow.experiments["networks"], run.summary["id"])]
+    assert mlflow.ended == ["FINISHED"]
     assert mlflow.tags["netbottleneck.verdict"] == run.summary["verdict"]["code"]
     assert max(map(len, mlflow.batches)) <= 40
     rows = [row for batch in mlflow.batches for row in batch]
@@ -270,6 +302,48 @@ def test_mlflow_receives_every_number_in_batches_that_it_accepts(run, found, mon
     expected = [(n.path, n.value, at_ms, 0) for n in found.numbers]
     expected += [(f"netbottleneck/step/{arm}", s, at_ms, at) for arm, own in found.steps.items() for at, s in own]
     assert rows == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "place", "experiment"),
+    [
+        ({}, "", "0"),
+        ({"MLFLOW_EXPERIMENT_ID": "5", "MLFLOW_EXPERIMENT_NAME": "other"}, "", "5"),
+        ({"MLFLOW_EXPERIMENT_NAME": "other"}, "", "1"),
+        ({"MLFLOW_EXPERIMENT_ID": "5"}, "Default", "0"),
+    ],
+)
+def test_a_run_of_mlflow_is_in_the_experiment_that_is_named(run, monkeypatch, variables, place, experiment):
+    mlflow = Experiment()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", mlflow.entities)
+    for name in ("MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run.export("mlflow", place)
+    assert mlflow.runs == [(experiment, run.summary["id"])]
+
+
+def test_a_run_of_mlflow_or_wandb_ends_if_an_export_fails(run, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("full")
+
+    mlflow, opened = Experiment(), []
+    mlflow.log_batch = refuse
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", mlflow.entities)
+    with pytest.raises(RuntimeError, match="full"):
+        run.export("mlflow")
+    assert mlflow.ended == ["FAILED"]
+    module = types.ModuleType("wandb")
+    module.__version__, module.run = "0.28.2", None
+    module.init = lambda **about: opened.append(WandbRun(**about)) or opened[-1]
+    monkeypatch.setattr(WandbRun, "log", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(RuntimeError, match="full"):
+        run.export("wandb")
+    assert [own.finished for own in opened] == [1]
 
 
 def test_mlflow_receives_arms_over_nccl(tmp_path, monkeypatch):
@@ -290,14 +364,14 @@ class WandbRun:
 
     def __init__(self, project=None, name=None, job_type=None, config=None, reinit=None):
         self.project, self.name, self.config = project, name, config
-        self.logged, self.summary, self.finished = [], {}, False
+        self.logged, self.summary, self.finished = [], {}, None
 
     def log(self, data, step=None):
         assert not self.logged or step > self.logged[-1][0]  # wandb drops a step that is not later
         self.logged.append((step, dict(data)))
 
-    def finish(self):
-        self.finished = True
+    def finish(self, exit_code=None, quiet=None):
+        self.finished = exit_code
 
 
 def test_wandb_receives_every_number_and_ascending_steps(run, found, monkeypatch):
@@ -308,7 +382,7 @@ def test_wandb_receives_every_number_and_ascending_steps(run, found, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", module)
     run.export("wandb")
     (own,) = opened
-    assert (own.project, own.name, own.finished) == ("netbottleneck", run.summary["id"], True)
+    assert (own.project, own.name, own.finished) == ("netbottleneck", run.summary["id"], 0)
     assert own.summary == {n.path: n.value for n in found.numbers} | {
         "netbottleneck/verdict": run.summary["verdict"]["code"]
     }
@@ -336,7 +410,7 @@ def test_an_active_run_of_wandb_is_not_touched(run, monkeypatch, version, refuse
     else:
         assert run.export("wandb") == run.summary["id"]
     script = opened[0]
-    assert (script.logged, script.summary, script.finished) == ([], {}, False)
+    assert (script.logged, script.summary, script.finished) == ([], {}, None)
 
 
 def test_the_tables_hold_every_row_of_the_trace(run, found):

@@ -202,6 +202,18 @@ def test_members_are_taken_from_a_dump_that_has_them(tmp_path):
     assert (first.missing, first.unknown) == ((), (1,))
 
 
+def test_the_size_of_an_unknown_type_is_not_known(tmp_path):
+    rows = [operation(1, state="started", input_dtypes=["Float2"], output_dtypes=["Float2"])]
+    write(tmp_path, 0, rows)
+    run = Run(write(tmp_path, 1, rows))
+    assert [one.tensor_bytes for one in run.trace.collectives] == [None, None]
+    assert "all_reduce, train.py:88, size not known" in " ".join(run.text.split())
+    assert run.summary["joins"][0]["bytes"] is None
+    jsonschema.validate(json.loads(json.dumps(run.summary)), summary.schema())
+    run.write_all(tmp_path / "report")
+    assert Run(tmp_path / "report" / "ranks" / "1.jsonl.gz").trace.collectives == run.trace.of_rank(1).collectives
+
+
 def test_uneven_operations_may_have_different_sizes(tmp_path):
     write(tmp_path, 0, [operation(1, "nccl:all_to_all")])
     assert Run(write(tmp_path, 1, [operation(1, "nccl:all_to_all", size=9)])).findings.joins[0].differs == ""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean
 
 import pytest
 from conftest import Ranks
 
 from netbottleneck import cli
-from netbottleneck.report import Run
+from netbottleneck.report import Run, exporters, summary
 from netbottleneck.trace import kineto
 from netbottleneck.whatif import questions, sweeps
-from ringwriter import BUCKETS, PARAMETERS, FakeRun
+from ringwriter import BUCKETS, MS, PARAMETERS, FakeRun
 
 TRAINING = """
 import sys, time
@@ -238,6 +241,14 @@ def test_what_a_profile_does_not_tell_is_said(known, tmp_path, capsys):
     assert "profile with record_shapes=True" in " ".join(found.text.split())
     assert found.findings.achieved == {}
     assert found.trace.parameters == ()
+    cells = exporters.numbers(found.summary, found.trace).tables()["collectives"]
+    rows = list(csv.DictReader(io.StringIO(summary.collectives_csv(found.trace))))
+    for name in ("tensor_bytes", "lane_bytes_sent"):
+        assert set(cells.column(name)) == {None}
+        assert {row[name] for row in rows} == {""}
+    drawn = [one["args"] for one in summary.chrome_trace(found.trace)["traceEvents"] if "op" in one.get("args", {})]
+    assert {one["bytes"] for one in drawn} == {None}
+    assert "allreduce.0, exposed: " in found.html
     assert cli.main(["what-if", str(tmp_path / "k")]) == cli.USAGE
     assert "the sizes of the gradients are not known: a profile has none without record_shapes=True" in (
         capsys.readouterr().err
@@ -455,11 +466,17 @@ def test_a_trace_of_one_rank_needs_no_place(known, tmp_path):
         ("rank", 7, '"rank" is 7 and "world_size" 3'),
         ("rank", None, '"rank" is null'),
         ("dur", "long", '"dur" is "long"'),
+        ("dur", 10**400, f'"dur" is 1{"0" * 39}…, which is not a time'),
+        ("ts", 1e306, '"ts" is 1e+306, which is not a time'),
+        ("ts", 1e16, '"ts" is 1e+16, which is not a time'),
+        ("baseTimeNanoseconds", 10**19, '"baseTimeNanoseconds" is 10000000000000000000, which is not a time'),
         ("args", None, '"args" is null'),
     ],
 )
 def test_a_field_that_has_no_number_is_named_with_its_file(known, tmp_path, field, value, said, capsys):
     def change(whole):
+        if field in whole:
+            whole[field] = value
         if field in whole["distributedInfo"]:
             whole["distributedInfo"][field] = value
         for one in whole["traceEvents"]:
@@ -480,7 +497,7 @@ def test_operations_of_an_unknown_type_are_counted(known, tmp_path):
             yield {**one, "args": {**one["args"], "dtype": "Float2"}} if unknown else one
 
     trace = Run(write(tmp_path / "k", known.trace, events)).trace
-    count = sum(one.tensor_bytes == 0 for one in trace.collectives)
+    count = sum(one.tensor_bytes is None for one in trace.collectives)
     assert 0 < count < len(trace.collectives)
     note = f"the sizes of {count} operations are not known: the bytes of their type are not (Float2)."
     assert note in trace.notes
@@ -617,6 +634,37 @@ def test_the_empty_step_after_the_last_one_is_left_out(known, tmp_path, events):
     assert [one.bytes for one in trace.buckets] == [one["bytes"] for one in BUCKETS if events is cpu_events]
     trace = Run(write(tmp_path / "w", known.trace, with_tail(True))).trace
     assert [step.rank for step in trace.steps if step.index == 99] == [1]
+
+
+def test_the_time_between_profiled_steps_is_no_work_of_ours(known, tmp_path):
+    def apart(trace, rank):
+        for one in cpu_events(trace, rank):
+            yield {**one, "dur": one["dur"] - 2000} if one["name"].startswith("ProfilerStep") else one
+
+    run = Run(write(tmp_path / "k", known.trace, apart))
+    run.write_all(tmp_path / "report")
+    for found in (run, Run(tmp_path / "report" / "ranks" / "0.jsonl.gz")):
+        assert found.trace.recorder == "torch.profiler"
+        assert found.findings.parts["stock"].own_ns == 0
+        assert "our own work" not in found.text
+
+
+def test_a_kernel_over_the_end_of_a_step_counts_in_both(known, tmp_path):
+    end = max(step.end_ns for step in known.trace.steps)
+
+    def events(trace, rank):
+        yield from gpu_events(trace, rank)
+        yield event("ProfilerStep#99", (end, end + 50_000))  # opened by the last prof.step()
+        for step in (step for step in trace.steps if step.rank == rank):
+            yield event("sgemm_long", (step.end_ns - MS, step.end_ns + 3 * MS), "kernel", stream=8)
+
+    trace = Run(write(tmp_path / "k", known.trace, events)).trace
+    assert {step.index for step in trace.steps} == {step.index for step in known.trace.steps}
+    own = [step for step in trace.steps if step.rank == 2]  # it begins its own work 9 ms after a step's begin
+    assert own[0].forward[0][0] > own[0].begin_ns
+    for before, after in pairwise(own):
+        assert before.forward[-1][1] == pytest.approx(before.end_ns, abs=2)
+        assert after.forward[0] == pytest.approx((after.begin_ns, after.begin_ns + 3 * MS), abs=2)
 
 
 def test_a_study_is_not_taken_for_a_profile(tmp_path):

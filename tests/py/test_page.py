@@ -314,6 +314,23 @@ def test_a_host_is_drawn_as_the_base_used_it(run):
     assert "host0: lo" in str(picture)
 
 
+def test_the_loopback_is_no_part_of_the_link(run, capsys):
+    used = usage.Use("eth0", "tx", 1e9, 1e9, 1.0, 1.0)
+    both = usage.HostUse(
+        0, "host0", run.findings.base, 1.0, 1.0, 50.0, (replace(used, interface="lo", bytes=9.0), used)
+    )
+    alone = replace(both, interfaces=both.interfaces[:1])
+    net = counters(("lo:rx_bytes", "lo:tx_bytes", "eth0:rx_bytes", "eth0:tx_bytes"), [[n] * 4 for n in range(400)])
+    for host, name, share in ((both, "eth0", ["50%"]), (alone, "lo", [])):
+        shown = page_of.host_use(run.findings, page_of.Recorded((host,), (Samples(0, net, None),)))
+        assert f"host0: {name}" in str(shown.pictures[0])
+        assert ("nb-curve-link" in str(shown.pictures[0])) == bool(share)
+        assert (("link", "the link") in shown.key) == bool(share)
+        text.show(run.findings, run.verdict, hosts=(host,))
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["0", name, "stock", "tx", "1.00", *share, "1.00", *share, "-", "-", "-"] in rows
+
+
 def test_ranks_that_are_not_drawn_are_counted(tmp_path):
     run = Run(FakeRun(tmp_path, blocks=2, size=page_of.RANKS_MOST + 2, transports=("stock",)).write())
     shown = page_of.waiting(run.findings, [row[1] for row in split_steps(run.trace)])

@@ -18,11 +18,14 @@ import pytest
 from rich.console import Console
 
 from chromecheck import overlaps
-from netbottleneck.analysis import findings, intervals, verdict
+from netbottleneck import report
+from netbottleneck.analysis import findings, intervals, rule_facts, verdict
 from netbottleneck.report import Run, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
+from netbottleneck.trace.transports import STOCK
+from netbottleneck.units import listed
 from ringwriter import MS, FakeRun
 
 DATA = Path(__file__).parent / "data"
@@ -377,7 +380,7 @@ UNFINISHED = {"finished": False, "hostname": platform.node(), "pid_namespace": o
 
 
 def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    monkeypatch.setattr("netbottleneck.report._lives", lambda *_: True)
     found = Run(FakeRun(tmp_path / "runs", blocks=3, meta=UNFINISHED).write())
     assert "! in progress: 18 steps so far." in found.text
     assert "did not finish cleanly" not in found.text
@@ -387,13 +390,41 @@ def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("other", [{"hostname": "elsewhere"}, {"pid_namespace": "pid:[1]"}, {"error": "out of memory"}])
 def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkeypatch, other):
-    monkeypatch.setattr("netbottleneck.report._lives", lambda pid: True)
+    monkeypatch.setattr("netbottleneck.report._lives", lambda *_: True)
     assert "in progress" not in Run(FakeRun(tmp_path, blocks=3, meta=UNFINISHED | other).write()).text
 
 
 def test_a_rank_without_a_record_is_named(run):
     alone = run.trace.of_rank(0)
     assert "no record of rank 1." in text.warnings(findings.find(alone))
+
+
+def test_the_missing_ranks_of_a_large_run_are_ranges(run):
+    found = findings.find(replace(run.trace.of_rank(1), size=1024))
+    line = "no record of rank 0, 2 to 1023"
+    assert f"{line}." in text.warnings(found)
+    assert rule_facts.Facts(found, found.base, rule_facts.Predicted(), ()).missing.startswith(f"{line}: ")
+    assert report._missing(found.trace) == [f"{line} in this folder"]
+    assert listed((6, 5, 0, 1, 4, 9)) == "0, 1, 4 to 6, 9"
+    assert listed(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        ({}, True),
+        ({"recorder": "torch.profiler"}, False),
+        ({"network": tr.Network("a lab")}, False),  # of a study or replay
+        ({"origin": "simulated"}, False),
+    ],
+)
+def test_a_variable_is_advised_only_where_it_counts(settings, advised):
+    ends = [(at, 1000 * MS * at, 1000 * MS * at + (100 if at < 20 else 200) * MS) for at in range(40)]
+    steps = tuple(tr.Step(0, at, 0, STOCK, begin, end) for at, begin, end in ends)
+    trace = tr.Trace("r", 1, (STOCK,), ranks=(tr.Rank(0, finished=True),), steps=steps, **settings)
+    (line,) = text.warnings(findings.find(trace))
+    assert line.startswith("the step time changed at step 20, the median by +100 %: this report has both states")
+    assert ("NETBOTTLENECK_START_STEP=20" in line) == advised
 
 
 def test_a_late_rank_is_named_in_the_sentence(tmp_path):
@@ -422,6 +453,22 @@ def test_all_files_are_written_and_hold_the_same_numbers(run):
         run.findings.parts["stock"].exposed_ns, rel=0.01
     )
     assert tr.merge(tr.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_its_report(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xffn"))
+    FakeRun(folder, blocks=9, run={"id": folder.name}).write()
+    (folder / "ranks" / "1.net.counters").write_bytes(b"")
+    run = Run(folder)
+    run.write_all()
+    assert (folder / "report.txt").read_text(encoding="utf-8") == run.text
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["id"] == "r?n"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    run.show(Console(file=stream))
+    stream.flush()
+    shown = "".join(stream.buffer.getvalue().decode().split())
+    for line in ("Run r?n:", "r?n/ranks/1.net.counters: not a file", "r?n/report.html"):
+        assert "".join(line.split()) in shown
 
 
 @pytest.mark.parametrize("cut", [(summary, "chrome_trace"), (tr, "encode")])

@@ -487,6 +487,21 @@ def test_a_rank_that_cannot_create_rank_0s_folder_uses_its_own_free_one(tmp_path
         run_folder.claim(OtherHost(tmp_path / "file" / "run"), tmp_path / "file" / "own", LIMIT_S)
 
 
+class Alone:
+    """Rank 0's side of a job of one rank."""
+
+    rank = 0
+
+    def exchange(self, mine, limit_s):
+        return [mine]
+
+
+def test_a_folder_may_have_a_name_that_is_not_utf_8(tmp_path):
+    wanted = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xffn"))
+    assert run_folder.claim(Alone(), wanted, LIMIT_S) == wanted
+    assert (wanted / "ranks").is_dir()
+
+
 def test_complete_records_are_found_after_the_deadline_too(tmp_path):
     for rank in range(2):
         run_folder.write_meta(tmp_path, rank, {"finished": True})

@@ -339,6 +339,27 @@ def test_a_hosts_counters_are_on_the_clock_of_rank_0_in_the_steps_of_its_ranks()
     assert [host.active_s for host in usage.hosts(apart, [Samples(0, net)])] == [0.0]
 
 
+@pytest.mark.parametrize("foreign", [0, 1000])
+def test_bytes_are_compared_with_the_operations_of_the_steps_that_were_read(foreign: int) -> None:
+    second = 10**9
+    steps = tuple(Step(0, at, 0, Arm("tcp"), at * second, (at + 1) * second) for at in range(10))
+    times = [second // 2 * k for k in range(13, 22)]  # from the middle of step 6 on
+    rising = [(1000 + foreign) // 2 * k for k in range(9)]
+    net = counters({f"e:{way}_{what}": rising for way in usage.WAYS for what in ("bytes", "packets")}, times)
+    moved = [
+        Collective(0, Arm("tcp"), 1, s.index, s.begin_ns, 1000, step=s.index, start_ns=s.begin_ns, done_ns=s.end_ns)
+        for s in steps
+    ]
+    ranks = (Rank(0, host_id="i"), Rank(1, host_id="other"))
+    trace = Trace("r", 2, (Arm("tcp"),), ranks=ranks, steps=steps, collectives=tuple(moved))
+    (found,) = uses = usage.hosts(trace, [Samples(0, net)])
+    assert {use.bytes for use in found.interfaces} == {3 * (1000 + foreign)}  # steps 7 to 9
+    unseen = usage.unseen(trace, Arm("tcp"), uses)
+    assert unseen is not None
+    assert unseen.part == pytest.approx(foreign / (1000 + foreign))
+    assert usage._carriers(trace, Arm("tcp"), uses) == {("i", "e")}
+
+
 def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:
     chosen = settings(
         {"monitor_hz": 200, "transports": "null", "directory": str(tmp_path / "run"), "start_step": 0}, {}

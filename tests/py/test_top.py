@@ -406,6 +406,64 @@ def test_a_process_number_of_another_pid_namespace_is_not_judged(tmp_path: Path)
     assert not any("killed" in line for line in container)
 
 
+HERE = {"hostname": platform.node(), "finished": False, "pid_namespace": os.readlink("/proc/self/ns/pid")}
+
+
+def test_a_rank_that_ends_after_a_look_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FakeRun(tmp_path, blocks=4, meta=HERE).write()
+
+    def ended(_: Path, rank: model.Rank) -> bool:
+        path = folder / "ranks" / f"{rank.rank}.meta.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": True}))
+        return False
+
+    monkeypatch.setattr(report, "_lives", ended)
+    following = Following(folder)
+    state, *lines = following.about(following.look())
+    assert state == "in progress"
+    assert not any("killed" in line for line in lines)
+    assert following.about(following.look()) == ["ended"]
+
+
+def test_the_last_steps_of_a_run_that_has_stopped_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grows = Growing(FakeRun(tmp_path, meta=HERE).write())
+    grows.show(0.5)
+    monkeypatch.setattr(report, "_lives", lambda *_: grows.show(1.0))  # written after the look
+    shown = " ".join(frame_of(tmp_path, capsys).split())
+    assert "stopped, 2 ranks" in shown
+    assert f"Step {STEPS}" in shown
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "mono_s", "lives"),
+    [
+        (0.0, 0.0, True),
+        (3600.0, 0.0, True),  # the wall clock was set
+        (0.0, -1e6, False),  # the process began after the ring was opened: its number is used again
+        (-1e9, 0.0, False),  # the host has booted since
+    ],
+)
+def test_a_process_is_a_ranks_if_it_began_before_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_s: float, mono_s: float, lives: bool
+) -> None:
+    wall_ns, mono_ns = time.time_ns() + int(1e9 * wall_s), time.monotonic_ns() + int(1e9 * mono_s)
+    RingWriter(tmp_path / "ranks" / "0.train.ring", mono_ns=mono_ns, wall_ns=wall_ns).close()
+    rank = model.Rank(0, pid=os.getpid())
+    assert report._lives(tmp_path, rank) is lives
+    (tmp_path / "ranks" / "0.train.ring").unlink()
+    assert report._lives(tmp_path, rank)
+    assert not report._lives(tmp_path, model.Rank(0, pid=1 << 40))
+    assert not report._lives(tmp_path, model.Rank(0))
+
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(report.os, "kill", refuse)
+    assert report._lives(tmp_path, model.Rank(0, pid=1 << 40))  # another user's, in a /proc that hides it
+
+
 def test_silence_is_the_time_without_a_new_step(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(wall_ns=10**18 + 3600 * 10**9, s=1000.0)
     clock = SimpleNamespace(time_ns=lambda: now.wall_ns, monotonic=lambda: now.s)

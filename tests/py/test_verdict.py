@@ -10,8 +10,8 @@ import pytest
 from netbottleneck.analysis import findings, intervals, rule_facts, rules, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN
-from netbottleneck.report.progress import verdict_line
+from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN, STEPS_MIN
+from netbottleneck.report.progress import missing_text, verdict_line
 from netbottleneck.report.text import NO_SCALING, saving_text, sentences
 from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
@@ -576,8 +576,21 @@ def test_blocks_of_one_step_are_named_as_the_reason_that_none_counts(tmp_path):
     assert "each block has one step" in v.why
     assert "NETBOTTLENECK_BLOCK_STEPS" in v.next
     assert "each block has one step" in sentences(numbers)[0]
-    begun = findings_of(tmp_path / "begun", blocks=1, block_steps=1, transports=("stock", "tcp"))
-    assert "each block" not in verdict.decide(begun).why + sentences(begun)[0]
+
+
+@pytest.mark.parametrize("before", [None, "null", "bare"])
+def test_a_first_step_alone_is_too_little_and_not_a_run_without_communication(tmp_path, before):
+    arms = ("stock", "tcp") if before is None else (before, "stock")
+    run = ring_reader.load(FakeRun(tmp_path, transports=arms, blocks=1 if before is None else 2).write())
+    first = min(step.index for step in run.steps if step.arm == "stock")
+    numbers = findings.find(replace(run, steps=tuple(step for step in run.steps if step.index <= first)))
+    v = verdict.decide(numbers)
+    assert (v.code, v.more) == ("INCONCLUSIVE", STEPS_MIN)
+    assert v.why == f"No step counts: {intervals.FIRST_STEP}"
+    assert v.next == f"Measure {STEPS_MIN} more steps or more."
+    assert missing_text(numbers, v, 0).startswith(f"{STEPS_MIN} more steps")
+    if numbers.base is None:
+        assert sentences(numbers) == [f"No step could be split: {intervals.FIRST_STEP}"]
 
 
 def test_too_few_steps_are_inconclusive(tmp_path):
@@ -592,6 +605,10 @@ def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
     v = verdict.decide(findings.find(replace(run, ranks=(first, replace(second, transports=other)))))
     assert v.code == "MISCONFIGURED"
     assert "gloo: rank 0; else: rank 1" in v.why
+    assert v.next == "Start all ranks with the same backend of init_process_group, or with the same Horovod."
+    native = replace(run, steps=tuple(step for step in run.steps if step.arm == "ofi"))
+    v = verdict.decide(findings.find(replace(native, ranks=(first, replace(second, transports=other)))))
+    assert (v.code, v.next) == ("MISCONFIGURED", "Set NETBOTTLENECK_PROVIDER.")
     beside = tuple(
         replace(info, provider="else" if info.name == "ofi" else info.provider) for info in second.transports
     )

@@ -26,7 +26,7 @@ from netbottleneck.trace.model import (
     Trace,
 )
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import ms, nbytes
+from netbottleneck.units import listed, ms, nbytes
 
 # Clocks from wall times, or not compared at all, may be off by milliseconds.
 UNSURE_METHODS = ("wall", "none", JUMPED)
@@ -219,9 +219,7 @@ class Lateness:
         """The rank that is last, or the host with its ranks: "rank 2", "host h1 (ranks 4 to 7)"."""
         if not self.whole_host:
             return f"rank {self.last}"
-        first, end = self.ranks[0], self.ranks[-1]
-        in_turn = len(self.ranks) == end - first + 1 > 2
-        ranks = f"ranks {first} to {end}" if in_turn else f"ranks {', '.join(map(str, self.ranks))}"
+        ranks = f"ranks {listed(self.ranks)}"
         return f"host {self.hostname} ({ranks})" if self.hostname else f"the host of {ranks}"
 
     @property
@@ -416,10 +414,10 @@ TWO_SIDED = ("send", "recv")
 class Join:
     """One collective of a group. number: its sequence number; place: among those of one number, from 1.
 
-    submitted: the ranks that recorded it; waiting: those of them on which it is not over. missing: ranks that recorded
-    no operation of the group with this number or a later one. unknown: members without a record, or whose record of
-    the group is overwritten. differs: how the ranks' operations differ, "" if they do not. first_ns, last_ns: when the
-    first and the last rank submitted it.
+    bytes: None if not known. submitted: the ranks that recorded it; waiting: those of them on which it is not over.
+    missing: ranks that recorded no operation of the group with this number or a later one. unknown: members without a
+    record, or whose record of the group is overwritten. differs: how the ranks' operations differ, "" if they do not.
+    first_ns, last_ns: when the first and the last rank submitted it.
     """
 
     group: ProcessGroup
@@ -427,7 +425,7 @@ class Join:
     place: int
     name: str
     kind: str
-    bytes: int
+    bytes: int | None
     states: Mapping[int, str]
     missing: tuple[int, ...]
     unknown: tuple[int, ...]
@@ -463,11 +461,12 @@ def _differs(own: Mapping[int, Collective]) -> str:
     kinds = {one.kind for one in own.values()}
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, one in own.items():
-        size = f" {one.tensor_bytes} bytes" if len(kinds) > 1 or one.kind not in UNEVEN else ""
+        sized = one.tensor_bytes is not None and (len(kinds) > 1 or one.kind not in UNEVEN)
+        size = f" {one.tensor_bytes} bytes" if sized else ""
         groups[f"{one.kind} {one.dtype}{size}" if one.dtype else one.kind].append(rank)
     if len(groups) < 2:
         return ""
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in groups.items())
+    return "; ".join(f"rank {listed(ranks)}: {what}" for what, ranks in groups.items())
 
 
 def joins(trace: Trace) -> tuple[Join, ...]:
@@ -534,13 +533,14 @@ def _open_messages(trace: Trace) -> list[str]:
 
 
 def _place_words(one: Join) -> str:
-    return f"operation {one.number} of group {one.group}, {one.name}, {nbytes(one.bytes)}"
+    size = "size not known" if one.bytes is None else nbytes(one.bytes)
+    return f"operation {one.number} of group {one.group}, {one.name}, {size}"
 
 
 def _open_words(of_group: Sequence[Join]) -> str:
     """What the first open operation of a group waits for, as far as the record tells."""
     one, more = of_group[0], len(of_group) - 1
-    missing, waiting, unknown = (", ".join(map(str, some)) for some in (one.missing, one.waiting, one.unknown))
+    missing, waiting, unknown = map(listed, (one.missing, one.waiting, one.unknown))
     first = f"Rank {missing} has not joined" if missing else "All recorded ranks joined"
     parts = [f"{first} {_place_words(one)}"]
     parts += [f"waiting: rank {waiting}" if missing else f"not over on rank {waiting}"] if waiting else []

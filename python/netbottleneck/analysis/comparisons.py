@@ -54,6 +54,16 @@ class Estimate:
     low: float
     high: float
 
+    @property
+    def known(self) -> bool:
+        """True if both ends of the interval are known."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    def as_dict(self, scale: float = 1.0) -> dict[str, float | None]:
+        """Return value and ends, times a factor, as JSON values; None for what is not known."""
+        low, high = (scale * self.low, scale * self.high) if self.known else (None, None)
+        return {"value": scale * self.value if math.isfinite(self.value) else None, "low": low, "high": high}
+
     def scaled(self, factor: float) -> Estimate:
         """Return the estimate times a factor of at least 0."""
         return Estimate(factor * self.value, factor * self.low, factor * self.high)
@@ -446,6 +456,11 @@ def _levels(blocks: Blocks) -> Floats:
     return levels
 
 
+def typical_step(blocks: Blocks) -> float:
+    """Return ns of the step of a run as ratio_of_runs compares it: the geometric mean over its blocks' medians."""
+    return math.exp(float(_levels(blocks).mean()))
+
+
 def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:
     """Return the step of one run over that of another, by the distributions of their blocks; None without steps.
 
@@ -502,7 +517,7 @@ def travels(trace: Trace) -> dict[Arm, tuple[Travel, ...]]:
     sizes: dict[tuple[Arm, str], list[int]] = defaultdict(list)
     for one in trace.collectives:
         if one.rank == first and one.kind == "allreduce" and one.algorithm is not None:
-            sizes[one.arm, one.algorithm].append(one.tensor_bytes)
+            sizes[one.arm, one.algorithm].append(one.known_bytes)
     found: dict[Arm, list[Travel]] = defaultdict(list)
     for (arm, algorithm), own in sizes.items():
         found[arm].append(Travel(algorithm, min(own), max(own), len(own)))
@@ -559,7 +574,7 @@ def latency_share(operations: Sequence[Collective], last: Last = MappingProxyTyp
     alone = _alone(operations, last)
     if len(alone) < FIT_OPERATIONS_MIN:
         return None
-    sizes, times = np.array([(c.tensor_bytes, ns) for c, ns in alone], np.float64).T
+    sizes, times = np.array([(c.known_bytes, ns) for c, ns in alone], np.float64).T
     if sizes.max() < FIT_SIZES_RATIO_MIN * sizes.min() or np.polyfit(sizes, times, 1)[0] <= 0:
         return None
     steps = {(c.rank, c.step): None for c, _ in alone}
@@ -598,12 +613,12 @@ def _alone(operations: Sequence[Collective], last: Last) -> list[tuple[Collectiv
     """The finished operations that ran alone on their rank, and their ns; of sizes of which half or more did."""
     by_rank: dict[int, list[tuple[int, int, Collective]]] = defaultdict(list)
     for c in operations:
-        if c.finished and c.tensor_bytes > 0:
+        if c.finished and c.known_bytes > 0:
             by_rank[c.rank].append((max(c.start_ns or 0, last.get(c.match, (0, 0))[0]), c.done_ns or 0, c))
     found = [one for rows in by_rank.values() for one in _alone_on_rank(rows)]
-    every = Counter(c.tensor_bytes for rows in by_rank.values() for _, _, c in rows)
-    some = Counter(c.tensor_bytes for c, _ in found)
-    return [(c, ns) for c, ns in found if some[c.tensor_bytes] >= FIT_ALONE_PART * every[c.tensor_bytes]]
+    every = Counter(c.known_bytes for rows in by_rank.values() for _, _, c in rows)
+    some = Counter(c.known_bytes for c, _ in found)
+    return [(c, ns) for c, ns in found if some[c.known_bytes] >= FIT_ALONE_PART * every[c.known_bytes]]
 
 
 def headroom(trace: Trace, base: Arm) -> Paired | None:

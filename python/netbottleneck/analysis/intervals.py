@@ -30,6 +30,7 @@ NOTHING.setflags(write=False)
 # Number of steps dropped at the start of each block: the first steps pay for the change of transport.
 WARMUP_STEPS = 1
 ONE_STEP = "each block has one step, and the first step of a block is not counted (NETBOTTLENECK_BLOCK_STEPS)."
+FIRST_STEP = "the first step of a block is not counted, and the record has no other step of a transport."
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
@@ -88,7 +89,7 @@ class Split:
     the part of exposed and wait before the last rank submitted the same operation; late_ns: skew_ns by the last
     rank. transfer_ns: union over the step's operations, from the last rank's submission (or the start, if later) to
     done. bus_bytes: their tensor bytes times bus_factor. own_ns: our own work between the step before and this one,
-    which no step contains; 0 if that step was not recorded.
+    which no step contains; 0 if that step was not recorded, or torch recorded the run.
     """
 
     rank: int
@@ -272,7 +273,7 @@ def _work(step: Step, whole: Intervals) -> tuple[Intervals, Intervals, Intervals
 def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
     """The operations whose bytes the step's arm moved: the script's own calls travel over its process group."""
     stock = step.arm.transport == STOCK.transport
-    return [c for c in operations if c.tensor_bytes > 0 and (stock or not c.by_script)]
+    return [c for c in operations if c.known_bytes > 0 and (stock or not c.by_script)]
 
 
 def _split(
@@ -316,8 +317,8 @@ def _split(
         skew_ns=skew_ns,
         late_ns=late,
         transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in moved)),
-        tensor_bytes=sum(c.tensor_bytes for c in moved),
-        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, c.ranks or size, c.algorithm, hosts) for c in moved),
+        tensor_bytes=sum(c.known_bytes for c in moved),
+        bus_bytes=sum(c.known_bytes * bus_factor(c.kind, c.ranks or size, c.algorithm, hosts) for c in moved),
         wire_bytes=sum(wire) if len(wire) == len(moved) else None,
         operations=len(own),
     )
@@ -336,9 +337,12 @@ def counted(trace: Trace, warmup: int = WARMUP_STEPS) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def uncounted(trace: Trace) -> bool:
-    """True if a run has blocks, and none of its steps counts, because each block has its first step alone."""
-    return len({step.block for step in trace.steps}) > 1 and not counted(trace)
+def uncounted(trace: Trace) -> str:
+    """Why no step of a transport counts, ONE_STEP or FIRST_STEP; "" if one does, or if none was recorded."""
+    steps = counted(trace)
+    if any(step.arm.real for step in steps) or not any(step.arm.real for step in trace.steps):
+        return ""
+    return ONE_STEP if not steps and len({step.block for step in trace.steps}) > 1 else FIRST_STEP
 
 
 def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Split, Exposed]]:
@@ -357,7 +361,8 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     for step in filter(is_split, counted(trace, warmup)):
         split, exposed = _split(step, operations.get(step.rank, nothing), last, trace.size, hosts)
         before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
-        found.append((step, replace(split, own_ns=max(0, step.begin_ns - before_ns)), exposed))
+        own_ns = 0 if trace.recorder else max(0, step.begin_ns - before_ns)
+        found.append((step, replace(split, own_ns=own_ns), exposed))
     return found
 
 

@@ -14,7 +14,7 @@ from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, packet_loss
 from netbottleneck.trace.transports import SINGLE, Arm
-from netbottleneck.units import ms, percent
+from netbottleneck.units import listed, ms, percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Facts:
     @property
     def missing(self) -> str:
         """Why time in transfer is not known, if ranks have no record; "" if all have one."""
-        ranks = ", ".join(map(str, missing_ranks(self.f.trace)))
+        ranks = listed(missing_ranks(self.f.trace))
         return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer" if ranks else ""
 
     @property

@@ -7,7 +7,7 @@ shorter than the sampling interval is uncertain.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,18 @@ from numpy.typing import NDArray
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
-from netbottleneck.trace.model import Clock, Collective, Connection, Counters, End, Rank, Samples, Trace, TransportInfo
+from netbottleneck.trace.model import (
+    Clock,
+    Collective,
+    Connection,
+    Counters,
+    End,
+    Rank,
+    Samples,
+    Step,
+    Trace,
+    TransportInfo,
+)
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import nbytes, percent
@@ -24,6 +35,7 @@ from netbottleneck.units import nbytes, percent
 READINGS = 2  # shortest mean active span, in sampling intervals, for which an active rate is reported
 CPU_KINDS = ("user", "system", "softirq", "iowait", "steal", "idle")
 WAYS = ("rx", "tx")
+LOOPBACK = "lo"  # no part of the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,11 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """A host in one arm's steps. seconds: total of the steps; active_s: part with an operation in flight."""
+    """A host in one arm's steps. seconds: total of the steps; active_s: part with an operation in flight.
+
+    recorded: begin and end of the readings of its interfaces, whose bytes and rates are those of the steps inside;
+    None: of all steps.
+    """
 
     rank: int
     hostname: str
@@ -66,12 +82,18 @@ class HostUse:
     cores: Cores | None = None
     sent_segments: float | None = None
     retransmitted_segments: float | None = None
+    recorded: tuple[int, int] | None = None
 
     @property
     def links(self) -> tuple[str, ...]:
         """The interfaces by name, without the loopback unless there is no other."""
         names = sorted({use.interface for use in self.interfaces})
-        return tuple(name for name in names if name != "lo") or tuple(names)
+        return tuple(name for name in names if name != LOOPBACK) or tuple(names)
+
+    @property
+    def busiest(self) -> str:
+        """The busiest interface; the loopback only if there is no other; "" if there is none."""
+        return next((use.interface for use in self.interfaces if use.interface in self.links), "")
 
     def added_up(self) -> HostUse:
         """This host with its links as one interface, which comes first: they share the traffic."""
@@ -166,8 +188,8 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
         mine = sample.on_rank_0(clocks.get(sample.rank, Clock()))
         local = {rank for rank, host in ids.items() if host == ids.get(sample.rank)} or {sample.rank}
         for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
-            whole = intervals((s.begin_ns, s.end_ns) for s in steps if s.rank in local and s.arm == arm)
-            uses.append(_host(mine, arm, whole, intersection(_moved(trace, local, arm), whole)))
+            own = [s for s in steps if s.rank in local and s.arm == arm]
+            uses.append(_host(mine, arm, own, _moved(trace, local, arm)))
     return tuple(uses)
 
 
@@ -194,7 +216,7 @@ def _sent(operation: Collective, size: int, hosts: int | None) -> float:
     if operation.wire_bytes is not None:
         return float(operation.wire_bytes)
     factor = bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
-    return operation.tensor_bytes * factor
+    return operation.known_bytes * factor
 
 
 def _received(operation: Collective, sent: float) -> float | None:
@@ -203,25 +225,37 @@ def _received(operation: Collective, sent: float) -> float | None:
         return sent
     if operation.lanes is not None:
         return float(sum(received for _, _, received in operation.lanes))
-    return {"send": 0.0, "recv": float(operation.tensor_bytes)}.get(operation.kind)
+    return {"send": 0.0, "recv": float(operation.known_bytes)}.get(operation.kind)
 
 
-def _recorded_bytes(trace: Trace, arm: Arm, warmup: int) -> dict[int, dict[str, float | None]]:
-    """By rank and way: bytes of its host's recorded operations in the counted steps of an arm; None if not known."""
-    steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
-    hosts: dict[str, list[int]] = defaultdict(list)
-    for rank in trace.ranks:
-        hosts[rank.host_id or str(rank.rank)].append(rank.rank)
-    count = host_count(trace)
-    found: dict[int, dict[str, float | None]] = {}
-    for ranks in hosts.values():
-        own = [c for c in trace.collectives if c.rank in ranks and c.arm == arm and (c.rank, c.step) in steps]
-        sent = [_sent(c, trace.size, count) for c in own]
-        received = [_received(c, each) for c, each in zip(own, sent, strict=True)]
-        known = [each for each in received if each is not None]
-        ways = {"tx": sum(sent), "rx": sum(known) if len(known) == len(received) else None}
-        found |= dict.fromkeys(ranks, ways)
+def _inside(steps: Iterable[Step], span: tuple[int, int] | None) -> list[Step]:
+    """The steps that lie inside a time; all if it is None."""
+    return [step for step in steps if span is None or (span[0] <= step.begin_ns and step.end_ns <= span[1])]
+
+
+def _recorded(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int) -> dict[int, list[Collective]]:
+    """By the rank of each use: the operations of its host's ranks in the counted steps of an arm that it covers."""
+    hosts = {rank.rank: rank.host_id or str(rank.rank) for rank in trace.ranks}
+    of_host = {hosts[use.rank]: use for use in uses if use.arm == arm and use.rank in hosts}
+    by_host: dict[str, list[Step]] = defaultdict(list)
+    for step in counted(trace, warmup):
+        if step.arm == arm:
+            by_host[hosts.get(step.rank, "")].append(step)
+    steps = {(s.rank, s.index) for host, use in of_host.items() for s in _inside(by_host[host], use.recorded)}
+    found: dict[int, list[Collective]] = {use.rank: [] for use in of_host.values()}
+    for c in trace.collectives:
+        if c.arm == arm and (c.rank, c.step) in steps:
+            found[of_host[hosts[c.rank]].rank].append(c)
     return found
+
+
+def _ways(trace: Trace, operations: Sequence[Collective]) -> dict[str, float | None]:
+    """Bytes of a host's operations by way; None if not known."""
+    count = host_count(trace)
+    sent = [_sent(c, trace.size, count) for c in operations]
+    received = [_received(c, each) for c, each in zip(operations, sent, strict=True)]
+    known = [each for each in received if each is not None]
+    return {"tx": sum(sent), "rx": sum(known) if len(known) == len(received) else None}
 
 
 def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> Unseen | None:
@@ -230,10 +264,10 @@ def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> 
     uses: of the same steps. What an interface sent is compared with what the operations sent, and what it received
     with what they received, if that is known.
     """
-    recorded = _recorded_bytes(trace, arm, warmup)
+    recorded = _recorded(trace, arm, uses, warmup)
     found = []
-    for use_of in uses:
-        for way, known in recorded.get(use_of.rank, {}).items() if use_of.arm == arm else ():
+    for use_of in (use for use in uses if use.arm == arm and use.rank in recorded):
+        for way, known in _ways(trace, recorded[use_of.rank]).items():
             use = max((one for one in use_of.interfaces if one.way == way), key=lambda one: one.bytes, default=None)
             if use is not None and use.bytes > 0 and known is not None:
                 surely, part = (max(0.0, 1 - known * times / use.bytes) for times in (1 + HEADERS, 1.0))
@@ -253,16 +287,16 @@ def _carriers(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) 
     """
     count = host_count(trace) or 0
     hosts = {rank.rank: rank.host_id for rank in trace.ranks}
-    steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
-    least: dict[int, float] = defaultdict(float)
-    for c in trace.collectives:
-        if c.arm == arm and (c.rank, c.step) in steps:
-            least[c.rank] += c.tensor_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count))
+    recorded = _recorded(trace, arm, uses, warmup)
+    least = {
+        rank: sum(c.known_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank)
+        for rank, own in recorded.items()
+    }
     return {
         (hosts[of.rank], use.interface)
         for of in uses
         for use in of.interfaces
-        if of.arm == arm and 0 < INTERFACE_CARRIES * least[of.rank] <= use.bytes
+        if of.arm == arm and 0 < INTERFACE_CARRIES * least.get(of.rank, 0.0) <= use.bytes
     }
 
 
@@ -319,10 +353,15 @@ def _sampling_interval_ns(counters: Counters) -> float:
     return float(np.diff(counters.time_ns).mean()) if len(counters.time_ns) > 1 else float("inf")
 
 
-def _host(sample: Samples, arm: Arm, whole: Intervals, active: Intervals) -> HostUse:
+def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals) -> HostUse:
+    """Use of a host in the steps of an arm. moved: spans in which an operation of its ranks is in flight."""
     net, host = sample.net, sample.host
     some = net or host
+    whole = intervals((s.begin_ns, s.end_ns) for s in steps)
+    active = intersection(moved, whole)
     short = net is not None and len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
+    recorded = None if net is None else (int(net.time_ns[0]), int(net.time_ns[-1]))
+    inside = intervals((s.begin_ns, s.end_ns) for s in _inside(steps, recorded))
     return HostUse(
         sample.rank,
         "" if some is None else some.hostname,
@@ -330,10 +369,11 @@ def _host(sample: Samples, arm: Arm, whole: Intervals, active: Intervals) -> Hos
         total(whole) / 1e9,
         total(active) / 1e9,
         0.0 if some is None or len(some.time_ns) < 2 else 1e9 / _sampling_interval_ns(some),
-        () if net is None else _uses(net, whole, active[:0] if short else active),
+        () if net is None else _uses(net, inside, active[:0] if short else intersection(active, inside)),
         None if host is None else cores(host, whole),
         None if host is None else increase(host, "tcp:sent_segments", whole),
         None if host is None else increase(host, "tcp:retransmitted_segments", whole),
+        recorded,
     )
 
 

@@ -23,8 +23,8 @@ from netbottleneck.analysis.rule_facts import (
 from netbottleneck.analysis.rules import beside, judge, without_traffic
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
 from netbottleneck.trace.model import NOT_TIMED, STAYS
-from netbottleneck.trace.transports import NULL, STOCK
-from netbottleneck.units import percent
+from netbottleneck.trace.transports import NULL, STOCK, Arm
+from netbottleneck.units import listed, percent
 
 CODES = (
     "TRANSPORT_LIMITED",
@@ -77,8 +77,6 @@ def _no_communication(f: Findings) -> Verdict | None:
     if f.base is None and f.trace.groups:
         why = "Steps and compute are missing: the dumps of a flight recorder have only operations."
         return Verdict("INCONCLUSIVE", why, "Measure steps: netbottleneck run SCRIPT, or profile with torch.profiler.")
-    if f.base is None and uncounted(f.trace):
-        return Verdict("INCONCLUSIVE", f"No step counts: {ONE_STEP}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
     if f.trace.size < 2:
         return Verdict("NO_COMMUNICATION", "One rank: nothing is sent.", "Start two ranks or more.")
     stays = next((note for note in f.trace.notes if note.startswith(STAYS)), None)
@@ -86,12 +84,25 @@ def _no_communication(f: Findings) -> Verdict | None:
         why = f"No step with communication was recorded: {stays}."
         return Verdict("INCONCLUSIVE", why, "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
-        return Verdict(
+        return _no_counted_step(f) or Verdict(
             "NO_COMMUNICATION",
             "No step with communication was recorded.",
             "Measure steps under stock, or another transport, for longer than one block.",
         )
     return _no_operation(f, f.parts[f.base].steps) if f.parts[f.base].operations == 0 else None
+
+
+def _no_counted_step(f: Findings) -> Verdict | None:
+    """The verdict if steps of transports were recorded, and none of them counts."""
+    why = uncounted(f.trace)
+    if why == ONE_STEP:
+        return Verdict("INCONCLUSIVE", f"No step counts: {why}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
+    return _too_few(f"No step counts: {why}", limits.STEPS_MIN) if why else None
+
+
+def _too_few(why: str, more: int) -> Verdict:
+    """The verdict if a run has too few steps."""
+    return Verdict("INCONCLUSIVE", why, f"Measure {more} more steps or more.", more=more)
 
 
 def _no_operation(f: Findings, steps: int) -> Verdict:
@@ -118,12 +129,8 @@ def _too_little(f: Findings) -> Verdict | None:
     steps = f.times[f.base].steps
     if steps >= limits.STEPS_MIN:
         return None
-    return Verdict(
-        "INCONCLUSIVE",
-        f"{steps} steps were counted; a verdict needs at least {limits.STEPS_MIN}.",
-        f"Measure {limits.STEPS_MIN - steps} more steps or more.",
-        more=limits.STEPS_MIN - steps,
-    )
+    why = f"{steps} steps were counted; a verdict needs at least {limits.STEPS_MIN}."
+    return _too_few(why, limits.STEPS_MIN - steps)
 
 
 def _providers(f: Findings) -> Verdict | None:
@@ -137,8 +144,15 @@ def _providers(f: Findings) -> Verdict | None:
                 providers.setdefault(info.provider, []).append(rank.rank)
     if len(providers) < 2:
         return None
-    by_rank = "; ".join(f"{provider}: rank {', '.join(map(str, ranks))}" for provider, ranks in providers.items())
-    return Verdict("MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", "Set NETBOTTLENECK_PROVIDER.")
+    by_rank = "; ".join(f"{provider}: rank {listed(ranks)}" for provider, ranks in providers.items())
+    return Verdict("MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", _one_provider(f.base))
+
+
+def _one_provider(arm: Arm) -> str:
+    """What gives all ranks the same provider of an arm's transport."""
+    if arm.own_path:
+        return "Start all ranks with the same backend of init_process_group, or with the same Horovod."
+    return "Install the same NCCL for all ranks." if arm.over_nccl else "Set NETBOTTLENECK_PROVIDER."
 
 
 # The verdict.

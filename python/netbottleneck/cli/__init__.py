@@ -216,7 +216,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
             raise
         return Text(f"waiting: {error}"), False
     state = following.about(run)
-    if state[0] == "ended":  # perhaps since the rings were read: their last steps may be missing
+    if state[0] != "in progress":  # perhaps since the rings were read: their last steps may be missing
         run = following.look()
         state = following.about(run)
     change = following.judge(run)
@@ -350,7 +350,8 @@ def _compare(argv: Sequence[str]) -> int:
         metavar="X",
         type=float,
         help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer; else with code 4 "
-        "if a transport or cell of A could not be judged, as B does not have it or has too few counted steps",
+        "if a transport or cell of A could not be judged, as B does not have it, has too few counted steps, or "
+        "differs in ranks, model, gradients or link",
     )
     args = parser.parse_args(argv)
     percent = args.max_step_time_regression_pct

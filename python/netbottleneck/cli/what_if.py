@@ -70,8 +70,8 @@ def _check_indices(where: str, known: Sequence[object], indices: Iterable[int]) 
 
 
 def _check_operation(where: str, operation: Collective) -> None:
-    if not 0 <= operation.tensor_bytes <= MOST_BYTES:
-        raise ValueError(f"{where}: its size is {operation.tensor_bytes} bytes: must be from 0 to {MOST_BYTES}")
+    if not 0 <= operation.known_bytes <= MOST_BYTES:
+        raise ValueError(f"{where}: its size is {operation.known_bytes} bytes: must be from 0 to {MOST_BYTES}")
     if (operation.bucket or 0) < 0:
         raise ValueError(f"{where}: its bucket is below 0")
     times = (operation.submit_ns, operation.agreed_ns, operation.start_ns, operation.done_ns)

@@ -21,6 +21,7 @@ from rich.console import Console
 from netbottleneck.analysis import usage, verdict
 from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
+from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
@@ -28,7 +29,8 @@ from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import flight_recorder, kineto, model, ring_reader
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.files import write_text
+from netbottleneck.trace.files import printable, write_text
+from netbottleneck.units import listed
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
 
@@ -59,6 +61,8 @@ FIRST_STEPS = 50
 QUIET_S, QUIET_STEPS = 10.0, 5
 # The verdict of a run in progress that has nothing to change.
 NOTHING = "NOT_NETWORK"
+# Places in /proc/PID/stat behind the name: the state, and the begin in ticks since the host has booted.
+STAT_STATE, STAT_BEGAN = 0, 19
 # Slots that were taken and not filled when they were read, and are read again.
 OPEN_SLOTS = 64
 
@@ -335,8 +339,9 @@ class Run:
             self.trace = replace(self.trace, in_progress=_in_progress(self.path, self.trace))
         else:
             self.trace = tr.read(self.path)
-        if self._folder is not None:
-            self.trace = replace(self.trace, notes=(*self.trace.notes, *model.unreadable(self._folder)))
+        notes = [*self.trace.notes, *(model.unreadable(self._folder) if self._folder is not None else ())]
+        # They may hold names of files.
+        self.trace = replace(self.trace, id=printable(self.trace.id), notes=tuple(map(printable, notes)))
 
     @cached_property
     def findings(self) -> Findings:
@@ -567,8 +572,8 @@ class Following:
 
 def _missing(trace: tr.Trace) -> list[str]:
     """A line about the ranks without a record."""
-    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
-    return [f"no record of rank {', '.join(map(str, missing))} in this folder"] if missing else []
+    missing = missing_ranks(trace)
+    return [f"no record of rank {listed(missing)} in this folder"] if missing else []
 
 
 def _here(folder: Path, trace: tr.Trace) -> list[tr.Rank]:
@@ -578,8 +583,13 @@ def _here(folder: Path, trace: tr.Trace) -> list[tr.Rank]:
 
 
 def _gone(folder: Path, trace: tr.Trace) -> list[tr.Rank]:
-    """Return the ranks of this host that did not end their record, and whose process is not there any more."""
-    return [rank for rank in _here(folder, trace) if not _lives(rank.pid)]
+    """Return the ranks of this host whose process is not there any more, and that had not ended their record by then.
+
+    A rank may end its record after `trace` was read, so its description is read again.
+    """
+    gone = [rank for rank in _here(folder, trace) if not _lives(folder, rank)]
+    about = [(rank, _described(folder, rank.rank)) for rank in gone]
+    return [rank for rank, meta in about if not (meta.get("finished") or meta.get("error"))]
 
 
 def _in_progress(folder: Path, trace: tr.Trace) -> bool:
@@ -593,17 +603,60 @@ def _in_progress(folder: Path, trace: tr.Trace) -> bool:
 
 def _elsewhere(folder: Path, rank: int) -> bool:
     """True if a rank's process number is of another PID namespace, as in a container: it says nothing here."""
+    space = _described(folder, rank).get("pid_namespace", "")
     try:
-        meta = json.loads((folder / "ranks" / f"{rank}.meta.json").read_bytes())
-        space = meta.get("pid_namespace", "")
         return bool(space) and space != os.readlink("/proc/self/ns/pid")
-    except (OSError, ValueError):
-        return False
-
-
-def _lives(pid: int) -> bool:
-    """True if this host has a process with this number, and it is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _described(folder: Path, rank: int) -> Mapping[str, Any]:
+    """Return a rank's description of itself as it is now; {} if it cannot be read."""
+    try:
+        found = json.loads((folder / "ranks" / f"{rank}.meta.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lives(folder: Path, rank: tr.Rank) -> bool:
+    """True if the process of a rank is there: one with its number, no zombie, that began before its first ring.
+
+    A process whose state this user may not read is there.
+    """
+    if rank.pid <= 0:
+        return False
+    try:
+        os.kill(rank.pid, 0)
+    except PermissionError:
+        pass  # it is another user's
+    except (OSError, OverflowError):
+        return False
+    try:
+        stat = Path(f"/proc/{rank.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    began_ns = int(stat[STAT_BEGAN]) * 10**9 // os.sysconf("SC_CLK_TCK")
+    return stat[STAT_STATE] != b"Z" and _before_rings(began_ns, _opened(folder, rank.rank))
+
+
+def _opened(folder: Path, rank: int) -> tuple[int, int] | None:
+    """Return when a ring of a rank was opened, by the wall clock and the monotonic clock; None without a ring."""
+    for path in sorted((folder / "ranks").glob(f"{rank}.*.ring")):
+        with contextlib.suppress(OSError, ValueError):
+            head, _ = ring_reader.read_slots(path, 0, 0)
+            return int(head["opened_wall_ns"]), int(head["opened_mono_ns"])
+    return None
+
+
+def _before_rings(began_ns: int, opened: tuple[int, int] | None) -> bool:
+    """True if a process began before a ring was opened. began_ns: since the host has booted, with suspended time.
+
+    Steps of the wall clock do not matter: it only tells whether the host has booted since.
+    """
+    if opened is None:
+        return True
+    since_boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    suspended_ns = since_boot_ns - time.monotonic_ns()
+    wall_ns, mono_ns = opened
+    return time.time_ns() - since_boot_ns <= wall_ns and began_ns - suspended_ns <= mono_ns

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, step_times
+from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, step_times, typical_step
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.report import Run, html
@@ -22,6 +22,8 @@ from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale
 from netbottleneck.report.drawing import Row as Bar
 from netbottleneck.report.html import Shown
 from netbottleneck.report.text import make_table, put_row, screen
+from netbottleneck.trace.files import printable
+from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
 
@@ -39,9 +41,9 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An arm of a run in both: median steps in ns, and B's over A's. cell: "" for a single run.
+    """An arm of a run in both: A's and B's step in ns by typical_step, and B's over A's. cell: "" for a single run.
 
-    steps: ns of the counted steps of A and of B.
+    steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things.
     """
 
     cell: str
@@ -50,20 +52,26 @@ class Row:
     after_ns: float
     ratio: Estimate
     steps: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    comparable: bool = True
 
-    @property
-    def name(self) -> str:
-        """The cell, if any, and the arm."""
-        return f"{self.cell}: {self.arm}" if self.cell else str(self.arm)
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """B's step over A's, of an arm of a cell, or of an arm over all cells. comparable: see Row."""
+
+    name: str
+    arm: Arm
+    ratio: Estimate
+    comparable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are in both.
+    """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are comparable.
 
-    parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has.
-    label: of the numbers, "measured" or "predicted". unjudged: the arms of A that move gradients, and the cells of A,
-    that no gate can judge, each with the reason.
+    parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has,
+    and what makes cells no comparison. label: of the numbers, "measured" or "predicted". unjudged: the arms of A that
+    move gradients, and the cells of A, that no gate can judge, each with the reason.
     """
 
     rows: tuple[Row, ...]
@@ -73,12 +81,19 @@ class Comparison:
     label: str = "measured"
     unjudged: tuple[str, ...] = ()
 
-    def regressions(self, limit: float) -> tuple[Row, ...]:
-        """The arms whose step is more than `limit` longer, as a part, and surely longer."""
-        return tuple(row for row in self.rows if row.arm.real and row.ratio.value > 1 + limit and row.ratio.low > 1)
+    @property
+    def changes(self) -> tuple[StepChange, ...]:
+        """The change of each row, then of each arm over all cells."""
+        each = [StepChange(_name(row.cell, row.arm), row.arm, row.ratio, row.comparable) for row in self.rows]
+        return (*each, *(StepChange(f"{arm}, all cells", arm, ratio) for arm, ratio in self.overall.items()))
+
+    def regressions(self, limit: float) -> tuple[StepChange, ...]:
+        """The changes of transports whose step is more than `limit` longer, as a part, and surely longer."""
+        judged = [one for one in self.changes if one.comparable and one.arm.real]
+        return tuple(one for one in judged if one.ratio.value > 1 + limit and one.ratio.low > 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison as JSON values; null: this end of an interval is not known."""
+        """The comparison as JSON values; null: the interval is not known."""
         return {
             "rows": [
                 {
@@ -86,11 +101,12 @@ class Comparison:
                     "transport": row.arm,
                     "before_s": row.before_ns / 1e9,
                     "after_s": row.after_ns / 1e9,
-                    "ratio": _interval(row.ratio),
+                    "ratio": row.ratio.as_dict(),
+                    "comparable": row.comparable,
                 }
                 for row in self.rows
             ],
-            "overall": {arm: _interval(ratio) for arm, ratio in self.overall.items()},
+            "overall": {arm: ratio.as_dict() for arm, ratio in self.overall.items()},
             "parts": [{"part": name, "before_s": a / 1e9, "after_s": b / 1e9} for name, a, b in self.parts],
             "missing": list(self.missing),
             "unjudged": list(self.unjudged),
@@ -98,9 +114,9 @@ class Comparison:
         }
 
 
-def _interval(one: Estimate) -> dict[str, float | None]:
-    ends = {"value": one.value, "low": one.low, "high": one.high}
-    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
+def _name(cell: str, what: str) -> str:
+    """A thing of a cell, or of a single run."""
+    return f"{cell}: {what}" if cell else str(what)
 
 
 def present(cell: Path, recorded: str) -> Path:
@@ -134,14 +150,57 @@ def _runs(path: Path) -> tuple[dict[str, Run], list[str]]:
     return whole, [cell.name for cell in begun if cell.name not in whole]
 
 
+def _gradient_bytes(trace: Trace) -> str:
+    total = sum(parameter.bytes for parameter in trace.parameters)
+    return f"{total} bytes" if total else ""
+
+
+def _link(trace: Trace) -> str:
+    if trace.network is None:
+        return ""
+    rate = "no known rate" if trace.network.link_bps is None else f"{trace.network.link_bps / 1e9:g} Gbit/s"
+    flows = "".join(f", a flow {bps / 1e9:g} Gbit/s" for bps in trace.network.flow_bps)
+    return f"{rate}{flows} ({trace.network.how})"
+
+
+# What two runs must have in common, as text; "": not known.
+SAME: Mapping[str, Callable[[Trace], str]] = {
+    "ranks": lambda trace: str(trace.size),
+    "model": lambda trace: trace.model,
+    "gradients": _gradient_bytes,
+    "link": _link,
+}
+
+
+def _unlike(cell: str, before: Trace, after: Trace) -> Iterator[str]:
+    """What makes the steps of two runs no comparison, where both runs know it."""
+    for what, value in SAME.items():
+        old, new = value(before), value(after)
+        if old and new and old != new:
+            yield _name(cell, f"not comparable: {what}: {old} in A, {new} in B")
+
+
 def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
+    comparable = not list(_unlike(cell, before.trace, after.trace))
     for arm in before.times:
         if arm in after.times:
             both = [step_times(one.trace, arm) for one in (before, after)]
             ratio = ratio_of_runs(*both)
             if ratio is not None:
+                before_ns, after_ns = map(typical_step, both)
                 old, new = (tuple(float(ns) for block in blocks.values() for ns in block) for blocks in both)
-                yield Row(cell, arm, before.times[arm].median_ns, after.times[arm].median_ns, ratio, (old, new))
+                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable)
+
+
+def _lacking(cell: str, sides: Sequence[tuple[Findings, str]]) -> Iterator[str]:
+    """The arms that only one side has, or that have no counted step. sides: A and B, each with its name."""
+    for arm in sorted({arm for found, _ in sides for arm in found.trace.arms}):
+        there = [name for found, name in sides if arm in found.trace.arms]
+        without = [name for found, name in sides if arm in found.trace.arms and arm not in found.times]
+        if len(there) < len(sides):
+            yield _name(cell, f"{arm}: only in {there[0]}")
+        elif without:
+            yield _name(cell, f"{arm}: no counted step in {' and '.join(without)}")
 
 
 def _incomplete(*sides: tuple[list[str], str]) -> list[str]:
@@ -150,15 +209,17 @@ def _incomplete(*sides: tuple[list[str], str]) -> list[str]:
 
 
 def _unjudged(cell: str, before: Findings, after: Findings) -> Iterator[str]:
-    """The arms of A whose change in B has no interval, with the reason."""
-    for arm in [arm for arm in before.trace.arms if arm.real]:
-        name = f"{cell}: {arm}" if cell else str(arm)
+    """What makes two runs no comparison; else the arms of A whose change in B has no interval, with the reason."""
+    unlike = list(_unlike(cell, before.trace, after.trace))
+    yield from unlike
+    for arm in [] if unlike else [arm for arm in before.trace.arms if arm.real]:
+        name = _name(cell, arm)
         ratio = ratio_of_runs(*(step_times(one.trace, arm) for one in (before, after)))
         if arm not in after.trace.arms:
             yield f"{name}: not in B"
         elif ratio is None:
             yield f"{name}: no counted step in {'A' if arm not in before.times else 'B'}"
-        elif not math.isfinite(ratio.high):
+        elif not ratio.known:
             yield f"{name}: too few counted steps for an interval"
 
 
@@ -185,10 +246,10 @@ def _parts(before: Findings, after: Findings) -> tuple[tuple[str, float, float],
 
 
 def _overall(rows: tuple[Row, ...]) -> dict[Arm, Estimate]:
-    """By arm: the middle of the cells' ratios, for arms that are in PAIRS_MIN cells or more."""
+    """By arm: the middle of the cells' ratios, for arms that are in PAIRS_MIN comparable cells or more."""
     found = {}
     for arm in dict.fromkeys(row.arm for row in rows):
-        logs = [math.log(row.after_ns / row.before_ns) for row in rows if row.arm == arm]
+        logs = [math.log(row.ratio.value) for row in rows if row.arm == arm and row.comparable]
         if len(logs) >= PAIRS_MIN:
             one = middle(logs)
             found[arm] = Estimate(math.exp(one.value), math.exp(one.low), math.exp(one.high))
@@ -198,20 +259,21 @@ def _overall(rows: tuple[Row, ...]) -> dict[Arm, Estimate]:
 def compare(before: Path | str, after: Path | str) -> Comparison:
     """Compare B with A. Two runs are compared by the distributions of their blocks; cells of a study are paired.
 
-    Raises FileNotFoundError for a missing path, and ValueError for a record without steps, or if the two have no
-    cell or no arm in common.
+    Raises FileNotFoundError for a missing path, and ValueError for the dumps of a flight recorder, or if the two have
+    no cell or no arm in common.
     """
     (old, partial), (new, new_partial) = _runs(Path(before)), _runs(Path(after))
+    names = printable(before), printable(after)
     both = [cell for cell in old if cell in new]
-    rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
-    if not rows:
+    if all(set(old[cell].trace.arms).isdisjoint(new[cell].trace.arms) for cell in both):
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
-    missing = _incomplete((partial, str(before)), (new_partial, str(after)))
+    rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
+    missing = _incomplete((partial, names[0]), (new_partial, names[1]))
     alone = sorted((set(old) ^ set(new)) - {*partial, *new_partial})
-    missing += [f"{cell}: only in {before if cell in old else after}" for cell in alone]
+    missing += [f"{cell}: only in {names[cell not in old]}" for cell in alone]
     for cell in both:
-        times = [set(run[cell].findings.times) for run in (old, new)]
-        missing += [f"{arm}: only in {before if arm in times[0] else after}" for arm in sorted(times[0] ^ times[1])]
+        missing += _unlike(cell, old[cell].trace, new[cell].trace)
+        missing += _lacking(cell, ((old[cell].findings, names[0]), (new[cell].findings, names[1])))
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
     unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))
     return Comparison(rows, _overall(rows), parts, tuple(missing), _label(old, new), tuple(unjudged))
@@ -220,9 +282,19 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
 def _change(ratio: Estimate) -> str:
     """A ratio as a change, with its interval where it has one."""
     value = percent(ratio.value - 1, signed=True)
-    if not math.isfinite(ratio.high):
+    if not ratio.known:
         return f"{value} (no interval)"
     return f"{value} ({percent(ratio.low - 1, signed=True)} to {percent(ratio.high - 1, signed=True)})"
+
+
+# What the columns A and B are; ratio_of_runs says what stands for few blocks.
+STEPS = "geometric mean of block medians"
+
+
+def _table(found: Comparison) -> list[tuple[str, str, str, str]]:
+    """The rows of the table of steps: name, A, B and the change; over all cells without A and B."""
+    steps = [(ms(row.before_ns), ms(row.after_ns)) for row in found.rows] + [("", "")] * len(found.overall)
+    return [(one.name, *both, _change(one.ratio)) for one, both in zip(found.changes, steps, strict=True)]
 
 
 def show(found: Comparison, console: Console | None = None) -> None:
@@ -230,13 +302,12 @@ def show(found: Comparison, console: Console | None = None) -> None:
     shown = screen(console)
     for text in found.missing:
         shown.print(f"! {text}", style="yellow", highlight=False, markup=False)
-    steps = make_table("step", "A", "B", "change, 95 %")
-    for row in found.rows:
-        put_row(steps, row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio))
-    for arm, ratio in found.overall.items():
-        put_row(steps, f"{arm}, all cells", "", "", _change(ratio))
-    shown.print(f"Steps: medians; B over A, by blocks of steps ({found.label})", style="bold", highlight=False)
-    shown.print(steps)
+    if found.rows:
+        steps = make_table("step", "A", "B", "change, 95 %")
+        for row in _table(found):
+            put_row(steps, *row)
+        shown.print(f"Steps: {STEPS}; B over A ({found.label})", style="bold", highlight=False)
+        shown.print(steps)
     if found.parts:
         parts = make_table("part of a step", "A", "B", "difference")
         for name, before, after in found.parts:
@@ -258,18 +329,20 @@ def _sureness(ratio: Estimate) -> str:
 
 def _changes(found: Comparison, limit: float | None) -> Shown:
     """The change of each arm's step with its interval, beside no change and the limit of the gate."""
-    rows = [(row.name, row.ratio) for row in found.rows]
-    rows += [(f"{arm}, all cells", ratio) for arm, ratio in found.overall.items()]
-    ends = [end - 1 for _, one in rows for end in (one.low, one.value, one.high) if math.isfinite(end)]
-    widest = 1.1 * max(0.01, limit or 0.0, *(abs(end) for end in ends))
+    title = f"Change of the step, B over A, with 95 % intervals ({found.label})"
+    rows = [(one.name, one.ratio) for one in found.changes]
+    if not rows:
+        return Shown(title, missing="No arm has a counted step in both.")
+    ends = [end for _, one in rows for end in ((one.low, one.value, one.high) if one.known else (one.value,))]
+    widest = 1.1 * max(0.01, limit or 0.0, *(abs(end - 1) for end in ends))
     scale = Scale(-widest, widest)
     picture = Picture("change of each step, B over A")
     for name, ratio in rows:
         picture.text(0, picture.height + 13, short_name(name))
         picture.text(1, picture.height + 13, _change(ratio), "end")
         y = picture.height + TEXT_HEIGHT + 7
-        low, high = (scale.at(end - 1) for end in (ratio.low, ratio.high))
-        if math.isfinite(ratio.high):
+        if ratio.known:
+            low, high = (scale.at(end - 1) for end in (ratio.low, ratio.high))
             picture.line((low, high), (y, y), "whisker")
         picture.dot(scale.at(ratio.value - 1), y, _sureness(ratio), _change(ratio), 5)
         picture.height = y + 7 + GAP
@@ -280,7 +353,6 @@ def _changes(found: Comparison, limit: float | None) -> Shown:
     picture.height += TEXT_HEIGHT + 5
     key = (("exposed", "surely slower"), ("compute", "surely faster"), ("other", "no sure change"))
     note = "" if limit is None else f"The dashed line is the limit of the gate, {percent(limit, signed=True)}."
-    title = f"Change of the median step, B over A, with 95 % intervals ({found.label})"
     return Shown(title, (picture,), key, note)
 
 
@@ -306,7 +378,11 @@ def _named(kinds: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 def _distributions(found: Comparison) -> Shown:
     rows = found.rows[:DISTRIBUTIONS_MOST]
-    named = {f"{row.name}, {which}": steps for row in rows for which, steps in zip("AB", row.steps, strict=True)}
+    named = {
+        f"{_name(row.cell, row.arm)}, {which}": steps
+        for row in rows
+        for which, steps in zip("AB", row.steps, strict=True)
+    }
     shades = [html.colour(row.arm) for row in rows for _ in "AB"]
     left = len(found.rows) - len(rows)
     shown = html.histograms(f"Lengths of the steps ({found.label})", named, shades)
@@ -314,15 +390,16 @@ def _distributions(found: Comparison) -> Shown:
     return replace(shown, note=shown.note + more)
 
 
-def _sure_changes(rows: list[Row], sureness: str) -> list[tuple[str, str]]:
-    """Name and change of the rows whose change has this _sureness."""
-    return [(row.name, _change(row.ratio)) for row in rows if _sureness(row.ratio) == sureness]
+def _sure_changes(changes: Sequence[StepChange], sureness: str) -> list[tuple[str, str]]:
+    """Name and text of the changes that have this _sureness."""
+    return [(one.name, _change(one.ratio)) for one in changes if _sureness(one.ratio) == sureness]
 
 
 def page(found: Comparison, names: tuple[str, str], limit: float | None = None) -> str:
     """A page with the pictures and tables of a comparison. limit: of the gate, as a part of the step."""
-    transports = [row for row in found.rows if row.arm.real]
-    references = [row for row in found.rows if not row.arm.real]
+    changes = [one for one in found.changes if one.comparable]
+    transports = [one for one in changes if one.arm.real]
+    references = [one for one in changes if not one.arm.real]
     failed = found.regressions(limit) if limit is not None else ()
     return (
         html.environment()
@@ -339,7 +416,8 @@ def page(found: Comparison, names: tuple[str, str], limit: float | None = None) 
             shorter_references=_sure_changes(references, "compute"),
             transports=transports,
             figures=(_changes(found, limit), _split(found), _distributions(found)),
-            rows=[(row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio)) for row in found.rows],
+            rows=_table(found),
+            steps=STEPS,
             parts=[(name, ms(before), ms(after), ms(after - before)) for name, before, after in found.parts],
         )
     )

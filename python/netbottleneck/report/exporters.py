@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -341,25 +342,43 @@ def _tensorboard(found: Numbers, place: str) -> str:
     return folder
 
 
-# MLflow: a run of an experiment. MLflow's own variables name the server.
+# MLflow: a run of an experiment, beside an active run of the script. MLflow's own variables name the server.
+
+MLFLOW_DEFAULT = "0"  # the id of MLflow's default experiment
 
 
 def _mlflow(found: Numbers, place: str) -> str:
-    import mlflow
+    from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-    if place:
-        mlflow.set_experiment(place)
-    with mlflow.start_run(run_name=found.id) as run:
-        mlflow.set_tags({f"{PREFIX}.verdict": found.verdict, f"{PREFIX}.model": found.model})
+    client = MlflowClient()  # the script's own run and experiment stay as they are
+    tags = {f"{PREFIX}.verdict": found.verdict, f"{PREFIX}.model": found.model}
+    run_id = str(client.create_run(_experiment(client, place), run_name=found.id, tags=tags).info.run_id)
+    status = "FAILED"
+    try:
         at_ms = int(1000 * found.started_s)
         points = [(one.path, one.value, 0) for one in found.numbers]
         points += [(f"{PREFIX}/step/{arm}", length, at) for arm, own in found.steps.items() for at, length in own]
         rows = [Metric(MLFLOW_REFUSES.sub("-", name), value, at_ms, at) for name, value, at in points]
-        client = mlflow.MlflowClient()
         for begin in range(0, len(rows), MLFLOW_BATCH):
-            client.log_batch(run.info.run_id, metrics=rows[begin : begin + MLFLOW_BATCH])
-        return str(run.info.run_id)
+            client.log_batch(run_id, metrics=rows[begin : begin + MLFLOW_BATCH])
+        status = "FINISHED"
+    finally:
+        client.set_terminated(run_id, status)
+    return run_id
+
+
+def _experiment(client: Any, place: str) -> str:
+    """Return the id of an experiment, created if there is none; without a name, of MLflow's default.
+
+    mlflow.set_experiment sets the variable of the id.
+    """
+    number = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
+    name = place or ("" if number else os.environ.get("MLFLOW_EXPERIMENT_NAME", ""))
+    if not name:
+        return number or MLFLOW_DEFAULT
+    known = client.get_experiment_by_name(name)
+    return str(client.create_experiment(name) if known is None else known.experiment_id)
 
 
 # Weights & Biases: a run of a project, beside those of the script. WANDB_MODE=offline keeps it in a folder.
@@ -377,21 +396,26 @@ def _wandb(found: Numbers, place: str) -> str:
         raise RuntimeError(f"a run of this process is active: finish it before, or install wandb {needed} or later")
     config = {"model": found.model, "verdict": found.verdict}
     more = {"reinit": "create_new"} if beside else {}
-    run = wandb.init(project=place or PREFIX, name=found.id, job_type=PREFIX, config=config, **more)
     by_index: dict[int, dict[str, float]] = defaultdict(dict)
     for arm, own in found.steps.items():
         for at, length in own:
             by_index[at][f"{PREFIX}/step/{arm}"] = length
-    for at, values in sorted(by_index.items()):
-        run.log(values, step=at)
-    run.summary.update({one.path: one.value for one in found.numbers} | {f"{PREFIX}/verdict": found.verdict})
-    run.finish()
+    run, code = wandb.init(project=place or PREFIX, name=found.id, job_type=PREFIX, config=config, **more), 1
+    try:
+        for at, values in sorted(by_index.items()):
+            run.log(values, step=at)
+        run.summary.update({one.path: one.value for one in found.numbers} | {f"{PREFIX}/verdict": found.verdict})
+        code = 0
+    finally:
+        run.finish(exit_code=code)
     return str(run.name)
 
 
 # OpenTelemetry: gauges of the program's own meter provider, else once over OTLP to where its own variables say.
 
 OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+OTLP_TIMEOUTS = ("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+OTLP_TIMEOUT_S = 3  # unless a variable has another: a frame of a run in progress waits for it
 
 
 def _opentelemetry(found: Numbers, place: str) -> str:
@@ -404,20 +428,35 @@ def _opentelemetry(found: Numbers, place: str) -> str:
         provider.force_flush()
         return "the program's meter provider"
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
+    from opentelemetry.sdk.metrics.export import MetricExportResult
 
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    _set_gauges(provider, found)
-    exporter = OTLPMetricExporter(endpoint=place) if place else OTLPMetricExporter()
-    sent = exporter.export(reader.get_metrics_data())
-    exporter.shutdown()
-    provider.shutdown()
+    limit_s = None if any(map(os.environ.get, OTLP_TIMEOUTS)) else OTLP_TIMEOUT_S
+    exporter = OTLPMetricExporter(endpoint=place or None, timeout=limit_s)
+    try:
+        sent = exporter.export(_points(found))
+    finally:
+        exporter.shutdown()
     named = (place, *map(os.environ.get, OTLP_VARIABLES), "http://localhost:4318")
     to = next(one for one in named if one)
     if sent is not MetricExportResult.SUCCESS:
         raise ConnectionError(f"{to} did not take the metrics")
     return to
+
+
+def _points(found: Numbers) -> Any:
+    """The numbers as gauges, without a meter provider: a process keeps a part of each provider until its end."""
+    from opentelemetry.sdk.metrics import export as sdk
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    gauges, now_ns = [], time.time_ns()
+    for family in FAMILIES:
+        own = [one for one in found.numbers if one.family is family]
+        points = [sdk.NumberDataPoint({"run": found.id, **one.labels}, 0, now_ns, one.value) for one in own]
+        if points:
+            gauges.append(sdk.Metric(f"{PREFIX}.{family.name}", family.help, family.unit, sdk.Gauge(points)))
+    scope = sdk.ScopeMetrics(InstrumentationScope(PREFIX), gauges, "")
+    return sdk.MetricsData([sdk.ResourceMetrics(Resource.create({}), [scope], "")])
 
 
 def _set_gauges(provider: Any, found: Numbers) -> None:

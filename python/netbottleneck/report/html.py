@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from netbottleneck.analysis.intervals import (
     typical,
 )
 from netbottleneck.analysis.nccl import nccl_label
-from netbottleneck.analysis.usage import Connected, HostUse
+from netbottleneck.analysis.usage import LOOPBACK, Connected, HostUse
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import text
 from netbottleneck.report.drawing import (
@@ -243,7 +242,8 @@ class _Timeline:
         self._spans(waits, (y, 14), "blocked", "training thread blocked")
 
     def _operation(self, one: Collective, y: tuple[float, float], compute: Intervals) -> None:
-        what = f"{one.name or one.kind}, {nbytes(one.tensor_bytes)}"
+        what = one.name or one.kind
+        what += "" if one.tensor_bytes is None else f", {nbytes(one.tensor_bytes)}"
         begin, end = one.start_ns or one.submit_ns, one.done_ns or one.submit_ns
         self._spans(intervals([(one.submit_ns, begin)]), y, "wait", f"{what}, submitted")
         moving = intervals([(begin, end)])
@@ -549,11 +549,11 @@ def _blocks(picture: Picture, trace: Trace, rank: int, scale: Scale, begin_ns: f
 
 def _interface_picture(findings: Findings, host: HostUse, net: Counters) -> Picture:
     network = findings.trace.network
-    names = host.links if network is not None and network.several_links else (host.interfaces[0].interface,)
+    names = host.links if network is not None and network.several_links else (host.busiest,)
     edges = _edges(net, 0.0)
     columns = {way: [f"{name}:{way}_bytes" for name in names] for way in ("tx", "rx")}
     rates = {way: 8 * _rates_over_time(net, own, edges) / 1e9 for way, own in columns.items()}
-    link = (findings.link_bps or 0.0) / 1e9
+    link = 0.0 if host.busiest == LOOPBACK else (findings.link_bps or 0.0) / 1e9
     y = Scale(0.0, 1.1 * max(*(float(own.max()) for own in rates.values()), 1e-3, link))
     x = Scale(0.0, (edges[-1] - edges[0]) / 1e9)
     picture = _plot(f"{host.hostname or f'rank {host.rank}'}: {','.join(names)}", x, y, "Gbit/s")
@@ -615,7 +615,8 @@ def host_use(findings: Findings, recorded: Recorded) -> Shown:
         why = "No host's counters were recorded: set NETBOTTLENECK_MONITOR_HZ=20 to record them."
         return Shown(title, missing=why)
     arms = dict.fromkeys(step.arm for step in findings.trace.steps)
-    known = [one for one in HOST_KEY if one[0] != "link" or findings.link_bps]
+    linked = findings.link_bps and any(use.busiest != LOOPBACK for use in recorded.hosts)
+    known = [one for one in HOST_KEY if one[0] != "link" or linked]
     key = (*known, *((colour(arm), f"block of {arm}") for arm in arms))
     note = "Bytes include headers. The strip below a curve shows the blocks of steps."
     left = len(recorded.samples) - HOSTS_MOST
@@ -704,7 +705,7 @@ def tiles(findings: Findings) -> list[tuple[str, str, str]]:
         of_link = f"{part} of the link" if link else "link unknown"
         found.append(("in transfer", gbit(did.active_bps), of_link))
     pair = best_gain(findings)
-    if pair is not None and math.isfinite(pair.gain.low):
+    if pair is not None and pair.gain.known:
         between = f"{percent(pair.gain.low)} to {percent(pair.gain.high)}"
         found.append((f"{pair.other} is shorter by", percent(pair.gain.value), between))
     elif findings.predicted_full_use_ns is not None and findings.predicted_full_use_ns < parts.step_ns:

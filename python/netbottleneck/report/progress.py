@@ -52,7 +52,7 @@ def missing_text(findings: Findings, verdict: Verdict, window: int) -> str:
     steps = sum(time.steps for time in times)
     mean_ns = sum(time.median_ns * time.steps for time in times) / max(steps, 1)
     have = sum(time.steps + time.blocks for time in times)
-    text = f"{verdict.more} more steps (about {duration(verdict.more * mean_ns / 1e9)})"
+    text = f"{verdict.more} more steps" + (f" (about {duration(verdict.more * mean_ns / 1e9)})" if steps else "")
     return text + (f", in a window of {have + verdict.more} steps" if 0 < window < have + verdict.more else "")
 
 
@@ -147,7 +147,7 @@ def _rated(findings: Findings, rank: int, interface: str) -> str:
     infos = [info for one in findings.trace.ranks if one.rank == rank for info in one.transports]
     own = next((info.link_bps for info in infos if info.interface == interface and info.link_bps), None)
     own = None if findings.link_disproved else own
-    link = own or (None if interface == "lo" else findings.link_bps)
+    link = own or (None if interface == usage.LOOPBACK else findings.link_bps)
     return gbit(link) if link else "not known"
 
 

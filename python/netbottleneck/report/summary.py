@@ -19,7 +19,7 @@ from typing import Any
 
 from netbottleneck.analysis.arrivals import Lateness
 from netbottleneck.analysis.bandwidth import Achievable, Achieved, bus_factor
-from netbottleneck.analysis.comparisons import Costs, Estimate, Paired
+from netbottleneck.analysis.comparisons import Costs, Paired
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS, backward_spans, host_count, last_entries
 from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence
@@ -40,12 +40,6 @@ def _s(ns: float | None) -> float | None:
     return None if ns is None else ns / 1e9
 
 
-def _interval(estimate: Estimate, scale: float = 1.0) -> dict[str, float | None]:
-    """A value with its interval; None for an end that is not known."""
-    values = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-    return {name: value * scale if math.isfinite(value) else None for name, value in values.items()}
-
-
 def _evidence(one: RuleResult) -> dict[str, Any]:
     return {
         "cause": one.cause,
@@ -53,7 +47,7 @@ def _evidence(one: RuleResult) -> dict[str, Any]:
         "applies": one.applies,
         "fired": one.fired,
         "uncertain": one.uncertain,
-        "saving_s": None if one.saving is None else _interval(one.saving, 1e-9),
+        "saving_s": None if one.saving is None else one.saving.as_dict(1e-9),
         "at_most": one.at_most,
         "margin": one.margin if one.margin is not None and math.isfinite(one.margin) else None,
         "source": one.source,
@@ -73,9 +67,9 @@ def _pair(pair: Paired | None, withheld: bool = False) -> dict[str, Any] | None:
         "pairs": pair.pairs,
         "steps": pair.steps,
         "enough": pair.enough,
-        "difference_s": None if withheld else _interval(pair.difference_ns, 1e-9),
-        "ratio": None if withheld else _interval(pair.ratio),
-        "gain": None if withheld else _interval(pair.gain),
+        "difference_s": None if withheld else pair.difference_ns.as_dict(1e-9),
+        "ratio": None if withheld else pair.ratio.as_dict(),
+        "gain": None if withheld else pair.gain.as_dict(),
     }
 
 
@@ -299,7 +293,7 @@ def _straggler(late: Lateness | None) -> dict[str, Any] | None:
     if late is None or late.straggler is None:
         return None
     who = {"rank": late.straggler, "ranks": list(late.ranks)}
-    return {**who, "others_wait_s": _interval(late.persistent_ns, 1e-9), "chance": late.chance}
+    return {**who, "others_wait_s": late.persistent_ns.as_dict(1e-9), "chance": late.chance}
 
 
 def _costs(found: Costs) -> dict[str, Any]:
@@ -463,11 +457,11 @@ def layers_csv(findings: Findings) -> str:
 
 
 def collective_cells(operation: Collective) -> list[Any]:
-    """The cells of COLLECTIVE_COLUMNS for one operation; lane_bytes_sent: lane:bytes pairs."""
+    """The cells of COLLECTIVE_COLUMNS for one operation; lane_bytes_sent: lane:bytes pairs. None: not known."""
     known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
     known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
     known["key"] = f"{operation.key:016x}"
-    lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
+    lanes = None if operation.lanes is None else " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes)
     return [*known.values(), lanes]
 
 
@@ -574,7 +568,7 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
     if last_ns is not None:
         args["wait_us"] = (last_ns - c.submit_ns) / 1e3
         args["transfer_us"] = (done_ns - max(last_ns, start_ns)) / 1e3
-    if done_ns > start_ns:
+    if done_ns > start_ns and c.tensor_bytes is not None:
         args["algbw_gbs"] = c.tensor_bytes / (done_ns - start_ns)
         factor = bus_factor(c.kind, c.ranks or trace.size, c.algorithm, host_count(trace))
         args["busbw_gbs"] = c.tensor_bytes * factor / (done_ns - start_ns)
@@ -588,8 +582,8 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
 
 
 def _in_flight(rank: int, operations: Iterable[Collective]) -> Iterator[Event]:
-    changes = [(c.start_ns or 0, c.tensor_bytes) for c in operations]
-    changes += [(c.done_ns or 0, -c.tensor_bytes) for c in operations]
+    changes = [(c.start_ns or 0, c.known_bytes) for c in operations]
+    changes += [(c.done_ns or 0, -c.known_bytes) for c in operations]
     in_flight_bytes = 0
     for at, change in sorted(changes):
         in_flight_bytes += change

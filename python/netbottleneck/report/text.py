@@ -16,16 +16,17 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
 from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
-from netbottleneck.analysis.intervals import ONE_STEP, Layer, device_error_ns, uncounted
+from netbottleneck.analysis.intervals import Layer, device_error_ns, missing_ranks, uncounted
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
 from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
+from netbottleneck.trace.files import printable
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
-from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
+from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
 
@@ -65,9 +66,8 @@ def sentences(findings: Findings) -> list[str]:
 
 def no_split(findings: Findings) -> str:
     """Sentence: why no step of a run has parts."""
-    if uncounted(findings.trace):
-        return f"No step could be split: {ONE_STEP}"
-    return "No step could be split: the run has no step, or only steps of the untouched script."
+    why = uncounted(findings.trace) or "the run has no step, or only steps of the untouched script."
+    return f"No step could be split: {why}"
 
 
 def _bandwidth(findings: Findings, base: Arm) -> list[str]:
@@ -201,7 +201,7 @@ def _faults(trace: Trace) -> list[str]:
     found = []
     lost: dict[tuple[int, str], list[str]] = {}
     for f in trace.faults:
-        peers = ", ".join(map(str, f.peers)) or "?"
+        peers = listed(f.peers) or "?"
         if f.kind == "lane_lost":
             lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
         else:
@@ -225,16 +225,17 @@ def warnings(findings: Findings) -> list[str]:
         found.append(f"in progress: {len({step.index for step in trace.steps})} steps so far.")
     for rank in trace.ranks:
         found += _about_rank(rank, trace)
-    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    missing = missing_ranks(trace)
     if missing:
-        found.append(f"no record of rank {', '.join(map(str, missing))}.")
+        found.append(f"no record of rank {listed(missing)}.")
     found += _faults(trace)
     changed = changed_at(trace)
     if changed is not None:
         step, factor = changed
+        later = f"; NETBOTTLENECK_START_STEP={step} records the later one alone" if trace.of_script else ""
         found.append(
             f"the step time changed at step {step}, the median by {percent(factor - 1, signed=True)}: this report has "
-            f"both states; NETBOTTLENECK_START_STEP={step} records the later one alone."
+            f"both states{later}."
         )
     for pair in findings.comparisons:
         if not pair.enough:
@@ -437,10 +438,11 @@ def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str,
     """Each host's busiest interface, or all of its links, average and active, and its cores."""
     table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP resent")
     for host in hosts:
-        first = host.interfaces[0].interface if host.interfaces else ""
+        first = host.busiest
+        link = None if first == usage.LOOPBACK else link_bps
         for number, use in enumerate(use for use in host.interfaces if use.interface == first):
             cells = [
-                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link_bps:.0f}%" if link_bps else "")
+                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link:.0f}%" if link else "")
                 for bps in (use.active_bps, use.average_bps)
             ]
             rest = ["", "", ""] if number else [*core_cells(host), retransmitted(host)]
@@ -466,14 +468,15 @@ JOIN_COLUMNS = ("group", "numbers", "size", "times", "not over", "not joined")
 
 def join_rows(joins: Sequence[Join]) -> list[tuple[str, ...]]:
     """An operation with the columns of JOIN_COLUMNS, for each group, place in the script and size; open ones first."""
-    alike: dict[tuple[str, str, int], list[Join]] = {}
+    alike: dict[tuple[str, str, int | None], list[Join]] = {}
     for one in joins:
         alike.setdefault((one.name, f"{one.group.name} {one.group.description}".strip(), one.bytes), []).append(one)
     rows = []
     for (name, group, size), own in alike.items():
         numbers = f"{own[0].number}" if len(own) == 1 else f"{own[0].number} to {own[-1].number}"
         waiting = [sum(bool(one.waiting) for one in own), sum(bool(one.missing) for one in own)]
-        rows.append((name, group, numbers, nbytes(size), str(len(own)), *(str(count or "-") for count in waiting)))
+        shown = "-" if size is None else nbytes(size)
+        rows.append((name, group, numbers, shown, str(len(own)), *(str(count or "-") for count in waiting)))
     return sorted(rows, key=lambda row: row[-2:] == ("-", "-"))
 
 
@@ -702,4 +705,4 @@ def show(
     shown = screen(console)
     render(findings, verdict, shown, hosts, connected)
     if page is not None:
-        shown.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)
+        shown.print(f"Report: {printable(page)}", highlight=False, markup=False, soft_wrap=True)

@@ -69,7 +69,7 @@ class Trial:
 
         def interval(ratio: Estimate) -> str:
             ends = ratio.low - 1, ratio.high - 1
-            return f"[{', '.join(map(change, ends))}]" if math.isfinite(ratio.high) else "(too few pairs)"
+            return f"[{', '.join(map(change, ends))}]" if ratio.known else "(too few pairs)"
 
         found = ", ".join(
             f"{name} {change(ratio.value - 1)} {interval(ratio)}" for name, ratio in self.against_stock.items()
@@ -167,14 +167,9 @@ class Auto:
 
     def described(self) -> dict[str, Any]:
         """Return the trials, for the run's record; an infinite interval is None."""
-
-        def ends(ratio: Estimate) -> dict[str, float | None]:
-            known = math.isfinite(ratio.high)
-            return {"value": ratio.value, "low": ratio.low if known else None, "high": ratio.high if known else None}
-
         return {
             "trials": [
-                {**asdict(trial), "against_stock": {arm: ends(each) for arm, each in trial.against_stock.items()}}
+                {**asdict(trial), "against_stock": {arm: each.as_dict() for arm, each in trial.against_stock.items()}}
                 for trial in self.trials
             ],
             "cost_ns": self.cost_ns,

@@ -70,10 +70,10 @@ def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
     Every rank calls it. The folder is reserved for this run. Raises ValueError for a name that is too long, OSError if
     rank 0, or own_folder on another rank, cannot write, and as together.
     """
-    name = str(wanted.absolute()).encode()
+    name = os.fsencode(wanted.absolute())
     if len(name) > FOLDER_BYTES:
         raise ValueError(f"NETBOTTLENECK_DIR={wanted}: the name must have at most {FOLDER_BYTES} bytes")
-    first = Path(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].decode().rstrip())
+    first = Path(os.fsdecode(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].rstrip()))
     folder, number = first, 1
     while not _is_free(comm, folder, limit_s):
         number += 1

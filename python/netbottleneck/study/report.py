@@ -32,7 +32,7 @@ from netbottleneck.study.cells import (
     StudyRequest,
     write_atomically,
 )
-from netbottleneck.study.evidence import Evidence, facts, values
+from netbottleneck.study.evidence import Evidence, facts, incomplete, values
 from netbottleneck.study.ranks import Reporter
 from netbottleneck.study.replaying import load_trace
 from netbottleneck.study.spec import DIGITS, INFLATION, REPLAY, Cell, Model, StudySpec
@@ -405,7 +405,7 @@ def write_evidence(study: Study) -> Evidence:
     less = [f"{model.label}: {model.scale:g} x its bytes, {model.stretch:g} x its times" for model in models]
     whys = ((network["how"], network["verified"].get("why")) for network in study.networks.values())
     unlike = dict.fromkeys(f"{how}: {why}" for how, why in whys if why)
-    left = [f"{cell.key}: not complete" for cell in spec.cells if not folder.done(cell.key)]
+    left = [incomplete(cell.key) for cell in spec.cells if not folder.done(cell.key)]
     found = Evidence(facts, spec.title, (*study.request.notes, *unlike, *dict.fromkeys(less), *left))
     found.write(folder.path)
     return found

@@ -55,9 +55,14 @@ def _stream(status: os.stat_result) -> int | None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a text as UTF-8. Raises as whole_file."""
+    """Write a text as UTF-8; what it cannot have, as from the name of a file, becomes "?". Raises as whole_file."""
     with whole_file(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="replace"))
+
+
+def printable(text: Path | str) -> str:
+    """Return a text, or the name of a file, as write_text writes it: any stream takes it."""
+    return str(text).encode(errors="replace").decode()
 
 
 def check_file(option: str, path: Path | str) -> Path:

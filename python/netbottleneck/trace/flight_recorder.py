@@ -28,6 +28,7 @@ from netbottleneck.trace.model import (
     Trace,
 )
 from netbottleneck.trace.transports import STOCK
+from netbottleneck.units import listed
 
 DUMP_VERSIONS = "2."  # of the dump, not of torch
 DUMP = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?P<suffix>(\.(json|pkl|pickle))?)")
@@ -295,7 +296,7 @@ def _of_dump(dump: _Dump, groups: Mapping[_Group, ProcessGroup], epoch_ns: int) 
             place + 1 + (POINT_TO_POINT if one.between_two else 0),
             one.number,
             one.created_ns - epoch_ns,
-            one.bytes or 0,
+            one.bytes,
             one.name,
             comm=comm,
             ranks=None if members is None else len(members),
@@ -317,7 +318,7 @@ def _dump_notes(ranks: Sequence[_Dump], groups: Iterable[ProcessGroup], damaged:
         if not dump.entries:
             yield f"{dump.path}: no operation: set TORCH_FR_BUFFER_SIZE before the training."
     if len(versions) > 1:
-        each = "; ".join(f"{version}: rank {', '.join(map(str, own))}" for version, own in versions.items())
+        each = "; ".join(f"{version}: rank {listed(own)}" for version, own in versions.items())
         yield f"the dumps have different versions ({each}): the ranks may run different versions of torch."
     known = {name for dump in ranks for name in dump.members}
     for group in groups:
@@ -365,4 +366,5 @@ def load(paths: Sequence[Path]) -> Trace:
         ranks=tuple(_rank_of_dump(one, ranks[0]) for one in ranks),
         collectives=tuple(row for one in ranks for row in _of_dump(one, groups, epoch_ns)),
         groups=tuple(groups.values()),
+        recorder="flight recorder",
     )

@@ -37,6 +37,9 @@ from netbottleneck.trace.transports import STOCK
 
 HEAD_BYTES = 4096
 RANKS_MOST = 1 << 20  # a larger number is no rank
+# Microseconds of 95 years: a time of a trace farther from 0 is damaged. The sum of three such times fits in 64 bits.
+US_MOST = 95 * 365 * 86400 * 10**6
+SHOWN_MOST = 40  # characters of a damaged value in a message
 # A kind that is part of another's name follows it.
 KINDS = (
     *("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall"),
@@ -138,6 +141,17 @@ def _communicates(event: Event) -> bool:
     return event.get("cat") == "kernel" and NO_KERNELS in event["name"].lower()
 
 
+def _computes(event: Event) -> bool:
+    """True for a kernel of a GPU that does not communicate."""
+    return event.get("cat") == "kernel" and not _communicates(event)
+
+
+def _trains(event: Event) -> bool:
+    """True for a part of a step on the CPU."""
+    name = event["name"]
+    return name in (FORWARD, GRADIENT) or bool(name.startswith(OPTIMIZER))
+
+
 def _annotated(event: Event) -> bool:
     """True for an operation of a process group on the CPU."""
     backend, colon, name = event["name"].partition(":")
@@ -170,6 +184,12 @@ def _count_of(args: Mapping[str, Any], field: str) -> int:
     return count
 
 
+def _shown(value: object) -> str:
+    """A value of a file in a message."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}…"
+
+
 def _spans(events: Iterable[Event]) -> list[Event]:
     """The events with a begin and a length. Raises ValueError naming one with other arguments than an object."""
     spans = [event for event in events if event.get("ph") == "X" and isinstance(event.get("ts"), int | float)]
@@ -184,8 +204,8 @@ def _check(event: Event) -> None:
     try:
         for field in ("ts", "dur"):
             value = event.get(field, 0)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f'"{field}" is {json.dumps(value)}, which is not a time')
+            if not isinstance(value, int | float) or not abs(value) <= US_MOST:
+                raise ValueError(f'"{field}" is {_shown(value)}, which is not a time')
         args = event.get("args", {})
         for field in (IN_COUNT, OUT_COUNT, GROUP_SIZE):
             if field in args and (field != GROUP_SIZE or args[field] is not None):
@@ -229,11 +249,13 @@ def _read(path: Path) -> _Recorded:
             _check(event)
         about = whole.get("distributedInfo") or {}
         rank, size, missing = _place(about, spans)
-        base_ns = int(whole.get("baseTimeNanoseconds", 0))
+        base_ns = _count_of({"baseTimeNanoseconds": 0} | whole, "baseTimeNanoseconds")
+        if base_ns > 1000 * US_MOST:
+            raise ValueError(f'"baseTimeNanoseconds" is {_shown(base_ns)}, which is not a time')
         calls_nccl = any(e["name"].startswith("nccl:") for e in spans) or (
             any(e["name"] == "record_param_comms" for e in spans) and not any(map(_annotated, events))
         )
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path}: damaged trace of torch.profiler: {error}") from error
     events.sort(key=lambda e: e["ts"])
     gpu, communicate = any(e.get("cat") == "kernel" for e in events), any(map(_communicates, events))
@@ -265,10 +287,12 @@ def _tensors(args: Mapping[str, Any]) -> list[tuple[int, str]]:
     return [(_elements(one), str(name)) for one, name in zip(dims, types, strict=False)]
 
 
-def _bytes(event: Event) -> int:
-    """Bytes of an operation's tensors; 0 if the trace does not have them."""
-    args = event.get("args", {})
-    return sum(count * ITEM_BYTES.get(name.lower(), 0) for count, name in _tensors(args))
+def _bytes(event: Event, kind: str = "") -> int | None:
+    """Bytes of an operation's tensors; None if the trace does not have them. kind: a barrier has no tensor."""
+    tensors = _tensors(event.get("args", {}))
+    if _unknown_types(event) or (not tensors and kind != "barrier"):
+        return None
+    return sum(count * ITEM_BYTES.get(name.lower(), 0) for count, name in tensors)
 
 
 def _unknown_types(event: Event) -> set[str]:
@@ -299,7 +323,7 @@ class _Operation:
     start_ns: int
     done_ns: int
     kind: str
-    bytes: int
+    bytes: int | None
     group: str = ""
     ranks: int | None = None
     unknown_types: frozenset[str] = frozenset()
@@ -320,9 +344,10 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
         begin, end = found.span(event)
         own = calls[kind, _count(event, kind)]
         submit_ns = own.pop(0) if own and own[0] <= begin else begin
-        nbytes = _bytes(event) * (found.size if kind in WHOLE_RESULT else 1)
+        nbytes, parts = _bytes(event, kind), found.size if kind in WHOLE_RESULT else 1
+        whole = None if nbytes is None else nbytes * parts
         unknown = frozenset(_unknown_types(event))
-        yield _Operation(submit_ns, submit_ns, begin, end, kind, nbytes, unknown_types=unknown)
+        yield _Operation(submit_ns, submit_ns, begin, end, kind, whole, unknown_types=unknown)
 
 
 def _count(event: Event, kind: str, most: int | None = None) -> int:
@@ -347,11 +372,11 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
         called_ns = min(begin, calls.get(args.get("External id"), begin))
         group, ranks = str(args.get("Process Group Name", "")), int(args.get(GROUP_SIZE) or found.size)
         members, unknown = ranks if ranks < found.size else None, frozenset(_unknown_types(event))
-        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event), group, members, unknown)
+        yield _Operation(called_ns, begin, begin, end, kind, _bytes(event, kind), group, members, unknown)
 
 
 class _Finder:
-    """Finds the step that a time is in."""
+    """Finds the step that a time is in, and the steps that a span is in."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps, self._begins = steps, [step.begin_ns for step in steps]
@@ -359,6 +384,15 @@ class _Finder:
     def at(self, time_ns: int) -> Step | None:
         place = bisect_right(self._begins, time_ns) - 1
         return self._steps[place] if place >= 0 and time_ns < self._steps[place].end_ns else None
+
+    def over(self, begin_ns: int, end_ns: int) -> Iterator[Step]:
+        """The steps that a span is in."""
+        for place in range(max(bisect_right(self._begins, begin_ns) - 1, 0), len(self._steps)):
+            step = self._steps[place]
+            if step.begin_ns >= end_ns:
+                return
+            if step.end_ns > begin_ns:
+                yield step
 
 
 def _collectives(
@@ -415,13 +449,14 @@ def _with_parts(found: _Recorded, steps: Sequence[Step]) -> list[Step]:
     for event in found.events:
         name = event["name"]
         begin, end = found.span(event)
+        if found.gpu:
+            for part in finder.over(begin, end) if _computes(event) else ():
+                forward[part.index].append((max(begin, part.begin_ns), min(end, part.end_ns)))
+            continue
         step = finder.at(begin)
         if step is None:
             continue
-        if found.gpu:
-            if event.get("cat") == "kernel" and not _communicates(event):
-                forward[step.index].append((begin, min(end, step.end_ns)))
-        elif name == FORWARD:
+        if name == FORWARD:
             forward[step.index].append((begin, end))
         elif name.startswith(OPTIMIZER):
             optimizer[step.index].append((begin, end))
@@ -451,10 +486,12 @@ def _with_waits(steps: Sequence[Step], rows: Sequence[Collective]) -> list[Step]
     return found
 
 
-def _without_tail(steps: list[Step], rows: Sequence[Collective]) -> list[Step]:
-    """The steps without the last one if nothing happens in it: the last prof.step() has opened it."""
+def _without_tail(found: _Recorded, steps: list[Step], rows: Sequence[Collective]) -> list[Step]:
+    """The steps without the last one if nothing begins in it: the last prof.step() has opened it."""
     last = steps[-1]
-    used = last.forward or last.optimizer or last.grad_ready or any(one.step == last.index for one in rows)
+    work = _computes if found.gpu else _trains
+    begins = (found.span(event)[0] for event in found.events if work(event))
+    used = any(last.begin_ns <= at < last.end_ns for at in begins) or any(one.step == last.index for one in rows)
     return steps if used or len(steps) == 1 else steps[:-1]
 
 
@@ -472,23 +509,23 @@ def _model(found: _Recorded, steps: Sequence[Step], own: Sequence[Collective]) -
     """Gradients in the order of the backward, and the all-reduces that carry them; empty unless their sizes agree."""
     step, finder = steps[-1], _Finder(steps)
     gradients = [
-        _bytes(event)
+        _bytes(event) or 0
         for event in found.events
         if event["name"] == ACCUMULATE and finder.at(found.span(event)[0]) is step
     ]
     reduced = [one for one in own if one.step == step.index and one.kind == "allreduce"]
-    if not gradients or sum(gradients) != sum(one.tensor_bytes for one in reduced):
+    if not gradients or sum(gradients) != sum(one.known_bytes for one in reduced):
         return [], []
     parameters, buckets, at = [], [], 0
     for number, one in enumerate(reduced):
-        first, left = at, one.tensor_bytes
+        first, left = at, one.known_bytes
         while left > 0 and at < len(gradients):
             parameters.append(Parameter(f"gradient {at}", gradients[at], "float32", number))
             left -= gradients[at]
             at += 1
         if left:
             return [], []
-        buckets.append(Bucket(one.name, one.key, one.tensor_bytes, "float32", tuple(range(first, at))))
+        buckets.append(Bucket(one.name, one.key, one.known_bytes, "float32", tuple(range(first, at))))
     return parameters, buckets
 
 
@@ -520,7 +557,7 @@ def _notes(
     if unknown:
         types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
         yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."
-    elif rows and not any(one.tensor_bytes for one in rows):
+    elif rows and not any(one.known_bytes for one in rows):
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
 
 
@@ -595,7 +632,7 @@ def load(paths: Sequence[Path]) -> Trace:
     for one in ranks:
         bare = _steps(one)
         rows.append(_collectives(one, bare, groups, unknown))
-        steps.append(_without_tail(_with_waits(_with_parts(one, bare), rows[-1]), rows[-1]))
+        steps.append(_with_waits(_with_parts(one, _without_tail(one, bare, rows[-1])), rows[-1]))
     parameters, buckets = _model(ranks[0], steps[0], rows[0])
     everything = tuple(row for own in rows for row in own)
     return Trace(
@@ -610,4 +647,5 @@ def load(paths: Sequence[Path]) -> Trace:
         buckets=tuple(buckets),
         steps=tuple(step for own in steps for step in own),
         collectives=everything,
+        recorder="torch.profiler",
     )

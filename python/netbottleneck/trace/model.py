@@ -200,17 +200,18 @@ class Step:
 class Collective:
     """One operation on one rank. lanes: (lane, bytes sent, bytes received); step: None outside steps; bucket: index.
 
-    arm: that of its step; outside steps, its transport alone. phase: "reduce" for gradients; for the
-    script's own calls of torch.distributed or of Horovod's API, which no arm moves, the phase of the step: "forward",
-    "backward", "optimizer" or "other". ranks: those of its group, None: all. Of a flight recorder's dump alone: state,
-    one of STATES; start_seen_ns, done_seen_ns: when a watchdog noticed, later by an unknown time."""
+    tensor_bytes: None where torch recorded itself, without sizes. arm: that of its step; outside steps, its transport
+    alone. phase: "reduce" for gradients; for the script's own calls of torch.distributed or of Horovod's API, which no
+    arm moves, the phase of the step: "forward", "backward", "optimizer" or "other". ranks: those of its group, None:
+    all. Of a flight recorder's dump alone: state, one of STATES; start_seen_ns, done_seen_ns: when a watchdog noticed,
+    later by an unknown time."""
 
     rank: int
     arm: Arm
     key: Word
     round: int
     submit_ns: int
-    tensor_bytes: int
+    tensor_bytes: int | None
     name: str = ""
     step: int | None = None
     comm: int = 0
@@ -239,6 +240,11 @@ class Collective:
     def transport(self) -> str:
         """Return the transport of its arm."""
         return self.arm.transport
+
+    @property
+    def known_bytes(self) -> int:
+        """Return tensor_bytes; 0 if they are not known."""
+        return self.tensor_bytes or 0
 
     @property
     def by_script(self) -> bool:
@@ -370,7 +376,8 @@ class Network:
 class Trace:
     """A run. origin: "measured" or "simulated"; epoch_wall_ns: wall clock at time 0.
 
-    groups: of a flight recorder's dumps alone. in_progress: its ranks still run; not part of a file."""
+    recorder: the part of torch that recorded the run; "" for this package. groups: of a flight recorder's dumps alone.
+    in_progress: its ranks still run; not part of a file."""
 
     id: str
     size: int
@@ -392,10 +399,19 @@ class Trace:
     faults: tuple[Fault, ...] = ()
     groups: tuple[ProcessGroup, ...] = ()
     in_progress: bool = False
+    recorder: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.size <= SIZE_MAX:
             raise ValueError(f"a run of {self.size} ranks: must be from 0 to {SIZE_MAX}")
+
+    @property
+    def of_script(self) -> bool:
+        """True if this package recorded a script, whose variables say what is recorded.
+
+        A study and a replay have settings of their own, and describe their network.
+        """
+        return self.origin == "measured" and not self.recorder and self.network is None
 
     def of_rank(self, rank: int) -> Trace:
         """Return the run as one rank recorded it."""

@@ -459,6 +459,7 @@ RUN_FILE = "run.json"
 TRAIN = "train"
 NCCL = "nccl"  # the ring of NCCL's profiler plugin
 _RING_NAME = re.compile(r"(\d+)\.(.+)\.ring")
+_TRACE_NAME = re.compile(r"(\d+)\.jsonl\.gz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -703,10 +704,25 @@ def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Tr
     ranks = sorted({int(match[1]) for match in matches if match})
     if ranks:
         return _from_rings(run, ranks_dir, ranks, read)
-    written = sorted(ranks_dir.glob("*.jsonl.gz"), key=lambda path: int(path.name.split(".")[0]))
-    if not written:
-        raise FileNotFoundError(f"{ranks_dir}: no rank has left a record")
-    return tr.merge(tr.read(path) for path in written)
+    return _from_traces(ranks_dir)
+
+
+def _from_traces(folder: Path) -> tr.Trace:
+    """Read the ranks' own traces; an unreadable one becomes a note. Raises as load, ValueError if none can be read."""
+    names = {path: _TRACE_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl.gz")}
+    numbers = {int(match[1]): path for path, match in names.items() if match is not None}
+    if not numbers:
+        raise FileNotFoundError(f"{folder}: no rank has left a record")
+    parts, errors = [], []
+    for rank in sorted(numbers):
+        try:
+            parts.append(tr.read(numbers[rank]))
+        except ValueError as error:
+            errors.append(str(error))
+    if not parts:
+        raise ValueError("; ".join(errors))
+    whole = tr.merge(parts)
+    return replace(whole, notes=(*whole.notes, *(f"left out: {error}" for error in errors)))
 
 
 def convert(run_dir: Path | str) -> tr.Trace:

@@ -73,7 +73,7 @@ def _rows(trace: Trace, transport: Arm) -> list[Collective]:
     own = [(step.rank, step.index) for step in counted(trace) if step.arm == transport]
     inside = set(own or [(step.rank, step.index) for step in trace.steps if step.arm == transport])
     gradients = (c for c in trace.collectives if c.arm == transport and not c.by_script)
-    rows = [c for c in gradients if c.kind == "allreduce" and c.tensor_bytes > 0]
+    rows = [c for c in gradients if c.kind == "allreduce" and c.known_bytes > 0]
     return [row for row in rows if row.finished and (row.rank, row.step) in inside]
 
 
@@ -86,7 +86,7 @@ def _operations(trace: Trace, transport: Arm) -> tuple[str, list[list[Collective
     whole = [rows for rows in groups.values() if len(rows) == recorded]
     weight: Counter[str] = Counter()
     for rows in whole:
-        weight[formula(rows[0].algorithm)] += rows[0].tensor_bytes
+        weight[formula(rows[0].algorithm)] += rows[0].known_bytes
     main = weight.most_common(1)[0][0] if weight else "ring"
     return main, [rows for rows in whole if formula(rows[0].algorithm) == main]
 
@@ -134,9 +134,7 @@ def services(trace: Trace, transport: Arm, in_flight: int) -> tuple[str, list[Se
         return main, []
     alone = _times_alone([row[0] for row in rows], [row[1] for row in rows], in_flight)
     return main, [
-        Service(
-            row[2].step if row[2].step is not None else -1, row[2].tensor_bytes, ns, row[3], _members(trace, row[2])
-        )
+        Service(row[2].step if row[2].step is not None else -1, row[2].known_bytes, ns, row[3], _members(trace, row[2]))
         for row, ns in zip(rows, alone, strict=True)
     ]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
-from netbottleneck.analysis.intervals import host_count, intervals, total
+from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, total
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import percent
+from netbottleneck.units import listed, percent
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.fit import Fit, fit
@@ -294,10 +294,10 @@ def job(
             cost,
             ("no cost was fitted to a run: answers follow the formulas alone, without intervals",),
         )
-    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    missing = missing_ranks(trace)
     if missing:
-        ranks = ", ".join(map(str, missing))
-        raise ValueError(f"rank {ranks} left no record: waiting for it cannot be told from the time of an operation")
+        who = listed(missing)
+        raise ValueError(f"rank {who} left no record: waiting for it cannot be told from the time of an operation")
     one_host = host_count(trace) == 1 < trace.size
     fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
     notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []

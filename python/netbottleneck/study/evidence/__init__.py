@@ -39,6 +39,19 @@ class Picture:
         return self.svg
 
 
+def incomplete(key: str) -> str:
+    """Return the note on a cell without facts."""
+    return f"{key}: not complete"
+
+
+def _is_current(folder: Path, cells: Sequence[CellFacts]) -> bool:
+    """Return whether evidence.json has all facts of a folder; also if the folder has none."""
+    paths = list(folder.glob(FACTS))
+    written_ns = (folder / FILE).stat().st_mtime_ns
+    same = {path.parent.name for path in paths} == {cell.key for cell in cells}
+    return not paths or (same and all(path.stat().st_mtime_ns <= written_ns for path in paths))
+
+
 class Evidence:
     """The results of a study, computed from its cells' facts alone; no run folder is read."""
 
@@ -49,8 +62,9 @@ class Evidence:
     def read(cls, path: Path | str) -> Evidence:
         """Read evidence.json, or a study's folder: its evidence.json, else the facts of its completed cells.
 
-        Raises FileNotFoundError if neither exists, and ValueError naming the file if it is not valid evidence, and is
-        not in a folder with facts.
+        So are the facts that changed after evidence.json was written, as in a study that goes on. Raises
+        FileNotFoundError if neither exists, and ValueError naming the file if it is not valid evidence, and is not in a
+        folder with facts.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -58,11 +72,19 @@ class Evidence:
         if not (folder / FILE).exists():
             return cls.of_cells(folder)
         try:
-            return cls._of_file(folder / FILE)
+            stored = cls._of_file(folder / FILE)
         except ValueError:
             if not any(folder.glob(FACTS)):
                 raise
             return cls.of_cells(folder)
+        return stored if _is_current(folder, stored.cells) else stored._updated(cls.of_cells(folder).cells)
+
+    def _updated(self, cells: Sequence[CellFacts]) -> Evidence:
+        """Return the evidence with other facts, in the order of its cells, then further ones."""
+        places = {cell.key: place for place, cell in enumerate(self.cells)}
+        complete = {incomplete(cell.key) for cell in cells}
+        notes = [note for note in self.notes if note not in complete]
+        return Evidence(sorted(cells, key=lambda cell: places.get(cell.key, len(places))), self.title, notes)
 
     @classmethod
     def _of_file(cls, file: Path) -> Evidence:

@@ -7,7 +7,7 @@ predicted. A claim without measurements says so; nothing replaces the missing nu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from netbottleneck.analysis.comparisons import Estimate, Paired
@@ -144,8 +144,12 @@ def _scaling(cells: Sequence[CellFacts]) -> str:
     if len(of_base) > 1:
         where = f"lies between {low[0]:.2f} ({low[1].key}) and {high[0]:.2f} ({high[1].key}) ({len(of_base)} cells"
     bad = "scales badly" if low[0] < GOOD_SCALING else "scales well"
-    label = "estimated" if "estimated" in (values.label(low[1]), values.label(high[1])) else "measured"
-    return f"The job {bad}: the scaling factor of {named} {where}; {label})."
+    return f"The job {bad}: the scaling factor of {named} {where}; {_label((low[1], high[1]))})."
+
+
+def _label(cells: Iterable[CellFacts]) -> str:
+    """Return the label of what rests on the scaling factors of several cells."""
+    return "estimated" if any(values.label(cell) == "estimated" for cell in cells) else "measured"
 
 
 def _estimated(cells: Sequence[CellFacts]) -> Iterator[str]:
@@ -192,14 +196,14 @@ def bandwidth(cells: Sequence[CellFacts]) -> Statement:
             if arm == STOCK:
                 stopped += [f"at {gbit(end)} for {job}"] if end is not None else []
                 growing += [job] if end is None else []
-    return _growth(stopped, growing), lines, ()
+    return _growth(stopped, growing, _label(cell for rows in series.values() for _, cell in rows)), lines, ()
 
 
-def _growth(stopped: Sequence[str], growing: Sequence[str]) -> str:
+def _growth(stopped: Sequence[str], growing: Sequence[str], label: str) -> str:
     parts = [f"stops growing with the link {values.join_names(stopped)}"] if stopped else []
     parts += [f"still grows for {values.join_names(growing)}"] if growing else []
     verdict = f"Stock's scaling factor {'; it '.join(parts) or 'was not measured at two link speeds'}"
-    return f"{verdict} (measured; growth of at most {percent(GROWTH_MIN)} counts as none)."
+    return f"{verdict} ({label}; growth of at most {percent(GROWTH_MIN)} counts as none)."
 
 
 def _compared(cells: Sequence[CellFacts]) -> tuple[list[Row], list[str]]:

@@ -94,7 +94,7 @@ def _sent_by_rank(trace: Trace, rank: int, transport: Arm, net: Counters | None)
         rank,
         transport,
         _algorithms(own),
-        _sum([sent_bytes(c.algorithm, trace.size, c.tensor_bytes) for c in own]),
+        _sum([sent_bytes(c.algorithm, trace.size, c.known_bytes) for c in own]),
         None if engine is None else int(engine),
         _interface_bytes(net, quiet_spans(trace, rank, own, mine)) if net is not None and own else None,
     )
@@ -162,7 +162,7 @@ def _interface_bytes(net: Counters, spans: Intervals) -> float | None:
     """Return the payload that the busiest interface sent; None for the loopback, which all simulated hosts share."""
     uses = [usage.interface(net, name, "tx", spans, spans[:0]) for name in net.owners("tx_bytes")]
     busiest = max(uses, key=lambda use: use.bytes, default=None)
-    if busiest is None or busiest.interface == "lo" or not busiest.bytes:
+    if busiest is None or busiest.interface == usage.LOOPBACK or not busiest.bytes:
         return None
     return busiest.bytes - HEADER_BYTES * busiest.packets
 
@@ -172,8 +172,7 @@ def _interface_bytes(net: Counters, spans: Intervals) -> float | None:
 
 def _ways(host: HostUse) -> dict[str, usage.Use]:
     """Return by direction the interface of a host that counts; {} if it has none."""
-    named = [use for use in host.interfaces if use.interface != "lo"] or list(host.interfaces)
-    ways = {use.way: use for use in named if use.interface == named[0].interface}
+    ways = {use.way: use for use in host.interfaces if use.interface == host.busiest}
     return ways if len(ways) == len(usage.WAYS) else {}
 
 

@@ -292,6 +292,8 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     @eager
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce a bucket. The reducer calls this in the backward pass and holds its mutex: do not call the reducer."""
+        if self.hooked:  # a bucket comes here from inside the hook, which is timed and may wait for the result
+            return self._group.allreduce(tensors, opts)
         if not self._own:
             place = self._next_place(tensors)
             if place is not None and place.takes:

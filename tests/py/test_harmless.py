@@ -215,6 +215,32 @@ def test_models_one_after_another_leave_no_descriptors(warm_ranks: Ranks, tmp_pa
     )
 
 
+GROUP_GONE = """
+import gc, os, weakref
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+made = dist.new_group()
+model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=made)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+alive = [weakref.ref(dist.group.WORLD), weakref.ref(made)]
+dist.barrier()
+del model, optimizer, made
+dist.destroy_process_group()
+gc.collect()
+print("alive:", [reference() for reference in alive])
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"NETBOTTLENECK": "1"}, {"NETBOTTLENECK_TRANSPORT": "stock,tcp"}])
+def test_a_model_that_is_gone_keeps_no_process_group(warm_ranks: Ranks, tmp_path: Path, env: dict[str, str]) -> None:
+    for result in warm_ranks(2, GROUP_GONE, {**env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert "alive: [None, None]" in result.stdout
+
+
 BY_VALUE = """
 import cloudpickle, pickle, sys
 import netbottleneck, torch, torch.distributed as dist

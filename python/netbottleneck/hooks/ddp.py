@@ -301,8 +301,9 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
 
     measured.between = between
     _measured[ddp] = measured
-    end = weakref.finalize(ddp, _gone, measured)
-    end.atexit = False
+    weakref.finalize(ddp, _gone, measured).atexit = False
+    # The session stays open and holds the group, which would keep the process group's threads and sockets.
+    weakref.finalize(reducer_of(ddp), group.close).atexit = False
     return measured
 
 

@@ -196,3 +196,12 @@ def test_the_script_may_move_and_convert_a_measured_model(warm_ranks: Ranks, wei
     assert not [note for note in trace.notes if "measuring ended" in note]
     for step in trace.steps:
         assert len(step.grad_ready) == (0 if step.arm == BARE else PARAMETERS)
+
+
+def test_a_compiled_model_gets_no_warning_about_our_hooks(warm_ranks: Ranks, tmp_path: Path) -> None:
+    digest, _ = trained(warm_ranks, "unmeasured", {}, "compiled")
+    folder = tmp_path / "run"
+    measured, log = trained(warm_ranks, "import", environment(folder), "compiled")
+    assert measured == digest
+    assert "left alone" not in log
+    assert Run(folder).trace.steps

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.calls import eager
+from netbottleneck.hooks.calls import EachCall
 from netbottleneck.hooks.left_alone import held, left_alone
 from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device
 from netbottleneck.hooks.reducer_group import OwnGroup
@@ -246,7 +245,7 @@ def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             if alive is not None and is_sharded(module) and not _measures():
                 attach_sharded(module, alive)
 
-    seeking = register_module_forward_pre_hook(eager(seek))
+    seeking = EachCall(seek)
     return seeking.remove
 
 

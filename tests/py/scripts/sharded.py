@@ -2,12 +2,13 @@
 
 Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach`
 or `profile` (before the first step), or `unmeasured` (netbottleneck is not imported). Then, if it is not the plain
-model: `late` (its head runs from the sixth step on), `meshes` (weights and biases are on two meshes) or `moved` (the
-script converts and moves it between steps).
+model: `late` (its head runs from the sixth step on), `meshes` (weights and biases are on two meshes), `moved` (the
+script converts and moves it between steps) or `compiled` (by torch.compile, and warnings are errors).
 """
 
 import hashlib
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def main() -> None:
         fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if KIND == "compiled":
+        model = torch.compile(model, backend="eager")
+        warnings.filterwarnings("error", message="Using `torch.compile")
     if HOW == "attach":
         assert netbottleneck.attach(model, optimizer) is not None
     if HOW == "profile":

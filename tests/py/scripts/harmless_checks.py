@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import inspect
 import io
 import logging
 import os
@@ -261,6 +262,40 @@ def a_reduction_of_two_backward_passes_is_one_pass() -> None:
         loss.backward(inputs=list(wrapped.module[0].parameters()))
 
     each_step_is_one_pass(backward)
+
+
+class Unused(torch.nn.Module):
+    """A network with a layer in its middle that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, active, last = network().children()
+        self.parts = torch.nn.ModuleList([first, torch.nn.Linear(8, 8), active, last])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[3](self.parts[2](self.parts[0](x)))  # type: ignore[no-any-return]
+
+
+@check
+def a_pass_that_skips_unused_buckets_is_complete() -> None:
+    options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 1e-5}
+    skips = "skip_all_reduce_unused_params"
+    if skips in inspect.signature(DistributedDataParallel.__init__).parameters:
+        options[skips] = True
+    for transport in ("stock", "tcp"):
+        model, twin = Unused(), Unused()
+        wrapped = DistributedDataParallel(model, **options)
+        found = measured(wrapped, transport)
+        train(wrapped, 6)
+        train(DistributedDataParallel(twin, **options), 6)
+        same(model.parts[0], twin.parts[0])
+        same(model.parts[3], twin.parts[3])
+        folder = folder_of(found)
+        if dist.get_rank() == 0:
+            steps = [step for step in Run(folder).trace.steps if step.arm == transport]
+            assert steps
+            assert all(len({index for index, _ in step.grad_ready}) == 6 for step in steps), steps
+        dist.barrier()
 
 
 def each_step_is_one_pass(backward: Callable[[DistributedDataParallel, int], None]) -> None:

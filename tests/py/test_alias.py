@@ -152,8 +152,24 @@ def test_a_missing_module_error_names_the_supported_modules(name: str) -> None:
     ended = python(f"import netbottleneck\nimport {name}\n", NETBOTTLENECK="1")
     last = ended.stderr.strip().splitlines()[-1]
     shown = "horovod.tensorflow" if name.startswith("horovod.tensorflow") else name
-    assert last.startswith(f"ImportError: {shown}: netbottleneck stands in for horovod.torch only"), last
-    assert ended.stderr.count("ImportError: ") == 1
+    assert last.startswith(f"ModuleNotFoundError: {shown}: netbottleneck stands in for horovod.torch only"), last
+    assert ended.stderr.count("Error: ") == 1
+
+
+def test_a_script_may_ask_for_a_module_that_has_no_counterpart() -> None:
+    passes("""
+import importlib.util
+import netbottleneck
+assert importlib.util.find_spec("horovod.torch") is not None
+assert importlib.util.find_spec("horovod.tensorflow") is None
+try:
+    from horovod import tensorflow
+except ModuleNotFoundError as error:
+    assert error.name == "horovod", error.name
+    assert "netbottleneck stands in for horovod.torch only" in str(error)
+else:
+    raise AssertionError
+""")
 
 
 def test_a_module_that_horovod_does_not_have_either_is_not_found() -> None:

@@ -215,6 +215,75 @@ def test_models_one_after_another_leave_no_descriptors(warm_ranks: Ranks, tmp_pa
     )
 
 
+GROUP_GONE = """
+import gc, os, weakref
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+made = dist.new_group()
+model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=made)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+alive = [weakref.ref(dist.group.WORLD), weakref.ref(made)]
+dist.barrier()
+del model, optimizer, made
+dist.destroy_process_group()
+gc.collect()
+print("alive:", [reference() for reference in alive])
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"NETBOTTLENECK": "1"}, {"NETBOTTLENECK_TRANSPORT": "stock,tcp"}])
+def test_a_model_that_is_gone_keeps_no_process_group(warm_ranks: Ranks, tmp_path: Path, env: dict[str, str]) -> None:
+    for result in warm_ranks(2, GROUP_GONE, {**env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert "alive: [None, None]" in result.stdout
+
+
+UNAWAITED = """
+import atexit, sys, time
+from pathlib import Path
+atexit.register(Path("ending").touch)  # the last handler of all
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("in backward")
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.ones(2, 4, requires_grad=True)
+for step in range(3):
+    model(x).sum().backward()
+    optimizer.step()
+if dist.get_rank() == 1:
+    if sys.argv[1] == "raises":
+        model(Raises.apply(x)).sum().backward()
+    work = dist.all_reduce(torch.ones(8), async_op=True)
+else:
+    until = time.monotonic() + 5
+    while time.monotonic() < until and not Path("ending").exists():
+        time.sleep(0.01)
+    if sys.argv[1] == "raises":
+        model(x).sum().backward()
+    dist.all_reduce(torch.ones(8))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1)])
+def test_an_operation_under_way_at_exit_aborts_no_process(ranks: Ranks, tmp_path: Path, how: str, code: int) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_START_STEP": "0"}
+    assert ranks(2, UNAWAITED, env, args=[how], check=False)[1].code == code
+
+
 BY_VALUE = """
 import cloudpickle, pickle, sys
 import netbottleneck, torch, torch.distributed as dist

@@ -95,7 +95,7 @@ assert netbottleneck.torch.init is hvd.init
 from horovod.torch.mpi_ops import Average
 try:
     import horovod.tensorflow
-except ImportError as error:
+except ModuleNotFoundError as error:
     assert "horovod.torch only" in str(error)
 else:
     raise AssertionError

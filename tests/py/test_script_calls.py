@@ -469,6 +469,9 @@ class _Recorder:
         assert host  # these calls have no tensors of a GPU
         self.rows.append(values)
 
+    def settle(self) -> bool:
+        return True
+
 
 class _Group(dist.ProcessGroup):
     """A process group in Python, without methods of its own."""

@@ -184,3 +184,24 @@ def test_parameters_on_several_meshes_are_measured(warm_ranks: Ranks, tmp_path: 
     assert "left alone" not in log
     for step in Run(folder).trace.steps:
         assert len(step.grad_ready) == (0 if step.arm == BARE else PARAMETERS)
+
+
+def test_the_script_may_move_and_convert_a_measured_model(warm_ranks: Ranks, weights: str, tmp_path: Path) -> None:
+    assert trained(warm_ranks, "unmeasured", {}, "moved")[0] == weights
+    folder = tmp_path / "run"
+    digest, log = trained(warm_ranks, "import", environment(folder), "moved")
+    assert digest == weights
+    assert "left alone" not in log
+    trace = Run(folder).trace
+    assert not [note for note in trace.notes if "measuring ended" in note]
+    for step in trace.steps:
+        assert len(step.grad_ready) == (0 if step.arm == BARE else PARAMETERS)
+
+
+def test_a_compiled_model_gets_no_warning_about_our_hooks(warm_ranks: Ranks, tmp_path: Path) -> None:
+    digest, _ = trained(warm_ranks, "unmeasured", {}, "compiled")
+    folder = tmp_path / "run"
+    measured, log = trained(warm_ranks, "import", environment(folder), "compiled")
+    assert measured == digest
+    assert "left alone" not in log
+    assert Run(folder).trace.steps

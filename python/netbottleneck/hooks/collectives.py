@@ -10,10 +10,14 @@ One that C++ calls itself, such as the backward pass of an operator of _c10d_fun
 interface bytes show it.
 """
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import os
+import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +29,7 @@ import torch.distributed as dist
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import APART, key_of, quietly
+from netbottleneck.runtime.session import FINISH_S
 from netbottleneck.trace.ring_reader import DTYPES, EVENTS, KINDS, PHASES, STOCK_KINDS
 
 if TYPE_CHECKING:
@@ -131,6 +136,7 @@ class Collectives:
         self.in_forward = False
         self.in_optimizer = False
         self._recorder: _core.Recorder | None = recorder
+        _RECORDERS.append(recorder)
         self._failed = failed
         self._thread = threading.get_ident()
         self.pid = os.getpid()
@@ -393,6 +399,29 @@ def _bytes(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided:
         return 0  # indices and values travel: their size differs from rank to rank
     return tensor.numel() * tensor.element_size()
+
+
+# The end of the process. Ends of operations are stamped by callbacks, for which a thread of torch takes the GIL. While
+# the interpreter ends, that aborts the process, or blocks for good.
+
+_RECORDERS: list["_core.Recorder"] = []
+
+
+@atexit.register
+def _settle() -> None:
+    """Wait until the callbacks are over.
+
+    A script that ends well waits as long without us: the end of a group waits for its operations. One that failed keeps
+    its groups in the traceback, and does not wait. After FINISH_S they are kept for good, as their end calls callbacks.
+    """
+    failed = hasattr(sys, "last_type")
+    limit_s = FINISH_S if failed else dist.default_pg_timeout.total_seconds()
+    left, deadline = _RECORDERS, time.monotonic() + limit_s
+    while left := [recorder for recorder in left if not recorder.settle()]:
+        if time.monotonic() >= deadline:
+            for group in getattr(dist.distributed_c10d._world, "pg_map", ()):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            return
 
 
 # The wrappers. Each has the name of what it wraps, by which pybind11 ends the recursion of a class in Python.

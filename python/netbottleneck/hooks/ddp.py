@@ -106,8 +106,8 @@ def _wrap() -> None:
             register(reducer, state, hook)
             return
         group, note = found
-        group.hooked = True
         register(reducer, state, _timed(hook, weakref.ref(group)))
+        group.hooked = True
         note(f"{_own(getattr(hook, '__qualname__', type(hook).__name__))} It is timed.")
 
     @functools.wraps(register_built_in)
@@ -117,28 +117,32 @@ def _wrap() -> None:
             register_built_in(reducer, kind)
             return
         group, note = found
+        inside = group.inside
         group.leave()  # the hook keeps the reducer's current process group
-        group.hooked = group.unseen = True
-        register_built_in(reducer, kind)
-        group.enter()
+        try:
+            register_built_in(reducer, kind)
+            group.hooked = group.unseen = True
+        finally:
+            if inside:
+                group.enter()
         note(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
 
     update: Any = getattr(DistributedDataParallel, "_update_process_group", None)
 
     @functools.wraps(update)
-    def update_process_group(ddp: DistributedDataParallel, group: Any) -> None:
+    def update_process_group(self: DistributedDataParallel, new_process_group: Any) -> None:
         """Step aside for another group: the model is measured no longer. The same group changes nothing."""
-        measured = measured_by(ddp)
+        measured = measured_by(self)
         if measured is None or measured.closed:
-            update(ddp, group)
+            update(self, new_process_group)
             return
         reducer_group = cast("ReducerGroup", measured.gradients)
-        same, inside = group is ddp.process_group, reducer_group.inside
+        same, inside = new_process_group is self.process_group, reducer_group.inside
         reducer_group.leave()
         if not same:
-            measured.failed(RuntimeError(f"{_name(ddp)} got another process group, by which its gradients travel now"))
+            measured.failed(RuntimeError(f"{_name(self)} got another process group, by which its gradients travel now"))
             measured.close()
-        update(ddp, group)
+        update(self, new_process_group)
         if same and inside:
             reducer_group.enter()
 
@@ -297,8 +301,9 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
 
     measured.between = between
     _measured[ddp] = measured
-    end = weakref.finalize(ddp, _gone, measured)
-    end.atexit = False
+    weakref.finalize(ddp, _gone, measured).atexit = False
+    # The session stays open and holds the group, which would keep the process group's threads and sockets.
+    weakref.finalize(reducer_of(ddp), group.close).atexit = False
     return measured
 
 
@@ -362,8 +367,15 @@ def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:
 
 def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
     """Return the reason to leave a model alone, with the remedy; "" if the model can be measured."""
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        return "delay_all_reduce_named_params has all its parameters: DDP sends them itself, and makes no reducer"
     if not hasattr(reducer_of(ddp), "_update_process_group"):
         return f"torch {torch.__version__} has no way into DDP's reducer: torch 2.3 or later is needed"
+    if getattr(ddp, "_use_python_reducer", False):
+        return (
+            'torch._dynamo.config.optimize_ddp is "python_reducer": functional collectives send its gradients, not '
+            'DDP\'s reducer; set it to "ddp_optimizer", its default'
+        )
     group = ddp.process_group
     if group.size() != dist.get_world_size():
         return (

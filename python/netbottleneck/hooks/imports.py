@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import config
@@ -270,6 +270,9 @@ class _Horovod(importlib.abc.MetaPathFinder):
         if fullname != HOROVOD and not fullname.startswith(f"{HOROVOD}."):
             return None
         real = ours(fullname)
+        if real is None and fullname not in HOLDERS:
+            _explain(fullname)
+            return None
         if real is not None and importlib.util.find_spec(real) is None:
             return None
         return importlib.machinery.ModuleSpec(fullname, _Alias(), is_package=fullname in HOLDERS)
@@ -286,6 +289,22 @@ class _Horovod(importlib.abc.MetaPathFinder):
         return False
 
 
+def _explain(fullname: str) -> None:
+    """Raise ModuleNotFoundError with the remedy if a finder's caller imports; importlib.util.find_spec gets None.
+
+    Its name is Horovod's, as where neither is installed: `from horovod import tensorflow` would replace it otherwise.
+    """
+    frame: FrameType | None = sys._getframe()
+    for _ in range(3):  # the finder, importlib._bootstrap._find_spec, and what calls it
+        frame = None if frame is None else frame.f_back
+    if frame is not None and frame.f_code.co_name == "_find_and_load_unlocked":
+        raise ModuleNotFoundError(
+            f"{fullname}: netbottleneck stands in for horovod.torch only, and what it needs of horovod.common; "
+            "for TensorFlow, Keras, MXNet and Horovod's launchers install Horovod itself",
+            name=HOROVOD,
+        )
+
+
 class _Alias(importlib.abc.Loader):
     """Loader that returns a module of this package under Horovod's name for it."""
 
@@ -295,14 +314,7 @@ class _Alias(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         if spec.name in HOLDERS:
             return ModuleType(spec.name, "Provided by netbottleneck in place of Horovod.")
-        real = ours(spec.name)
-        if real is None:
-            raise ImportError(
-                f"{spec.name}: netbottleneck stands in for horovod.torch only, and what it needs of horovod.common; "
-                "for TensorFlow, Keras, MXNet and Horovod's launchers install Horovod itself",
-                name=spec.name,
-            )
-        module = importlib.import_module(real)
+        module = importlib.import_module(str(ours(spec.name)))
         self._own = module.__spec__
         return module
 

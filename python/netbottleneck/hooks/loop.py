@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.calls import eager
+from netbottleneck.hooks.calls import EachCall
 from netbottleneck.hooks.left_alone import held, left_alone
 from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device
 from netbottleneck.hooks.reducer_group import OwnGroup
@@ -135,7 +134,7 @@ class Sharded(GradientSink):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = tuple(name for name, _ in named)
         self._tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in named]
-        self._parameters = [weakref.ref(p) for _, p in named]
+        # No reference to a parameter: torch swaps a sharded one in model.to(), and refuses if one has a weak reference.
         self._model = weakref.ref(model)
         self._forwards = 0
         self._on_device = recorder.device_stream is not None
@@ -150,8 +149,14 @@ class Sharded(GradientSink):
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """The parameters that are still alive."""
-        return tuple(p for p in (reference() for reference in self._parameters) if p is not None)
+        """The parameters that the model still has under their names."""
+        model = self._model()
+        return () if model is None else tuple(p for p in self._named(model) if p is not None)
+
+    def _named(self, model: torch.nn.Module) -> list[torch.nn.Parameter | None]:
+        """Return the parameter of each name; None if the model has none of that name by now."""
+        found = dict(model.named_parameters())
+        return [found.get(name) for name in self.names]
 
     @property
     def pending(self) -> int:
@@ -191,7 +196,7 @@ class Sharded(GradientSink):
             whole |= {id(one.sharded_param): getattr(one, "_unsharded_param", None) for one in group.fsdp_params}
             firsts |= set([id(p.sharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad][:1])
         self._complete = all(parameter is not None for parameter in whole.values())
-        return [whole.get(id(p), p) if each or id(p) in firsts else None for p in self.parameters]
+        return [whole.get(id(p), p) if each or id(p) in firsts else None for p in self._named(model)]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -240,7 +245,7 @@ def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             if alive is not None and is_sharded(module) and not _measures():
                 attach_sharded(module, alive)
 
-    seeking = register_module_forward_pre_hook(eager(seek))
+    seeking = EachCall(seek)
     return seeking.remove
 
 

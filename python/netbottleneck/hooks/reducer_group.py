@@ -196,6 +196,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._operations: dict[str, _core.Operation] = {}  # by the bucket's name
         self._index = 0  # of the next bucket
         self._sent_elements = 0  # in this pass so far
+        self._whole = False  # this pass has sent all buckets
         self._task = -1  # id of the autograd graph task at whose end we wait
         self._sends: list[tuple[int, int]] = []  # index of each bucket of this pass, and when the reducer sent it
         self._core = job.core()
@@ -292,6 +293,9 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     @eager
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce a bucket. The reducer calls this in the backward pass and holds its mutex: do not call the reducer."""
+        if self.hooked:  # a bucket comes here from inside the hook, which is timed and may wait for the result
+            self._whole = self._whole or not _are_numbers(tensors)
+            return self._group.allreduce(tensors, opts)
         if not self._own:
             place = self._next_place(tensors)
             if place is not None and place.takes:
@@ -359,14 +363,15 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     def _next_place(self, tensors: Sequence[torch.Tensor]) -> _Place | None:
         """Return the place of a pass's next bucket; None: these are no gradients.
 
-        A new pass begins in three cases: the model's forward pass began, the pass has sent as many elements as the
-        model has, or the first bucket's buffer comes again.
+        A new pass begins in three cases: the model's forward pass began, the pass has sent all buckets, or the first
+        bucket's buffer comes again. The last call of a pass is the last bucket, or else the map of used parameters: DDP
+        may skip buckets that are not used.
         """
-        tensor, index, places = tensors[0], self._index, self._places
-        whole = self._sent_elements >= self._elements
+        tensor, index, places, whole = tensors[0], self._index, self._places, self._whole
         place = places[index] if index < len(places) and not (whole and index) else None
         if place is None or place.tensor() is not tensor:
             if not _are_numbers(tensors):
+                self._whole = True
                 return None
             pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
             if whole or (index and pointer and pointer == places[0].pointer):
@@ -381,7 +386,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self.count += 1
         self._task = -1
         self._sends = []
-        self._sent_elements = 0
+        self._sent_elements, self._whole = 0, False
 
     def _place(self, index: int, tensor: torch.Tensor) -> _Place:
         """Return the place of a bucket that is sent. The layout changes when DDP rebuilds its buckets."""
@@ -389,6 +394,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         if place is None or place.tensor() is not tensor:
             place = self._placed(place, index, tensor)
         self._sent_elements += place.elements
+        self._whole = self._sent_elements >= self._elements
         return place
 
     def _placed(self, place: _Place | None, index: int, tensor: torch.Tensor) -> _Place:
@@ -466,7 +472,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         """
         return (
             self._index < len(self.buckets)
-            and self._sent_elements < self._elements
+            and not self._whole
             and _c._current_autograd_node() is not None
             and all(bucket.parameters for bucket in self.buckets)
         )
@@ -498,7 +504,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     def _record_pass(self) -> None:
         ddp, recorder = self._ddp(), self._recorder
         # A reduction may take several backward passes. All its gradients are ready when all buckets were sent.
-        if ddp is None or recorder is None or self._sent_elements < self._elements:
+        if ddp is None or recorder is None or not self._whole:
             return
         begun_ns = 0
         if not self._stamps.on and self._stream is None:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import inspect
 import io
 import logging
 import os
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from netbottleneck import config
 from netbottleneck.hooks import ddp, left_alone
 from netbottleneck.hooks.measured_model import Measured
+from netbottleneck.hooks.reducer_group import ReducerGroup
 from netbottleneck.report import Run
 from netbottleneck.runtime import job
 
@@ -262,6 +264,40 @@ def a_reduction_of_two_backward_passes_is_one_pass() -> None:
     each_step_is_one_pass(backward)
 
 
+class Unused(torch.nn.Module):
+    """A network with a layer in its middle that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, active, last = network().children()
+        self.parts = torch.nn.ModuleList([first, torch.nn.Linear(8, 8), active, last])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[3](self.parts[2](self.parts[0](x)))  # type: ignore[no-any-return]
+
+
+@check
+def a_pass_that_skips_unused_buckets_is_complete() -> None:
+    options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 1e-5}
+    skips = "skip_all_reduce_unused_params"
+    if skips in inspect.signature(DistributedDataParallel.__init__).parameters:
+        options[skips] = True
+    for transport in ("stock", "tcp"):
+        model, twin = Unused(), Unused()
+        wrapped = DistributedDataParallel(model, **options)
+        found = measured(wrapped, transport)
+        train(wrapped, 6)
+        train(DistributedDataParallel(twin, **options), 6)
+        same(model.parts[0], twin.parts[0])
+        same(model.parts[3], twin.parts[3])
+        folder = folder_of(found)
+        if dist.get_rank() == 0:
+            steps = [step for step in Run(folder).trace.steps if step.arm == transport]
+            assert steps
+            assert all(len({index for index, _ in step.grad_ready}) == 6 for step in steps), steps
+        dist.barrier()
+
+
 def each_step_is_one_pass(backward: Callable[[DistributedDataParallel, int], None]) -> None:
     """Check that training by `backward` is as without us, and that each gradient becomes ready once a step."""
 
@@ -325,6 +361,57 @@ def a_users_hook_is_called_as_without_us_and_timed() -> None:
         assert [c.finished for c in own] == [True] * 2  # of the steps that are stamped
         assert any("communication hook of its own" in note for note in run.trace.notes)
     dist.barrier()
+
+
+def waiting_hook(reducer: Any) -> Any:
+    """Return a hook that waits for the reducer's own all-reduce, as torch's for updates in the backward pass does."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
+        reducer._run_allreduce_hook(bucket).wait()
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer().div_(dist.get_world_size()))
+        return done
+
+    return hook
+
+
+@check
+def a_hook_may_wait_for_the_reducers_own_all_reduce() -> None:
+    twin = network()
+    reference = DistributedDataParallel(twin)
+    reference.register_comm_hook(None, waiting_hook(reference.reducer))
+    train(reference, 6)
+    for transport in ("stock", "tcp", "tcp,stock"):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        found = measured(wrapped, transport)
+        wrapped.register_comm_hook(None, waiting_hook(wrapped.reducer))
+        train(wrapped, 6)
+        same(model, twin)
+        folder = folder_of(found)
+        if dist.get_rank() == 0:
+            trace = Run(folder).trace
+            stamped = [step for step in trace.steps if step.rank == 0 and step.arm == "stock"]
+            own = [c for c in trace.collectives if c.rank == 0 and not c.by_script]
+            assert stamped
+            assert len(own) == len(stamped), (own, stamped)  # of one bucket
+        dist.barrier()
+
+
+@check
+def a_built_in_hook_that_comes_in_a_bare_block_leaves_the_reducer_its_own_group() -> None:
+    wrapped = DistributedDataParallel(network())
+    found = measured(wrapped, "stock,bare", block_steps="1")
+    assert isinstance(found.gradients, ReducerGroup)
+    train(wrapped, 1)
+    assert found.session.arm == "bare"
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    assert not found.gradients.inside
+    train(wrapped, 1)
+    assert not found.gradients.inside
+    train(wrapped, 1)
+    assert found.gradients.inside
+    folder_of(found)
 
 
 def arms_around_a_late_hook(before: int, after: int) -> list[str]:
@@ -400,13 +487,31 @@ def logged(work: Callable[[], None]) -> list[str]:
     return [record.getMessage() for record in records]
 
 
+@check
+def a_model_whose_gradients_pass_the_reducer_by_is_left_alone() -> None:
+    compiled = DistributedDataParallel(network())
+    # As with torch._dynamo.config.optimize_ddp = "python_reducer", which imports the compiler.
+    compiled._use_python_reducer = True
+    model = network()
+    model[0].bias.requires_grad_(False)  # type: ignore[index,union-attr]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    options: Any = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": named[-1][1]}
+    delayed = DistributedDataParallel(model, **options)
+    for wrapped, why in ((compiled, '"python_reducer"'), (delayed, "delay_all_reduce_named_params")):
+        for transport in ("stock", "tcp"):
+            left_alone._said.clear()
+            lines = logged(functools.partial(ddp.attach, wrapped, settings=settings(transport)))
+            assert ddp.measured_by(wrapped) is None
+            assert [line for line in lines if why in line], lines
+
+
 def in_own_groups(model: torch.nn.Module, alone: Any) -> None:
     """Train, with steps of this rank alone in the middle."""
     wrapped = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.125)
     whole = wrapped.process_group
     for group, steps in ((whole, 3), (alone, 5), (whole, 6)):
-        wrapped._update_process_group(group)
+        wrapped._update_process_group(new_process_group=group)
         train(wrapped, steps, optimizer=optimizer)
 
 

@@ -2,11 +2,13 @@
 
 Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach`
 or `profile` (before the first step), or `unmeasured` (netbottleneck is not imported). Then, if it is not the plain
-model: `late` (its head runs from the sixth step on) or `meshes` (weights and biases are on two meshes).
+model: `late` (its head runs from the sixth step on), `meshes` (weights and biases are on two meshes), `moved` (the
+script converts and moves it between steps) or `compiled` (by torch.compile, and warnings are errors).
 """
 
 import hashlib
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -46,6 +48,10 @@ def on_two_meshes() -> dict[str, Any]:
 def trained(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        if KIND == "moved" and step in (3, 9):
+            model.float()
+        if KIND == "moved" and step in (4, 10):
+            model.to("cpu")
         model.zero_grad()
         model(torch.randn(32, 96, generator=generator)).square().mean().backward()
         for optimizer in optimizers:
@@ -70,6 +76,9 @@ def main() -> None:
         fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if KIND == "compiled":
+        model = torch.compile(model, backend="eager")
+        warnings.filterwarnings("error", message="Using `torch.compile")
     if HOW == "attach":
         assert netbottleneck.attach(model, optimizer) is not None
     if HOW == "profile":

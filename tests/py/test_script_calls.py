@@ -18,7 +18,7 @@ import torch.distributed as dist
 from netbottleneck import _core
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.hooks import collectives
-from netbottleneck.hooks.measured_model import Updates
+from netbottleneck.hooks.updates import Updates
 from netbottleneck.report import Run
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Trace

@@ -24,158 +24,20 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from netbottleneck.errors import FAILURES, Error, HorovodInternalError
-from netbottleneck.hooks.calls import Calls, eager
+from netbottleneck.hooks.calls import Calls
 from netbottleneck.hooks.collectives import Collectives
-from netbottleneck.hooks.left_alone import held
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
+from netbottleneck.hooks.updates import Updates
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, words
-from netbottleneck.torch.functions import makes_state
 from netbottleneck.torch.gradients import GradientSink
 from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
-
-# The end of a step: an update by the optimizer that holds the parameters.
-
-
-class Updates:
-    """Calls `before` and `after` once each around every update of one optimizer.
-
-    optimizer: a torch optimizer, or an object with the same step hooks around the optimizer `wraps`. None: the first
-    optimizer that steps one of the parameters; when it is freed, the next one. Other optimizers end no step, so a model
-    with two optimizers has one step for both. `beside` is called with True and False around each of their steps.
-
-    An optimizer's step may call the step of its base class, and torch then calls the hooks for both. `before` then runs
-    with the inner step and `after` with the outer one. Horovod's optimizer waits for its gradients between the two.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[torch.Tensor],
-        optimizer: Any,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        beside: Callable[[bool], None] = lambda _: None,
-    ) -> None:
-        self._before = before
-        self._after = after
-        self._marked = _nothing  # called in place of `before`, see begun_by
-        self._beside = beside
-        self._own = {id(parameter) for parameter in parameters}
-        self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
-        self._depth = 0
-        self._begun = False
-        self._handles: list[Any]
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # it calls its hooks itself
-            self._handles = [
-                optimizer.register_step_pre_hook(lambda *_: self._before()),
-                optimizer.register_step_post_hook(lambda *_: self._after()),
-                *self._hook_others(getattr(optimizer, "wraps", None)),
-            ]
-        elif optimizer is not None:
-            self._chosen = weakref.ref(optimizer)
-            self._handles = [
-                optimizer.register_step_pre_hook(self._begins),
-                optimizer.register_step_post_hook(self._ended),
-                *self._hook_others(optimizer),
-            ]
-        else:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._begins),
-                register_optimizer_step_post_hook(self._ended),
-            ]
-
-    def _hook_others(self, chosen: Any) -> list[Any]:
-        """Hook the steps of all optimizers but one."""
-        one = None if chosen is None else weakref.ref(chosen)
-
-        def other(begins: bool) -> Callable[..., None]:
-            @eager
-            def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-                if not makes_state(optimizer) and (one is None or one() is not optimizer):
-                    self._beside(begins)
-
-            return hook
-
-        return [register_optimizer_step_pre_hook(other(True)), register_optimizer_step_post_hook(other(False))]
-
-    def begun_by(self, marks: Any) -> None:
-        """Call `before` from the pre-hook of `marks` instead of the optimizer's."""
-        self._marked, self._before = self._before, _nothing
-        self._handles.append(marks.register_step_pre_hook(lambda *_: self._marked()))
-
-    def silence(self) -> None:
-        """Let the hooks do nothing. A finalizer calls it: torch may be going through them, so they must stay."""
-        self._before = self._after = self._marked = _nothing
-        self._beside = lambda _: None
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    @eager
-    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if makes_state(optimizer):
-            return
-        chosen = self._chosen() if self._chosen is not None else None
-        if chosen is None and shares(optimizer, self._own):
-            self._chosen, chosen = weakref.ref(optimizer), optimizer
-            self._depth, self._begun = 0, False
-        if chosen is not optimizer:
-            self._beside(True)
-            return
-        levels = _levels(optimizer)
-        # A step that raised leaves the depth too high: start again at 1.
-        self._depth = self._depth + 1 if self._depth < levels else 1
-        if not self._begun and self._depth == levels:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._begun = True
-        self._before()
-
-    @eager
-    def _ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if makes_state(optimizer):
-            return
-        if self._chosen is None or self._chosen() is not optimizer:
-            self._beside(False)
-            return
-        self._depth -= 1
-        if self._depth != 0:
-            self._depth = max(self._depth, 0)
-            return
-        if not self._begun:
-            self._begin()
-        self._begun = False
-        self._after()
-
-
-def _nothing() -> None:
-    return
-
-
-def _levels(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many classes in an optimizer's MRO define a step with hooks: the deepest nesting of super().step().
-
-    A class that we made has none of its own.
-    """
-    steps = [vars(c).get("step") for c in type(optimizer).__mro__ if "_made_from" not in vars(c)]
-    return max(1, sum(bool(getattr(step, "hooked", False)) for step in steps))
-
-
-def shares(optimizer: torch.optim.Optimizer, own: set[int]) -> bool:
-    """Return whether an optimizer holds a parameter whose id is in `own`."""
-    return any(id(parameter) in own for parameter in held(optimizer))
-
 
 # The measured model.
 
@@ -208,6 +70,10 @@ def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
         session.ranges = torch.cuda.nvtx if device.type == "cuda" else None
         module = getattr(torch, device.type)
         session.runs_ahead(lambda: module.current_stream(device).synchronize())
+
+
+def _nothing() -> None:
+    return
 
 
 class Measured:
@@ -255,6 +121,7 @@ class Measured:
         self._queued = False
         self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
+        self._updating = False  # in a step of the optimizer, or since one that raised
         self._in_backward = False  # the optimizer steps inside the backward pass
         self._late = False  # a step has ended inside the backward pass
         self._broken = False
@@ -269,7 +136,8 @@ class Measured:
         followed = next((p.device for p in gradients.parameters), None) if self._on_device else None
         streams = getattr(torch, followed.type) if followed is not None and gradients.own_streams else None
         self._collectives = Collectives(session.recorder, self.failed, followed, streams)
-        self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step, self._beside)
+        hooks = (self._before_step, self._after_step, self._beside)
+        self._updates = Updates(gradients.parameters, optimizer, *hooks, waits=not own_sync)
         if own_sync:
             gradients.on_first = self._backward_begins
         if model is None:
@@ -375,6 +243,7 @@ class Measured:
             self.gradients.paused = True
             return
         self._collectives.forward(True)
+        self._updating = False
         if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
             self._drop_pass()  # not for an evaluation, which another thread may run during the pass
         if self._late and _c._current_graph_task_id() == -1:
@@ -479,11 +348,12 @@ class Measured:
         if (
             self._own_sync
             and not self.gradients.paused
-            and (not self._synced or self._queued or self.gradients.pending)
+            and (not (self._synced or self._updating) or self._queued or self.gradients.pending)
         ):
             self._queued = False
             self._sync()
         self._synced = False
+        self._updating = True
         self._collectives.in_optimizer = True
         self.guarded(self._optimizer_begin)
 
@@ -495,6 +365,7 @@ class Measured:
         self.guarded(self._optimizer_begin if begins else self._optimizer_end)
 
     def _after_step(self) -> None:
+        self._updating = False
         self._collectives.in_optimizer = False
         if self.closed or self._in_child:
             return

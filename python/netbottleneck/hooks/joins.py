@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from netbottleneck.errors import PeerError
+from netbottleneck.errors import FAILURES, HorovodInternalError, PeerError
 from netbottleneck.hooks.measured_model import Measured
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
@@ -113,8 +113,15 @@ class Joins:
         """Return True if a rank has joined. The ranks that have not joined call it at the same time."""
         this, core = job.current(), job.core()
         present = np.ones(1, np.int32)
-        this.wait([this.comm.submit("netbottleneck.present", core.ALLREDUCE, present, core.INT32, keep=present)])
-        return int(present[0]) < self._size
+        work = this.comm.submit("netbottleneck.present", core.ALLREDUCE, present, core.INT32, keep=present)
+        while True:
+            try:
+                this.wait([work])
+                return int(present[0]) < self._size
+            except (*FAILURES, HorovodInternalError):
+                raise
+            except BaseException as error:  # of a signal handler: see Session.agree
+                self._session.raised.append(error)
 
     def _leave(self) -> None:
         """Use one of our arms in all further steps; the job's own communicator if the run has none."""

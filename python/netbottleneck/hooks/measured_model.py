@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck.errors import FAILURES, Error, HorovodInternalError
+from netbottleneck.errors import FAILURES, Error, HorovodInternalError, of_handler
 from netbottleneck.hooks.calls import Calls
 from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
@@ -123,6 +123,7 @@ class Measured:
         self._synced = False  # in the current step
         self._updating = False  # in a step of the optimizer, or since one that raised
         self._in_backward = False  # the optimizer steps inside the backward pass
+        self._between_steps = False
         self._late = False  # a step has ended inside the backward pass
         self._broken = False
         self.closed = False
@@ -186,6 +187,7 @@ class Measured:
         session.step = step
         self._choose()
         self.guarded(session.begin)
+        self._raise_held()
 
     def failed(self, error: Exception) -> None:
         """Stop recording and log the reason once."""
@@ -198,13 +200,21 @@ class Measured:
             self._collectives.watch(False)
 
     def guarded(self, call: Callable[[], Any]) -> None:
-        """Call a function that only measures. If it raises, the recording ends and the training continues."""
+        """Call a function that only measures. If it raises, the recording ends and the training continues.
+
+        An exception of the script's signal handler is raised, between two steps once the next step has begun.
+        """
         if self._broken:
             return
         try:
             call()
         except Exception as error:
-            self.failed(error)
+            if not of_handler(error):
+                self.failed(error)
+            elif self._between_steps:
+                self.session.raised.append(error)
+            else:
+                raise
 
     def _seek(self, module: torch.nn.Module, _args: Any) -> None:
         """Find the model: the outermost module that holds all the parameters."""
@@ -378,6 +388,21 @@ class Measured:
 
     def _next_step(self) -> None:
         self._stop_seeking()  # if no module holds all parameters, there are no forward times
+        self._between_steps = True
+        try:
+            self._change_steps()
+        finally:
+            self._between_steps = False
+        self._raise_held()
+
+    def _raise_held(self) -> None:
+        """Raise the first exception that a signal handler of the script raised while the step changed."""
+        raised = self.session.raised
+        if raised:
+            del raised[1:]
+            raise raised.pop()
+
+    def _change_steps(self) -> None:
         self.guarded(self._optimizer_end)
         if self._broken:
             self.session.end(recorded=False)

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.errors import FAILURES, Error, HorovodInternalError, of_handler
-from netbottleneck.hooks.calls import Calls
+from netbottleneck.hooks.calls import Calls, watched
 from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.hooks.updates import Updates
@@ -117,7 +117,8 @@ class Measured:
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
         self._seeking: Any = None
-        self._sampling: list[Any] = []
+        self._sampling: list[Callable[[], object]] = []  # what ends the stamps of the modules
+        self._compiles = False
         self._queued = False
         self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
@@ -274,23 +275,29 @@ class Measured:
             self.guarded(self._forward_end)
 
     def _sample(self) -> None:
-        """Stamp every module of this forward pass that may have hooks."""
+        """Stamp every module of this forward pass that Python calls."""
         model = None if self._model is None else self._model()
-        if model is None or self._sampling:
+        if model is None or self._sampling or self._compiles:
             return
-        found, left_out = list(leaves(model)), without_hooks(model)
-        if [name for name, _ in found] != self._leaves or compiled(model):
+        found = list(leaves(model))
+        if [name for name, _ in found] != self._leaves:
+            return
+        self._compiles = compiles()
+        if self._compiles:
+            self.session.notes.append("forward times by module are not recorded: the training uses torch.compile")
             return
         put = self.session.recorder.stamper
         for index, (_, module) in enumerate(found):
-            if id(module) in left_out:
-                continue
-            self._sampling.append(module.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"], index + 1)))
-            self._sampling.append(module.register_forward_hook(put(EVENTS["FORWARD_END"], index + 1)))
+            begin, end = put(EVENTS["FORWARD_BEGIN"], index + 1), put(EVENTS["FORWARD_END"], index + 1)
+            if module is model:
+                begin()
+                self._sampling.append(end)
+            elif not (watched(module) or isinstance(module, torch.jit.ScriptModule)):
+                self._sampling.append(Calls(module, begin, end).remove)
 
     def _stop_sampling(self) -> None:
-        for handle in self._sampling:
-            handle.remove()
+        for end in self._sampling:
+            end()
         self._sampling.clear()
 
     def _backward_begins(self) -> None:
@@ -450,22 +457,13 @@ def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     return ((name, module) for name, module in inner.named_modules() if not any(module.children()))
 
 
-def without_hooks(model: torch.nn.Module) -> set[int]:
-    """Return the ids of modules that get no hooks: those of TorchScript, which refuses them, and of a fast path.
-
-    Outside training nn.TransformerEncoderLayer takes its fast path, but not if a module inside it has a hook.
-    """
-    found = {id(part) for part in model.modules() if isinstance(part, torch.jit.ScriptModule)}
-    for part in model.modules():
-        if isinstance(part, torch.nn.TransformerEncoderLayer) and not part.training:
-            found |= {id(inside) for inside in part.modules()}
-    return found
-
-
-def compiled(model: torch.nn.Module | None) -> bool:
-    """Return whether torch.compile compiled a model or a part of it: new hooks would cause a recompilation."""
-    parts = () if model is None else model.modules()
-    return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) for part in parts)
+def compiles() -> bool:
+    """Return whether torch.compile was called in this process: stamps around modules would cause recompilations."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # torch.optim imports it
+    patch: Any = getattr(
+        getattr(frames, "TorchPatcher", None), "patch", None
+    )  # it is called once, by the first compiler
+    return frames is not None and (not hasattr(patch, "cache_info") or patch.cache_info().currsize > 0)
 
 
 # Cross-check of our stamps against DDP's own times of its backward passes. The result goes into the rank's record; a

@@ -1,4 +1,4 @@
-"""Callbacks around the calls of one module, and functions that torch.compile skips.
+"""Callbacks around the calls of one module or of all, and functions that torch.compile skips.
 
 deepcopy and pickle copy a module's hooks. So `Calls` wraps `__call__` of the module's class instead, while any module
 of that class is watched. It does not see calls inside code that torch.compile compiled.
@@ -7,6 +7,7 @@ of that class is watched. It does not see calls inside code that torch.compile c
 import functools
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -89,6 +90,46 @@ def _wrap(cls: Any) -> None:
 
     _WRAPPERS[cls] = (call, own)
     cls.__call__ = call
+
+
+# Calls of any module, while a model is searched for.
+
+_modules: Any = torch.nn.modules.module
+_PRE_HOOKS, _ANY = "_global_forward_pre_hooks", "_has_any_global_hook"
+_OURS: set[int] = set()  # ids of our hooks among torch's
+
+
+class EachCall:
+    """Calls `before` with each module that is called and its arguments, until `remove`.
+
+    A compiled model warns while there is a hook of this kind. Ours does not count, as the script did not make it.
+    """
+
+    def __init__(self, before: Callable[[torch.nn.Module, Any], None]) -> None:
+        self._handle: Any = _modules.register_module_forward_pre_hook(eager(before))
+        if not _OURS and hasattr(_modules, _ANY):
+            setattr(_modules, _ANY, _Others(getattr(_modules, _ANY)))
+        _OURS.add(self._handle.id)
+
+    def remove(self) -> None:
+        """Stop calling `before`. A second call does nothing."""
+        self._handle.remove()
+        _OURS.discard(self._handle.id)
+        former = getattr(_modules, _ANY, None)
+        if not _OURS and isinstance(former, _Others):
+            setattr(_modules, _ANY, former.counted)
+
+
+class _Others:
+    """Replaces torch's test for hooks of all modules, by the same code without our hooks."""
+
+    def __init__(self, counted: Any) -> None:
+        self.counted = counted
+
+    def __call__(self) -> Any:
+        others = {key: hook for key, hook in getattr(_modules, _PRE_HOOKS).items() if key not in _OURS}
+        names = {**vars(_modules), _PRE_HOOKS: others}
+        return FunctionType(self.counted.__code__, names, closure=self.counted.__closure__)()
 
 
 # Functions that torch.compile skips, with all functions that they call. This part does not import the compiler.

@@ -7,7 +7,8 @@ they use one of our communicators, until the end of the run. Before the first pa
 know which buckets the others will send, and in which order: all wait for the count there, and no zeros are sent.
 """
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -60,6 +61,20 @@ class Joins:
         if self._stock is not None and self._size > 1:
             self._stock.instead = self._over_ours
         session.on_close.append(self._close)
+
+    def forget(self) -> None:
+        """Keep no parameter: a finalizer of the optimizer calls it. This rank can still send its zeros."""
+        gradients = self._gradients
+        self._gradients = cast(
+            Gradients,
+            SimpleNamespace(
+                parameters=[SimpleNamespace(device=parameter.device) for parameter in gradients.parameters],
+                buckets=tuple(gradients.buckets),
+                version=gradients.version,
+                factors=gradients.factors,
+                pending=0,
+            ),
+        )
 
     def agree(self) -> bool:
         """Return True if the next arm may begin; called before the arm changes. See Measured."""

@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.errors import FAILURES, Error, HorovodInternalError, of_handler
-from netbottleneck.hooks.calls import Calls, watched
+from netbottleneck.hooks.calls import Calls, EachCall, watched
 from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.hooks.updates import Updates
@@ -76,6 +75,15 @@ def _nothing() -> None:
     return
 
 
+class _Forgotten(GradientSink):
+    """The gradients of an optimizer that is gone."""
+
+    names = ()
+    parameters = ()
+    buckets = ()
+    pending = 0
+
+
 class Measured:
     """Measures one model, its gradients and its optimizer, and records them into a session.
 
@@ -116,7 +124,7 @@ class Measured:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
-        self._seeking: Any = None
+        self._seeking: EachCall | None = None
         self._sampling: list[Callable[[], object]] = []  # what ends the stamps of the modules
         self._compiles = False
         self._queued = False
@@ -143,7 +151,7 @@ class Measured:
         if own_sync:
             gradients.on_first = self._backward_begins
         if model is None:
-            self._seeking = register_module_forward_pre_hook(self._seek)
+            self._seeking = EachCall(self._seek)
         else:
             self._know(model)
         session.on_close.append(self.close)
@@ -174,6 +182,16 @@ class Measured:
             self.gradients.close()
         if self._bare is not None:
             self._bare(True)
+
+    def forget(self) -> None:
+        """Close in a finalizer of the optimizer, and keep no parameter.
+
+        The path of the gradients stays: a finalizer may run at another time on another rank.
+        """
+        self._bare = None
+        self.close(in_finalizer=True)
+        self.session.on_close.append(self.remove_hooks)
+        self.gradients = _Forgotten()
 
     def remove_hooks(self) -> None:
         """Remove the hooks that a close in a finalizer has left."""

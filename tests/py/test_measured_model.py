@@ -14,6 +14,7 @@ from conftest import Ranks
 pytest.importorskip("torch")
 
 
+from netbottleneck.analysis import intervals
 from netbottleneck.hooks import measured_model
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import words
@@ -275,6 +276,38 @@ def test_a_sampled_step_leaves_a_fast_path_and_torchscript_as_they_are(warm_rank
     assert len(trace.steps) >= 5
     for step in trace.steps:
         assert [trace.modules[index] for index, _, _ in step.modules] == ["2"]
+
+
+CLOSURE = """
+import torch
+import netbottleneck
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    return loss
+
+
+with netbottleneck.profile(model, optimizer):
+    for _ in range(6):
+        optimizer.step(closure)
+"""
+
+
+def test_the_passes_of_a_closure_are_compute_and_not_the_optimizer(warm_ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    warm_ranks(1, CLOSURE, {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"})
+    steps = [step for step in load(run).steps if step.grad_ready]
+    assert len(steps) >= 4
+    for step in steps:
+        ((begin, end),) = step.forward
+        assert [a < b <= begin or end <= a < b for a, b in step.optimizer] == [True, True]
+        assert intervals.backward_intervals(step)[0][1] <= step.optimizer[1][0]
 
 
 COMPILED = """

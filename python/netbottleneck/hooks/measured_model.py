@@ -28,7 +28,7 @@ from netbottleneck.errors import FAILURES, Error, HorovodInternalError, of_handl
 from netbottleneck.hooks.calls import Calls, EachCall, watched
 from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
-from netbottleneck.hooks.updates import Updates
+from netbottleneck.hooks.updates import Updates, step_frames
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, words
@@ -130,6 +130,7 @@ class Measured:
         self._queued = False
         self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
+        self._steps = 0  # depth of the optimizers' steps that are under way
         self._updating = False  # in a step of the optimizer, or since one that raised
         self._in_backward = False  # the optimizer steps inside the backward pass
         self._between_steps = False
@@ -273,6 +274,8 @@ class Measured:
             return
         self._collectives.forward(True)
         self._updating = False
+        if self._steps and not step_frames():  # a step has raised
+            self._steps, self._collectives.in_optimizer = 0, False
         if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
             self._drop_pass()  # not for an evaluation, which another thread may run during the pass
         if self._late and _c._current_graph_task_id() == -1:
@@ -389,19 +392,26 @@ class Measured:
             self._sync()
         self._synced = False
         self._updating = True
-        self._collectives.in_optimizer = True
-        self.guarded(self._optimizer_begin)
+        self._count_step(True)
 
     def _beside(self, begins: bool) -> None:
         """Stamp the begin or the end of a step of an optimizer that ends no step."""
         if self.closed or self._arm == BARE:
             return
-        self._collectives.in_optimizer = begins
-        self.guarded(self._optimizer_begin if begins else self._optimizer_end)
+        self._count_step(begins)
+        if self._steps == 0:
+            self.guarded(self._optimizer_end)
+
+    def _count_step(self, begins: bool) -> None:
+        """Note the begin or the end of an optimizer's step; stamp the begin of the outermost one."""
+        self._steps = self._steps + 1 if begins else max(0, self._steps - 1)
+        self._collectives.in_optimizer = self._steps > 0
+        if begins and self._steps == 1:
+            self.guarded(self._optimizer_begin)
 
     def _after_step(self) -> None:
         self._updating = False
-        self._collectives.in_optimizer = False
+        self._count_step(False)
         if self.closed or self._in_child:
             return
         if _c._current_graph_task_id() != -1:

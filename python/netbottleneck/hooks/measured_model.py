@@ -97,6 +97,11 @@ class Measured:
     ValueError if "bare" is an arm but the user has no own path.
     """
 
+    _compiles = False  # the process has called torch.compile
+    _between_steps = False
+    _steps = 0  # depth of the optimizers' steps that are under way
+    _updating = False  # in a step of the optimizer, or since one that raised
+
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
         session: Session,
@@ -126,14 +131,10 @@ class Measured:
         self._calls: Calls | None = None
         self._seeking: EachCall | None = None
         self._sampling: list[Callable[[], object]] = []  # what ends the stamps of the modules
-        self._compiles = False
         self._queued = False
         self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
-        self._steps = 0  # depth of the optimizers' steps that are under way
-        self._updating = False  # in a step of the optimizer, or since one that raised
         self._in_backward = False  # the optimizer steps inside the backward pass
-        self._between_steps = False
         self._late = False  # a step has ended inside the backward pass
         self._broken = False
         self.closed = False

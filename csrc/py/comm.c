@@ -347,10 +347,12 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {"map", comm_map, METH_O,
          "map($self, arena)\n--\n\nRegister an arena for many operations with the lanes, until it is freed."},
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
-         "exchange($self, blob, *, limit_s=0.0, name=None)\n--\n\n"
+         "exchange($self, blob, *, limit_s=0.0, name=None, raised=...)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"
          "limit_s: after which TimeoutError names the missing ranks; 0: never. The communicator stays usable. name:\n"
-         "its own, for an exchange that some ranks may leave out: the order of the others stays."},
+         "its own, for an exchange that some ranks may leave out: the order of the others stays. raised: a list for "
+         "the\n"
+         "exceptions of signal handlers, which then do not end the exchange."},
         {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nOpen lanes and bytes moved; also after close()."},
         {"missing", WITH_KEYWORDS(core_comm_missing),
          "missing($self, name, group=0)\n--\n\nRanks (16 at most) without it when its stall was reported."},

@@ -209,8 +209,45 @@ PyObject *core_comm_missing(PyObject *object, PyObject *args, PyObject *kwargs) 
     return list;
 }
 
+// Moves the exception of a signal handler to a list. Returns -1 with the exception set if that fails.
+static int put_by(PyObject *raised) {
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    if (PyList_Append(raised, value) < 0) {
+        PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return 0;
+}
+
+// Waits for a work. raised: a list for the exceptions of signal handlers, which then end no wait; NULL: they end it.
+static int wait_for(PyObject *object, PyObject *work, PyObject *raised) {
+    for (;;) {
+        PyObject *done = PyObject_CallMethod(work, "wait", NULL);
+        if (done != NULL) {
+            Py_DECREF(done);
+            break;
+        }
+        if (raised == NULL || core_work_done(work) || put_by(raised) < 0 || core_comm_check(object) < 0) {
+            return -1;
+        }
+    }
+    // A handler that runs after the return would hide the answer.
+    return raised != NULL && PyErr_CheckSignals() < 0 ? put_by(raised) : 0;
+}
+
 // Submits the all-gather of a buffer in which this rank's part is filled in, and waits. given: name; NULL: by number.
-static int gather(PyObject *object, PyObject *buffer, int limit_ms, const char *given) {
+// raised: as wait_for.
+static int gather(PyObject *object, PyObject *buffer, int limit_ms, const char *given, PyObject *raised) {
     struct core_comm *self = (struct core_comm *)object;
     char numbered[NB_NAME_MAX];
     const char *name = given;
@@ -228,10 +265,9 @@ static int gather(PyObject *object, PyObject *buffer, int limit_ms, const char *
     }
     Py_XDECREF(kind);
     Py_XDECREF(dtype);
-    PyObject *done = work != NULL ? PyObject_CallMethod(work, "wait", NULL) : NULL;
+    int rc = work != NULL ? wait_for(object, work, raised) : -1;
     Py_XDECREF(work);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
+    return rc;
 }
 
 static PyObject *split(const char *buffer, Py_ssize_t bytes, int size) {
@@ -246,14 +282,16 @@ static PyObject *split(const char *buffer, Py_ssize_t bytes, int size) {
 }
 
 PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"blob", "limit_s", "name", NULL};
+    static const char *const keywords[] = {"blob", "limit_s", "name", "raised", NULL};
     const struct core_comm *self = (struct core_comm *)object;
     PyObject *blob;
+    PyObject *raised = NULL;
     double limit_s = 0;
     const char *name = NULL;
     char *data;
     Py_ssize_t bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$dz:exchange", (char **)keywords, &blob, &limit_s, &name)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$dzO!:exchange", (char **)keywords, &blob, &limit_s, &name,
+                                     &PyList_Type, &raised)) {
         return NULL;
     }
     if (!(limit_s >= 0 && limit_s <= LIMIT_S_MAX)) {
@@ -276,7 +314,7 @@ PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs)
     memset(base, 0, (size_t)(bytes * self->size));
     memcpy(base + bytes * self->rank, data, (size_t)bytes);
     int limit_ms = (int)(limit_s * 1000);
-    PyObject *parts = gather(object, buffer, limit_ms, name) == 0 ? split(base, bytes, self->size) : NULL;
+    PyObject *parts = gather(object, buffer, limit_ms, name, raised) == 0 ? split(base, bytes, self->size) : NULL;
     Py_DECREF(buffer);
     return parts;
 }

@@ -195,6 +195,8 @@ int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadlin
 
 // A Work over a submitted hold. Takes over the hold, also on failure.
 PyObject *core_work_new(const struct core_state *state, PyObject *comm, struct core_hold *hold);
+// True if waiting for a Work would not wait.
+int core_work_done(PyObject *object);
 
 // ---- comm_submit.c
 

@@ -82,6 +82,11 @@ PyObject *core_work_new(const struct core_state *state, PyObject *comm, struct c
     return (PyObject *)self;
 }
 
+int core_work_done(PyObject *object) {
+    const struct core_work *self = (struct core_work *)object;
+    return self->hold == NULL || !core_comm_is_here(self->comm) || core_hold_done(self->hold);
+}
+
 static int work_traverse(PyObject *object, visitproc visit, void *arg) {
     const struct core_work *self = (struct core_work *)object;
     Py_VISIT(Py_TYPE(object));

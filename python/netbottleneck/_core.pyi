@@ -339,10 +339,13 @@ class Comm:
     def map(self, arena: Arena) -> None:
         """Registers memory that many operations will use with the lanes."""
 
-    def exchange(self, blob: bytes, *, limit_s: float = 0.0, name: str | None = None) -> list[bytes]:
+    def exchange(
+        self, blob: bytes, *, limit_s: float = 0.0, name: str | None = None, raised: list[BaseException] = ...
+    ) -> list[bytes]:
         """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released. limit_s: deadline, after
         which TimeoutError names the missing ranks on the others; 0: none. The communicator stays usable. Exchanges
-        match by their order; one with a name of its own matches by that, so that some ranks may leave it out."""
+        match by their order; one with a name of its own matches by that, so that some ranks may leave it out. raised:
+        gets the exceptions of signal handlers, which then do not end the exchange."""
 
     def info(self) -> dict[str, Any]:
         """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and

@@ -1,5 +1,8 @@
 """The exceptions of live calls. The C module raises them; each carries errno, text and the rank at fault."""
 
+import signal
+from typing import Any
+
 
 class HorovodInternalError(RuntimeError):
     """A collective failed. Elastic training catches it, restores the state and continues."""
@@ -50,3 +53,21 @@ class DeadlineError(TimeoutError, HorovodInternalError):
 # Exceptions of a failed call of the core. A signal handler may raise any other OSError (TimeoutError is one) out of the
 # same call; that exception belongs to the script.
 FAILURES = (Error, DeadlineError)
+
+
+def of_handler(error: BaseException) -> bool:
+    """Return True if a signal handler of the script raised it: it belongs to the script, whatever call it cut short."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in handlers:
+        trace = trace.tb_next
+    return trace is not None
+
+
+def _code(handler: Any) -> Any:
+    """Return the code that runs first in a handler; None if it is no Python code."""
+    while hasattr(handler, "func"):  # functools.partial
+        handler = handler.func
+    if callable(handler) and not hasattr(handler, "__code__") and not hasattr(handler, "__func__"):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)

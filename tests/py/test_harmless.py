@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from conftest import Ranks, by_torchrun
 pytest.importorskip("torch")
 
 from netbottleneck import config
+from netbottleneck.errors import of_handler
 from netbottleneck.hooks import ddp
 from netbottleneck.report import Run
 
@@ -502,6 +505,120 @@ def test_an_exception_of_a_signal_handler_in_a_wait_reaches_the_script(warm_rank
     first, second = warm_ranks(2, ALARMED, {}, args=[str(tmp_path / "raised")])
     assert "raised TimeoutError a limit of the script's" in first.stdout, first.stdout + first.stderr
     assert "[1.0, 1.0, 1.0, 1.0]" in second.stdout
+
+
+ALARMED_BETWEEN = """
+import pathlib, signal, sys, time, torch
+import torch.distributed as dist
+import netbottleneck
+
+dist.init_process_group("gloo")
+rank, flag = dist.get_rank(), pathlib.Path(sys.argv[1])
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+
+
+def late(*_):
+    flag.touch()
+    raise TimeoutError("a limit of the script's")
+
+
+signal.signal(signal.SIGALRM, late)
+with netbottleneck.profile(model, optimizer, transport="stock,tcp") as run:
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+        if step == 1 and rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)  # while this rank waits for the other one before the next arm
+        while step == 1 and rank == 1 and not flag.exists():
+            time.sleep(0.01)
+        try:
+            optimizer.step()
+        except TimeoutError as error:
+            print("raised at", step, error)
+weights = [torch.zeros(4, 4) for _ in range(2)]
+dist.all_gather(weights, model.weight.detach())
+assert torch.equal(*weights)
+print("alike")
+dist.destroy_process_group()
+"""
+
+
+def test_an_exception_of_a_signal_handler_between_two_arms_reaches_the_script(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    env = {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
+    first, second = warm_ranks(2, ALARMED_BETWEEN, env, args=[str(tmp_path / "raised")])
+    assert "raised at 1 a limit of the script's" in first.stdout, first.stdout + first.stderr
+    assert "alike" in first.stdout
+    assert "alike" in second.stdout
+    trace = Run(run).trace
+    assert {step.arm for step in trace.steps} == {"stock", "tcp"}
+    assert not [note for note in trace.notes if "measuring ended" in note or "all further steps" in note]
+
+
+class Handler:
+    def __call__(self, *_: object) -> None:
+        raise TimeoutError("a limit of the script's")
+
+
+def test_an_exception_belongs_to_the_script_if_its_signal_handler_raised_it() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    caught = []
+    try:
+        for handler in (Handler(), Handler().__call__, functools.partial(Handler.__call__, None)):
+            signal.signal(signal.SIGUSR1, handler)
+            with pytest.raises(TimeoutError) as raised:
+                signal.raise_signal(signal.SIGUSR1)
+            caught.append(of_handler(raised.value))
+        with pytest.raises(ZeroDivisionError) as other:
+            _ = 1 // 0
+        assert not of_handler(other.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert caught == [True] * 3
+
+
+ALARMED_WORK = """
+import pathlib, signal, sys, time, torch
+import torch.distributed as dist
+import netbottleneck.torch.backend
+
+dist.init_process_group("nb")
+flag = pathlib.Path(sys.argv[1])
+tensor = torch.ones(4)
+
+
+def late(*_):
+    raise TimeoutError("a limit of the script's")
+
+
+if dist.get_rank() == 0:
+    signal.signal(signal.SIGALRM, late)
+    work = dist.all_reduce(tensor, async_op=True)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        work.wait()
+    except TimeoutError as error:
+        print("raised", error)
+    flag.touch()
+    work.wait()
+    assert work.is_success()
+else:
+    while not flag.exists():
+        time.sleep(0.01)
+    dist.all_reduce(tensor)
+print(tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_an_exception_of_a_signal_handler_is_not_the_failure_of_an_operation(warm_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = warm_ranks(2, ALARMED_WORK, {}, args=[str(tmp_path / "raised")])
+    assert "raised a limit of the script's\n[2.0, 2.0, 2.0, 2.0]" in first.stdout, first.stdout + first.stderr
+    assert "[2.0, 2.0, 2.0, 2.0]" in second.stdout
 
 
 TYPES = """

@@ -181,3 +181,43 @@ def test_invalid_variables_of_a_launcher_leave_an_installed_horovod_alone(
     with pytest.raises(ValueError, match="LOCAL_RANK=7") if strict else nullcontext():
         assert reduced() == 5
     assert strict or "the training is left alone: LOCAL_RANK=7, LOCAL_WORLD_SIZE=2" in caplog.text
+
+
+GONE = """
+import gc, warnings, weakref, torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+warnings.filterwarnings("error", message="Using `torch.compile")
+for options in ({}, {"compression": hvd.Compression.fp16}):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.125), model.named_parameters(), **options
+    )
+    called = torch.compile(model, backend="eager")
+    for _ in range(5):
+        optimizer.zero_grad()
+        called(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    alive = [weakref.ref(p) for p in model.parameters()]
+    del model, called, optimizer
+    torch._dynamo.reset()
+    gc.collect()
+    print("alive", sum(reference() is not None for reference in alive))
+    if not options:
+        other = torch.nn.Linear(4, 4)
+        torch.optim.SGD(other.parameters(), lr=0.125).step()  # goes through hooks that are left
+    hvd.join()
+    hvd.shutdown()
+    hvd.init()
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("transports", ["stock,tcp", "tcp"])
+def test_an_optimizer_that_is_gone_takes_its_memory_along(warm_ranks: Ranks, tmp_path: Path, transports: str) -> None:
+    env = {**ENV, "NETBOTTLENECK_TRANSPORT": transports, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    for result in warm_ranks(2, GONE, env):
+        lines = [line for line in result.stdout.splitlines() if line.startswith("alive")]
+        assert lines == ["alive 0"] * 2, result.stdout + result.stderr
+    assert Run(tmp_path / "run").trace.steps

@@ -13,10 +13,9 @@ from conftest import Ranks
 
 pytest.importorskip("torch")
 
-import torch
 
+from netbottleneck.analysis import intervals
 from netbottleneck.hooks import measured_model
-from netbottleneck.hooks.measured_model import compiled
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import words
 from netbottleneck.trace.model import Trace
@@ -279,12 +278,80 @@ def test_a_sampled_step_leaves_a_fast_path_and_torchscript_as_they_are(warm_rank
         assert [trace.modules[index] for index, _, _ in step.modules] == ["2"]
 
 
-def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
-    plain, part = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    part.compile()
-    wrapped: Any = torch.compile(torch.nn.Linear(2, 2))
-    models = [None, plain, torch.nn.Sequential(plain), part, torch.nn.Sequential(plain, part), wrapped]
-    assert [compiled(model) for model in models] == [False, False, False, True, True, True]
+CLOSURE = """
+import torch
+import netbottleneck
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    return loss
+
+
+with netbottleneck.profile(model, optimizer):
+    for _ in range(6):
+        optimizer.step(closure)
+"""
+
+
+def test_the_passes_of_a_closure_are_compute_and_not_the_optimizer(warm_ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    warm_ranks(1, CLOSURE, {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"})
+    steps = [step for step in load(run).steps if step.grad_ready]
+    assert len(steps) >= 4
+    for step in steps:
+        ((begin, end),) = step.forward
+        assert [a < b <= begin or end <= a < b for a, b in step.optimizer] == [True, True]
+        assert intervals.backward_intervals(step)[0][1] <= step.optimizer[1][0]
+
+
+COMPILED = """
+import torch
+import netbottleneck
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        self._step = None
+
+    def _impl(self, x):
+        return self.layers(x)
+
+    def forward(self, x):
+        if self._step is None:
+            self._step = torch.compile(self._impl, fullgraph=True, backend="aot_eager")
+        return self._step(x)
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with netbottleneck.profile(model, optimizer):
+    for step in range(12):
+        optimizer.zero_grad()
+        model(torch.ones(2 + step // 6, 4)).sum().backward()  # compiled again for another size
+        optimizer.step()
+frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+print("graphs", frames)
+"""
+
+
+def test_a_sampled_step_leaves_compiled_code_inside_the_model_as_it_is(warm_ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    env = {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_SAMPLE_EVERY": "1"}
+    result = warm_ranks(1, COMPILED, env)[0]
+    graphs = next(int(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("graphs"))
+    assert graphs <= 3  # the first pass calls the compiler after it is sampled
+    trace = load(run)
+    assert len([note for note in trace.notes if "the training uses torch.compile" in note]) == 1
+    assert not [note for note in trace.notes if "measuring ended" in note]
+    assert not [step.modules for step in trace.steps[1:] if step.modules]
 
 
 # A rank with a DDP model of three buckets from the second pass on, in a run whose session is given.

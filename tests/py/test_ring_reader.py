@@ -163,6 +163,16 @@ def test_a_pass_without_gradients_is_evaluation_and_a_save_a_checkpoint():
     assert (step.evaluation, step.forward, step.checkpoints) == (((1, 2),), ((3, 4),), ((5, 6),))
 
 
+def test_a_pass_inside_the_optimizer_s_step_is_no_part_of_its_time():
+    kinds = ["STEP_BEGIN", "OPTIMIZER_BEGIN", "FORWARD_BEGIN", "FORWARD_END", "GRAD_READY", "OPTIMIZER_END", "STEP_END"]
+    events = [Event(kind, at, 0, 0, 0, 0, 0, 0, 0) for at, kind in enumerate(kinds)]
+    (step,), _, _ = ring_reader.rank_steps(events, 0, [Arm("stock")], None)
+    assert step.optimizer == ((1, 2), (4, 5))
+    events = [event for event in events if not event.kind.startswith("FORWARD")]
+    (step,), _, _ = ring_reader.rank_steps(events, 0, [Arm("stock")], None)
+    assert step.optimizer == ((1, 5),)
+
+
 def test_a_run_is_read_as_steps_and_operations(tmp_path):
     trace = ring_reader.load(FakeRun(tmp_path, blocks=3, block_steps=4).write())
     assert [len([s for s in trace.steps if s.rank == r]) for r in (0, 1)] == [12, 12]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from netbottleneck import _core
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.hooks import collectives
-from netbottleneck.hooks.measured_model import Updates
+from netbottleneck.hooks.updates import Updates
 from netbottleneck.report import Run
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Trace
@@ -295,6 +295,42 @@ def test_a_call_has_the_phase_in_which_it_was_made(warm_ranks: Ranks, tmp_path: 
     for step, split, _ in split_steps(trace):
         assert any(key for key, _, _ in step.waits)
         assert sum(split.phases().values()) == split.step_ns
+
+
+SHARDED = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+plain = torch.optim.SGD
+torch.optim.SGD = lambda parameters, lr: ZeroRedundancyOptimizer(parameters, optimizer_class=plain, lr=lr)
+
+
+class Raising(plain):
+    def step(self, closure=None):
+        raise ArithmeticError
+
+
+raising = Raising([torch.nn.Parameter(torch.ones(1))])
+"""
+RAISED = """
+try:
+    raising.step()
+except ArithmeticError:
+    pass
+dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_calls_of_an_optimizer_around_another_one_s_step_are_its_calls(warm_ranks: Ranks, tmp_path: Path) -> None:
+    parts = {"setting": SHARDED, "before": "dist.all_reduce(torch.ones(5))", "after": RAISED}
+    plain, _ = ran(warm_ranks, tmp_path, **parts)
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", **parts)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.by_script and c.step == 3 and c.phase != "forward"]
+    assert {(c.phase, c.kind, c.tensor_bytes) for c in rows if c.tensor_bytes == 20} == {("other", "allreduce", 20)}
+    assert {c.phase for c in rows if c.kind == "broadcast"} == {"optimizer"}
+    for step in trace.steps:
+        assert len(step.optimizer) == 1
 
 
 def test_a_bare_step_and_a_run_that_has_ended_leave_torch_as_it_is(warm_ranks: Ranks, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from netbottleneck.hooks.measured_model import Updates
+from netbottleneck.hooks.updates import Updates
 
 
 class Counting:
@@ -106,6 +106,51 @@ def test_counting_continues_after_a_step_that_raised() -> None:
     counted.updates.remove()
     assert counted.seen.count("after") == 3
     assert counted.seen[-2:] == ["before", "after"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_update_begins_before_a_weight_changes_if_the_base_class_is_hooked_later(known: bool) -> None:
+    class Base(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                closure()
+            mine.data -= 1.0
+
+    class Derived(Base):
+        pass
+
+    mine = parameter()
+    optimizer = Derived([mine])  # torch wraps the step of this class first
+    Base([parameter()])
+    seen: list[float] = []
+    look = lambda: seen.append(mine[0].item())  # noqa: E731
+    updates = Updates([mine], optimizer if known else None, look, look)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 // 0)
+    optimizer.step()
+    optimizer.step()
+    updates.remove()
+    assert seen == [1.0, 1.0, 0.0, 0.0, -1.0]
+
+
+def test_an_optimizer_that_alone_uses_new_gradients_replaces_one_that_is_kept() -> None:
+    mine, other = parameter(), parameter()
+    counted = Counting(mine)
+    kept, used, apart = (torch.optim.SGD([p], lr=1.0) for p in (mine, mine, other))
+    kept.step()
+    for _ in range(3):  # the gradients are the same: one pass of the loop
+        used.step()
+        apart.step()
+    assert len(counted.seen) == 2
+    for _ in range(3):
+        mine.grad = torch.ones(2)
+        used.step()
+        apart.step()
+    counted.updates.remove()
+    assert len(counted.seen) == 2 + 2 * 3
 
 
 def test_silenced_hooks_may_be_passed_through_and_removed_later() -> None:

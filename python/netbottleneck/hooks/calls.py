@@ -14,7 +14,7 @@ import torch
 
 # Callbacks around calls.
 
-Around = tuple[Callable[[], object], Callable[[], object]]
+Around = tuple[Callable[[], object], Callable[[], object], type]  # the class whose `__call__` calls them
 
 
 class _Watched(dict[int, Around]):
@@ -35,7 +35,7 @@ class Calls:
     def __init__(self, module: torch.nn.Module, before: Callable[[], object], after: Callable[[], object]) -> None:
         self._class = type(module)
         self._key = id(module)
-        self._around = (before, after)
+        self._around = (before, after, self._class)
         _WATCHED[self._key] = self._around
         _wrap(self._class)
         self._end = weakref.finalize(module, _forget, self._class, self._key, self._around)
@@ -44,6 +44,11 @@ class Calls:
     def remove(self) -> None:
         """Stop calling `before` and `after`."""
         self._end()
+
+
+def watched(module: torch.nn.Module) -> bool:
+    """Return whether there are callbacks around a module's calls."""
+    return id(module) in _WATCHED
 
 
 def _forget(cls: Any, key: int, around: Around) -> None:
@@ -75,7 +80,7 @@ def _wrap(cls: Any) -> None:
         # Look up an inherited `__call__` on each call: torch.fx replaces Module's while it traces.
         original = super(cls, self).__call__ if own is None else functools.partial(own, self)
         around = _WATCHED.get(id(self))
-        if around is None:
+        if around is None or around[2] is not cls:
             return original(*args, **kwargs)
         around[0]()
         try:

@@ -4,6 +4,7 @@ import atexit
 import importlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,6 +65,7 @@ class Measuring(job.Observer):
         gradients.record(session.recorder)
         joins = self._joins = Joins(session, gradients)
         joins.measured = Measured(session, gradients, optimizer, own_sync=False, agree=joins.agree)
+        _at_end_of(optimizer, joins.measured.forget, joins.forget)
         atexit.register(job.stop)  # runs before the exit handlers of modules imported earlier
         _have_arms_followed(session)
 
@@ -90,6 +92,12 @@ class Measuring(job.Observer):
                 report(session)
             except Exception as error:
                 logger.error("%s: no report: %s: %s", session.folder, type(error).__name__, error)
+
+
+def _at_end_of(optimizer: Any, *calls: Callable[[], None]) -> None:
+    """Make these calls when an optimizer is gone; not at the process's end."""
+    for call in reversed(calls):  # the last finalizer runs first
+        weakref.finalize(optimizer, call).atexit = False
 
 
 def open_on_all(settings: Settings, **options: Any) -> Session | None:
@@ -184,6 +192,10 @@ class Route(GradientSink):
         self._recorder = None
         if self._stamps is not None:
             self._stamps.stop()
+
+    def forget(self) -> None:
+        """Keep no parameter: a finalizer of the optimizer calls it. All-reduces keep their path."""
+        self.parameters = ()
 
     def rest(self, on: bool) -> None:
         """Send all all-reduces to Horovod and stamp nothing, or record again. Call between steps."""
@@ -517,7 +529,8 @@ class Attached:
             return None
         route.stock_only = all(arm.own_path for arm in session.arms)
         route.open(session.recorder)
-        Measured(session, route, optimizer, own_sync=False, bare=route.rest)
+        measured = Measured(session, route, optimizer, own_sync=False, bare=route.rest)
+        _at_end_of(optimizer, measured.forget, route.forget)
         session.on_close.append(route.close)
         finish_at_exit(session)
         self._session = session

@@ -7,12 +7,13 @@ they use one of our communicators, until the end of the run. Before the first pa
 know which buckets the others will send, and in which order: all wait for the count there, and no zeros are sent.
 """
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from netbottleneck.errors import PeerError
+from netbottleneck.errors import FAILURES, HorovodInternalError, PeerError
 from netbottleneck.hooks.measured_model import Measured
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
@@ -60,6 +61,20 @@ class Joins:
         if self._stock is not None and self._size > 1:
             self._stock.instead = self._over_ours
         session.on_close.append(self._close)
+
+    def forget(self) -> None:
+        """Keep no parameter: a finalizer of the optimizer calls it. This rank can still send its zeros."""
+        gradients = self._gradients
+        self._gradients = cast(
+            Gradients,
+            SimpleNamespace(
+                parameters=[SimpleNamespace(device=parameter.device) for parameter in gradients.parameters],
+                buckets=tuple(gradients.buckets),
+                version=gradients.version,
+                factors=gradients.factors,
+                pending=0,
+            ),
+        )
 
     def agree(self) -> bool:
         """Return True if the next arm may begin; called before the arm changes. See Measured."""
@@ -113,8 +128,15 @@ class Joins:
         """Return True if a rank has joined. The ranks that have not joined call it at the same time."""
         this, core = job.current(), job.core()
         present = np.ones(1, np.int32)
-        this.wait([this.comm.submit("netbottleneck.present", core.ALLREDUCE, present, core.INT32, keep=present)])
-        return int(present[0]) < self._size
+        work = this.comm.submit("netbottleneck.present", core.ALLREDUCE, present, core.INT32, keep=present)
+        while True:
+            try:
+                this.wait([work])
+                return int(present[0]) < self._size
+            except (*FAILURES, HorovodInternalError):
+                raise
+            except BaseException as error:  # of a signal handler: see Session.agree
+                self._session.raised.append(error)
 
     def _leave(self) -> None:
         """Use one of our arms in all further steps; the job's own communicator if the run has none."""

@@ -22,160 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from netbottleneck.errors import FAILURES, Error, HorovodInternalError
-from netbottleneck.hooks.calls import Calls, eager
+from netbottleneck.errors import FAILURES, Error, HorovodInternalError, of_handler
+from netbottleneck.hooks.calls import Calls, EachCall, watched
 from netbottleneck.hooks.collectives import Collectives
-from netbottleneck.hooks.left_alone import held
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
+from netbottleneck.hooks.updates import Updates, step_frames
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, words
-from netbottleneck.torch.functions import makes_state
 from netbottleneck.torch.gradients import GradientSink
 from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
-
-# The end of a step: an update by the optimizer that holds the parameters.
-
-
-class Updates:
-    """Calls `before` and `after` once each around every update of one optimizer.
-
-    optimizer: a torch optimizer, or an object with the same step hooks around the optimizer `wraps`. None: the first
-    optimizer that steps one of the parameters; when it is freed, the next one. Other optimizers end no step, so a model
-    with two optimizers has one step for both. `beside` is called with True and False around each of their steps.
-
-    An optimizer's step may call the step of its base class, and torch then calls the hooks for both. `before` then runs
-    with the inner step and `after` with the outer one. Horovod's optimizer waits for its gradients between the two.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[torch.Tensor],
-        optimizer: Any,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        beside: Callable[[bool], None] = lambda _: None,
-    ) -> None:
-        self._before = before
-        self._after = after
-        self._marked = _nothing  # called in place of `before`, see begun_by
-        self._beside = beside
-        self._own = {id(parameter) for parameter in parameters}
-        self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
-        self._depth = 0
-        self._begun = False
-        self._handles: list[Any]
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # it calls its hooks itself
-            self._handles = [
-                optimizer.register_step_pre_hook(lambda *_: self._before()),
-                optimizer.register_step_post_hook(lambda *_: self._after()),
-                *self._hook_others(getattr(optimizer, "wraps", None)),
-            ]
-        elif optimizer is not None:
-            self._chosen = weakref.ref(optimizer)
-            self._handles = [
-                optimizer.register_step_pre_hook(self._begins),
-                optimizer.register_step_post_hook(self._ended),
-                *self._hook_others(optimizer),
-            ]
-        else:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._begins),
-                register_optimizer_step_post_hook(self._ended),
-            ]
-
-    def _hook_others(self, chosen: Any) -> list[Any]:
-        """Hook the steps of all optimizers but one."""
-        one = None if chosen is None else weakref.ref(chosen)
-
-        def other(begins: bool) -> Callable[..., None]:
-            @eager
-            def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-                if not makes_state(optimizer) and (one is None or one() is not optimizer):
-                    self._beside(begins)
-
-            return hook
-
-        return [register_optimizer_step_pre_hook(other(True)), register_optimizer_step_post_hook(other(False))]
-
-    def begun_by(self, marks: Any) -> None:
-        """Call `before` from the pre-hook of `marks` instead of the optimizer's."""
-        self._marked, self._before = self._before, _nothing
-        self._handles.append(marks.register_step_pre_hook(lambda *_: self._marked()))
-
-    def silence(self) -> None:
-        """Let the hooks do nothing. A finalizer calls it: torch may be going through them, so they must stay."""
-        self._before = self._after = self._marked = _nothing
-        self._beside = lambda _: None
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    @eager
-    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if makes_state(optimizer):
-            return
-        chosen = self._chosen() if self._chosen is not None else None
-        if chosen is None and shares(optimizer, self._own):
-            self._chosen, chosen = weakref.ref(optimizer), optimizer
-            self._depth, self._begun = 0, False
-        if chosen is not optimizer:
-            self._beside(True)
-            return
-        levels = _levels(optimizer)
-        # A step that raised leaves the depth too high: start again at 1.
-        self._depth = self._depth + 1 if self._depth < levels else 1
-        if not self._begun and self._depth == levels:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._begun = True
-        self._before()
-
-    @eager
-    def _ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if makes_state(optimizer):
-            return
-        if self._chosen is None or self._chosen() is not optimizer:
-            self._beside(False)
-            return
-        self._depth -= 1
-        if self._depth != 0:
-            self._depth = max(self._depth, 0)
-            return
-        if not self._begun:
-            self._begin()
-        self._begun = False
-        self._after()
-
-
-def _nothing() -> None:
-    return
-
-
-def _levels(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many classes in an optimizer's MRO define a step with hooks: the deepest nesting of super().step().
-
-    A class that we made has none of its own.
-    """
-    steps = [vars(c).get("step") for c in type(optimizer).__mro__ if "_made_from" not in vars(c)]
-    return max(1, sum(bool(getattr(step, "hooked", False)) for step in steps))
-
-
-def shares(optimizer: torch.optim.Optimizer, own: set[int]) -> bool:
-    """Return whether an optimizer holds a parameter whose id is in `own`."""
-    return any(id(parameter) in own for parameter in held(optimizer))
-
 
 # The measured model.
 
@@ -210,6 +71,19 @@ def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
         session.runs_ahead(lambda: module.current_stream(device).synchronize())
 
 
+def _nothing() -> None:
+    return
+
+
+class _Forgotten(GradientSink):
+    """The gradients of an optimizer that is gone."""
+
+    names = ()
+    parameters = ()
+    buckets = ()
+    pending = 0
+
+
 class Measured:
     """Measures one model, its gradients and its optimizer, and records them into a session.
 
@@ -222,6 +96,11 @@ class Measured:
     An exception in the measurement is logged once and ends the recording; gradients still travel as before. Raises
     ValueError if "bare" is an arm but the user has no own path.
     """
+
+    _compiles = False  # the process has called torch.compile
+    _between_steps = False
+    _steps = 0  # depth of the optimizers' steps that are under way
+    _updating = False  # in a step of the optimizer, or since one that raised
 
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
@@ -250,8 +129,8 @@ class Measured:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
-        self._seeking: Any = None
-        self._sampling: list[Any] = []
+        self._seeking: EachCall | None = None
+        self._sampling: list[Callable[[], object]] = []  # what ends the stamps of the modules
         self._queued = False
         self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
@@ -269,11 +148,12 @@ class Measured:
         followed = next((p.device for p in gradients.parameters), None) if self._on_device else None
         streams = getattr(torch, followed.type) if followed is not None and gradients.own_streams else None
         self._collectives = Collectives(session.recorder, self.failed, followed, streams)
-        self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step, self._beside)
+        hooks = (self._before_step, self._after_step, self._beside)
+        self._updates = Updates(gradients.parameters, optimizer, *hooks, waits=not own_sync)
         if own_sync:
             gradients.on_first = self._backward_begins
         if model is None:
-            self._seeking = register_module_forward_pre_hook(self._seek)
+            self._seeking = EachCall(self._seek)
         else:
             self._know(model)
         session.on_close.append(self.close)
@@ -305,6 +185,16 @@ class Measured:
         if self._bare is not None:
             self._bare(True)
 
+    def forget(self) -> None:
+        """Close in a finalizer of the optimizer, and keep no parameter.
+
+        The path of the gradients stays: a finalizer may run at another time on another rank.
+        """
+        self._bare = None
+        self.close(in_finalizer=True)
+        self.session.on_close.append(self.remove_hooks)
+        self.gradients = _Forgotten()
+
     def remove_hooks(self) -> None:
         """Remove the hooks that a close in a finalizer has left."""
         self._updates.remove()
@@ -318,6 +208,7 @@ class Measured:
         session.step = step
         self._choose()
         self.guarded(session.begin)
+        self._raise_held()
 
     def failed(self, error: Exception) -> None:
         """Stop recording and log the reason once."""
@@ -330,13 +221,21 @@ class Measured:
             self._collectives.watch(False)
 
     def guarded(self, call: Callable[[], Any]) -> None:
-        """Call a function that only measures. If it raises, the recording ends and the training continues."""
+        """Call a function that only measures. If it raises, the recording ends and the training continues.
+
+        An exception of the script's signal handler is raised, between two steps once the next step has begun.
+        """
         if self._broken:
             return
         try:
             call()
         except Exception as error:
-            self.failed(error)
+            if not of_handler(error):
+                self.failed(error)
+            elif self._between_steps:
+                self.session.raised.append(error)
+            else:
+                raise
 
     def _seek(self, module: torch.nn.Module, _args: Any) -> None:
         """Find the model: the outermost module that holds all the parameters."""
@@ -375,6 +274,9 @@ class Measured:
             self.gradients.paused = True
             return
         self._collectives.forward(True)
+        self._updating = False
+        if self._steps and not step_frames():  # a step has raised
+            self._steps, self._collectives.in_optimizer = 0, False
         if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
             self._drop_pass()  # not for an evaluation, which another thread may run during the pass
         if self._late and _c._current_graph_task_id() == -1:
@@ -395,23 +297,29 @@ class Measured:
             self.guarded(self._forward_end)
 
     def _sample(self) -> None:
-        """Stamp every module of this forward pass that may have hooks."""
+        """Stamp every module of this forward pass that Python calls."""
         model = None if self._model is None else self._model()
-        if model is None or self._sampling:
+        if model is None or self._sampling or self._compiles:
             return
-        found, left_out = list(leaves(model)), without_hooks(model)
-        if [name for name, _ in found] != self._leaves or compiled(model):
+        found = list(leaves(model))
+        if [name for name, _ in found] != self._leaves:
+            return
+        self._compiles = compiles()
+        if self._compiles:
+            self.session.notes.append("forward times by module are not recorded: the training uses torch.compile")
             return
         put = self.session.recorder.stamper
         for index, (_, module) in enumerate(found):
-            if id(module) in left_out:
-                continue
-            self._sampling.append(module.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"], index + 1)))
-            self._sampling.append(module.register_forward_hook(put(EVENTS["FORWARD_END"], index + 1)))
+            begin, end = put(EVENTS["FORWARD_BEGIN"], index + 1), put(EVENTS["FORWARD_END"], index + 1)
+            if module is model:
+                begin()
+                self._sampling.append(end)
+            elif not (watched(module) or isinstance(module, torch.jit.ScriptModule)):
+                self._sampling.append(Calls(module, begin, end).remove)
 
     def _stop_sampling(self) -> None:
-        for handle in self._sampling:
-            handle.remove()
+        for end in self._sampling:
+            end()
         self._sampling.clear()
 
     def _backward_begins(self) -> None:
@@ -479,23 +387,32 @@ class Measured:
         if (
             self._own_sync
             and not self.gradients.paused
-            and (not self._synced or self._queued or self.gradients.pending)
+            and (not (self._synced or self._updating) or self._queued or self.gradients.pending)
         ):
             self._queued = False
             self._sync()
         self._synced = False
-        self._collectives.in_optimizer = True
-        self.guarded(self._optimizer_begin)
+        self._updating = True
+        self._count_step(True)
 
     def _beside(self, begins: bool) -> None:
         """Stamp the begin or the end of a step of an optimizer that ends no step."""
         if self.closed or self._arm == BARE:
             return
-        self._collectives.in_optimizer = begins
-        self.guarded(self._optimizer_begin if begins else self._optimizer_end)
+        self._count_step(begins)
+        if self._steps == 0:
+            self.guarded(self._optimizer_end)
+
+    def _count_step(self, begins: bool) -> None:
+        """Note the begin or the end of an optimizer's step; stamp the begin of the outermost one."""
+        self._steps = self._steps + 1 if begins else max(0, self._steps - 1)
+        self._collectives.in_optimizer = self._steps > 0
+        if begins and self._steps == 1:
+            self.guarded(self._optimizer_begin)
 
     def _after_step(self) -> None:
-        self._collectives.in_optimizer = False
+        self._updating = False
+        self._count_step(False)
         if self.closed or self._in_child:
             return
         if _c._current_graph_task_id() != -1:
@@ -507,6 +424,21 @@ class Measured:
 
     def _next_step(self) -> None:
         self._stop_seeking()  # if no module holds all parameters, there are no forward times
+        self._between_steps = True
+        try:
+            self._change_steps()
+        finally:
+            self._between_steps = False
+        self._raise_held()
+
+    def _raise_held(self) -> None:
+        """Raise the first exception that a signal handler of the script raised while the step changed."""
+        raised = self.session.raised
+        if raised:
+            del raised[1:]
+            raise raised.pop()
+
+    def _change_steps(self) -> None:
         self.guarded(self._optimizer_end)
         if self._broken:
             self.session.end(recorded=False)
@@ -554,22 +486,13 @@ def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     return ((name, module) for name, module in inner.named_modules() if not any(module.children()))
 
 
-def without_hooks(model: torch.nn.Module) -> set[int]:
-    """Return the ids of modules that get no hooks: those of TorchScript, which refuses them, and of a fast path.
-
-    Outside training nn.TransformerEncoderLayer takes its fast path, but not if a module inside it has a hook.
-    """
-    found = {id(part) for part in model.modules() if isinstance(part, torch.jit.ScriptModule)}
-    for part in model.modules():
-        if isinstance(part, torch.nn.TransformerEncoderLayer) and not part.training:
-            found |= {id(inside) for inside in part.modules()}
-    return found
-
-
-def compiled(model: torch.nn.Module | None) -> bool:
-    """Return whether torch.compile compiled a model or a part of it: new hooks would cause a recompilation."""
-    parts = () if model is None else model.modules()
-    return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) for part in parts)
+def compiles() -> bool:
+    """Return whether torch.compile was called in this process: stamps around modules would cause recompilations."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # torch.optim imports it
+    patch: Any = getattr(
+        getattr(frames, "TorchPatcher", None), "patch", None
+    )  # it is called once, by the first compiler
+    return frames is not None and (not hasattr(patch, "cache_info") or patch.cache_info().currsize > 0)
 
 
 # Cross-check of our stamps against DDP's own times of its backward passes. The result goes into the rank's record; a

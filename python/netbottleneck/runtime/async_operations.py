@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from netbottleneck.errors import HorovodInternalError
+from netbottleneck.errors import FAILURES, HorovodInternalError
 from netbottleneck.runtime import job
 
 # Process sets: the ranks of the job that take part in an operation.
@@ -187,7 +187,7 @@ class Pending(Generic[T]):
                     return False
                 self._job.waited(self._works)
                 self._advance_later()
-        except (OSError, HorovodInternalError):
+        except (*FAILURES, HorovodInternalError):
             return True  # of a work, which raises it again
         return True
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings
-from netbottleneck.errors import HorovodInternalError
+from netbottleneck.errors import FAILURES, HorovodInternalError
 from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
@@ -115,6 +115,7 @@ class Session:
     described: dict[str, Any] = field(default_factory=dict)
     on_close: list[Callable[[], None]] = field(default_factory=list)
     alone: bool = False
+    raised: list[BaseException] = field(default_factory=list)  # by signal handlers while `agree` waited
     must_agree: bool = False  # a failed exchange in `agree` raises, and the communicator stays usable
     wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # monitor.wire by transport
     stays: Arm | None = None  # the arm of all further steps
@@ -213,7 +214,8 @@ class Session:
 
         Ranks may skip steps that others make. If ranks differ, or do not answer within AGREE_S, all ranks stop
         switching arms: a rank that comes later waits as long. With must_agree, a failed exchange raises instead, as
-        control.exchange.
+        control.exchange. Exceptions of signal handlers meanwhile are put into `raised`: without the answer, this rank
+        alone would keep its arm. The caller raises them once it has followed the answer.
         """
         if self.stays is not None:
             return False
@@ -221,10 +223,10 @@ class Session:
         try:
             # With must_agree it has a place among all exchanges, so that another rank's failure ends it at once.
             name = None if self.must_agree else "netbottleneck.turns"
-            found = self.control.exchange(mine, limit_s=AGREE_S, name=name)
+            found = self.control.exchange(mine, limit_s=AGREE_S, name=name, raised=self.raised)
             same = {values[:8] for values in found} == {mine[:8]}
             why = "ranks are at different steps"
-        except (OSError, HorovodInternalError) as error:
+        except (*FAILURES, HorovodInternalError) as error:
             if self.must_agree:
                 raise
             same, why = False, str(error)
@@ -566,7 +568,7 @@ def open_together(settings: Settings, **options: Any) -> Session:
         return session
     except Exception as error:
         if not _of_exchange(error) and job.is_started():
-            with contextlib.suppress(OSError, HorovodInternalError):
+            with contextlib.suppress(*FAILURES, HorovodInternalError):
                 together(job.current().comm, FAILED, settings.start_timeout_s)
         if session is not None:
             session.fail(error)

@@ -102,6 +102,21 @@ class _OpenStep:
                 self.waits.append((event.key, begin, event.time_ns))
 
 
+def _updates(step: _OpenStep, end_ns: int) -> tuple[tr.Interval, ...]:
+    """Return a step's optimizer intervals without the passes that step(closure) makes inside them.
+
+    A pass lasts from the begin of its forward to its last gradient before the next forward.
+    """
+    found = step.optimizer
+    forward = sorted(step.forward)
+    for (begin, end), (limit, _) in zip(forward, [*forward[1:], (end_ns, end_ns)], strict=False):
+        if any(one < begin < other for one, other in found):
+            last = max([end, *(at for _, at in step.grad_ready if begin <= at <= limit)])
+            around = [pair for one, other in found for pair in ((one, min(other, begin)), (max(one, last), other))]
+            found = [(one, other) for one, other in around if one < other]
+    return tuple(found)
+
+
 def rank_steps(
     events: Iterable[Event], rank: int, arms: Sequence[Arm], plan: str | None
 ) -> tuple[list[tr.Step], int, bool]:
@@ -128,7 +143,7 @@ def rank_steps(
                     plan=plan,
                     sampled=begin.c == 1,
                     forward=tuple(current.forward),
-                    optimizer=tuple(current.optimizer),
+                    optimizer=_updates(current, event.time_ns),
                     modules=tuple(current.modules),
                     grad_ready=tuple(current.grad_ready),
                     waits=tuple(current.waits),

@@ -147,6 +147,35 @@ def copies_and_pickles_hold_nothing_of_ours() -> None:
     folder_of(found)
 
 
+class Copying(torch.nn.Module):
+    """Takes a copy of its layers in each forward pass, as MAML and target networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.copies: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.copies = [copy.deepcopy(self.layers), pickle.loads(pickle.dumps(self.layers))]
+        return self.layers(x)
+
+
+@check
+def copies_made_in_a_sampled_forward_pass_hold_nothing_of_ours() -> None:
+    inner = Copying()
+    model = DistributedDataParallel(inner)
+    found = measured(model, "tcp", sample_every="1")
+    train(model, 4)
+    for taken in inner.copies:
+        assert b"netbottleneck" not in pickle.dumps(taken)
+        assert not [part for part in taken.modules() if part._forward_hooks or part._forward_pre_hooks]
+    same(inner.layers, untouched(4))
+    folder = folder_of(found)
+    if dist.get_rank() == 0:
+        assert any(step.modules for step in Run(folder).trace.steps)
+    dist.barrier()
+
+
 @check
 def a_recorder_that_fails_ends_the_recording_and_not_the_training() -> None:
     for transport in ("stock", "stock,tcp"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Work
 
-from netbottleneck.errors import DeadlineError, HorovodInternalError
+from netbottleneck.errors import FAILURES, DeadlineError, HorovodInternalError
 from netbottleneck.runtime import job
 from netbottleneck.torch.gradients import dtype_code, is_reachable
 from netbottleneck.torch.handles import DeviceStream, memory_of
@@ -77,7 +77,7 @@ class Operation:
             return item.over(limit_s)
         try:
             return bool(item.wait(limit_s) if limit_s else item.test())
-        except (OSError, HorovodInternalError) as error:
+        except (*FAILURES, HorovodInternalError) as error:
             self.failure = self.failure or error
             return True
 
@@ -615,5 +615,5 @@ class Link:
         alone = Move("BARRIER", [], 0, group=number, members=(self.rank,))
         try:
             return bool(self.submit(alone, "netbottleneck/alone", False).wait())
-        except (OSError, HorovodInternalError):
+        except (*FAILURES, HorovodInternalError):
             return False

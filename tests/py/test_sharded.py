@@ -46,7 +46,7 @@ def environment(folder: Path, **others: str) -> dict[str, str]:
 def raster(step: Step, operations: list[Collective], split: Split) -> tuple[int, int, int]:
     """Return compute, exposed and waiting ns of a step, moment by moment between two events."""
     mine = [c for c in operations if c.rank == step.rank and c.finished]
-    compute = compute_intervals(step).tolist()
+    compute = compute_intervals(step, mine).tolist()
     spans = [(c.start_ns or 0, c.done_ns or 0) for c in mine]
     queues = [(c.submit_ns, c.start_ns or 0) for c in mine]
     assert not split.evaluation_ns

@@ -140,11 +140,16 @@ def host_count(trace: Trace) -> int | None:
     return len(hosts) if len(trace.ranks) == trace.size and "" not in hosts else None
 
 
-def backward_intervals(step: Step) -> list[tuple[int, int]]:
-    """Backward passes, one for each forward: from its end to the last gradient ready before the next forward."""
+def backward_intervals(step: Step, operations: Sequence[Collective] = ()) -> list[tuple[int, int]]:
+    """Backward passes, one for each forward: from its end to the last gradient ready before the next forward.
+
+    operations: of the step's rank. A backward pass lasts at least until it has submitted its last one: FSDP2 copies
+    gradients between the last one and its reduce-scatter.
+    """
     ready = [at for _, at in step.grad_ready]
     if not ready:
         return []
+    ready += [c.submit_ns for c in operations if c.phase == "backward"]
     forward = sorted(step.forward) or [(step.begin_ns, step.begin_ns)]
     limits = [begin for begin, _ in forward[1:]] + [step.end_ns]
     passes_ = []
@@ -155,9 +160,12 @@ def backward_intervals(step: Step) -> list[tuple[int, int]]:
     return passes_
 
 
-def compute_intervals(step: Step) -> Intervals:
-    """Forward, backward and optimizer of a step, minus the time in which the training thread was blocked."""
-    busy = intervals([*step.forward, *backward_intervals(step), *step.optimizer])
+def compute_intervals(step: Step, operations: Sequence[Collective] = ()) -> Intervals:
+    """Forward, backward and optimizer of a step, minus the time in which the training thread was blocked.
+
+    operations: as for backward_intervals.
+    """
+    busy = intervals([*step.forward, *backward_intervals(step, operations), *step.optimizer])
     return subtraction(busy, intervals((begin, end) for _, begin, end in step.waits))
 
 
@@ -258,9 +266,9 @@ def _late(
     }
 
 
-def _work(step: Step, whole: Intervals) -> tuple[Intervals, Intervals, Intervals]:
+def _work(step: Step, operations: Sequence[Collective], whole: Intervals) -> tuple[Intervals, Intervals, Intervals]:
     """What the training thread did in a step, without overlap: compute, evaluation, checkpoints."""
-    compute = intersection(compute_intervals(step), whole)
+    compute = intersection(compute_intervals(step, operations), whole)
     blocked = union(compute, intervals((begin, end) for _, begin, end in step.waits))
     evaluation = subtraction(intersection(evaluation_intervals(step), whole), blocked)
     return (
@@ -285,7 +293,7 @@ def _split(
 ) -> tuple[Split, Exposed]:
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
-    compute, evaluation, saving = _work(step, whole)
+    compute, evaluation, saving = _work(step, near, whole)
     communication = intersection(intervals(map(_span, near)), whole)
     busy = union(compute, evaluation, saving)
     exposed = subtraction(communication, busy)

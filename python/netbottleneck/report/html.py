@@ -229,12 +229,12 @@ class _Timeline:
         for begin, end in spans.tolist():
             self.picture.bar((self.scale.at(begin), self.scale.at(end)), y, kind, f"{note}: {ms(end - begin)}")
 
-    def _compute(self, step: Step, y: float) -> None:
+    def _compute(self, step: Step, own: Sequence[Collective], y: float) -> None:
         waits = intervals((begin, end) for _, begin, end in step.waits)
         self._spans(intervals([(step.begin_ns, step.end_ns)]), (y, 14), "other", "step")
         for kind, spans in (
             ("forward", step.forward),
-            ("compute", backward_intervals(step)),
+            ("compute", backward_intervals(step, own)),
             ("optimizer", step.optimizer),
         ):
             what = "backward" if kind == "compute" else kind
@@ -276,10 +276,10 @@ class _Timeline:
         self.picture.text(0, y + 13, f"rank {rank}" + (f", {short_name(host)}" if host else ""))
         self.picture.text(1, y + 13, ms(step.duration_ns), "end")
         y += TEXT_HEIGHT
-        self._compute(step, y)
-        y += 16
-        compute = compute_intervals(step)
         own = [c for c in self.trace.collectives if c.rank == rank and c.step == step.index and c.done_ns is not None]
+        self._compute(step, own, y)
+        y += 16
+        compute = compute_intervals(step, own)
         for row in _rows_of(own):
             for one in row:
                 self._operation(one, (y, 8), compute)

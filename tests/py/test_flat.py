@@ -14,6 +14,8 @@ QUICK = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
 # What the allocator may hold beyond what is used once it was trimmed, in KiB: pages that a block in use lies in. The
 # gradients of 40 models would be 80 MiB. libfabric 1.17 itself loses 41 KiB for each job: 3.4 MiB here.
 SLACK_KIB = 8 << 10
+# Mappings that may be added: blocks of the allocator that lie apart. One for each model or job would be 40 or 80.
+SLACK_MAPS = 20
 HELD = """
 import ctypes
 import gc
@@ -117,7 +119,7 @@ def test_nothing_grows(warm_ranks: Ranks, script: str, env: dict[str, str]) -> N
         early, late, notices = counts_of(result)
         assert notices == [], (early, late)
         assert late["arenas"] <= early["arenas"]
-        assert late["maps"] <= early["maps"] + 8  # of the allocator
+        assert late["maps"] <= early["maps"] + SLACK_MAPS
         assert late["fds"] <= early["fds"]
         assert late["threads"] <= early["threads"]
         assert (

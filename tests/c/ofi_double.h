@@ -129,6 +129,13 @@ static inline void double_begin(uint64_t seed, size_t data_bytes) {
     double_state.send_blocked = false;
 }
 
+// Larger memory cannot be registered from now on; 0: no limit. May be called while ranks run.
+static inline void double_limit_memory(size_t bytes) {
+    pthread_mutex_lock(&double_state.lock);
+    double_state.memory_max = bytes;
+    pthread_mutex_unlock(&double_state.lock);
+}
+
 // The nth call of this kind from now on fails.
 static inline void double_fail(enum double_call call, int nth) {
     double_state.fail = call;

@@ -31,7 +31,7 @@ static void allreduce_without_memory(struct test_rank *me) {
     struct nb_segment all = {.base = data[me->rank], .bytes = sizeof data[me->rank]};
     struct nb_error err = {0};
     test_barrier(me, "open");
-    double_state.memory_max = 1;
+    double_limit_memory(1);
     struct nb_work *work = test_submit(me, test_op("large", NB_OP_ALLREDUCE, &all));
     int64_t begin_ns = nb_now_ns();
     CHECK(nb_work_wait(work, TEST_LIMIT_MS, &err) < 0, "rank %d: the all-reduce succeeded", me->rank);
@@ -53,7 +53,7 @@ int main(void) {
     struct test_rank template = test_on("ofi");
     double_begin(0, sizeof(uint64_t));
     run_without_memory();
-    double_state.memory_max = MEMORY_MAX;
+    double_limit_memory(MEMORY_MAX);
     template.size = 2;
     template.streams = NB_STREAMS_AUTO;
     template.run = first_large_allreduce;

@@ -173,14 +173,37 @@ static bool another_is_up(struct nb_lanes *lanes, const struct peer *peer, int64
     return false;
 }
 
+static bool lane_still(const struct nb_lanes *lanes, int lane, int64_t now_ns) {
+    bool open = false;
+    for (int p = 0; p < lanes->config.lane.size; p++) {
+        const struct path *path = lanes->peers[p].paths != NULL ? &lanes->peers[p].paths[lane] : NULL;
+        if (path != NULL && path->open) {
+            open = true;
+            if (now_ns - path->moved_ns < STILL_NS) {
+                return false;
+            }
+        }
+    }
+    return open;
+}
+
+// Queries the interfaces of lanes on which nothing moves, also where nothing has to move: ranks that wait for each other
+// must not find out one after another, each a second after it has something to send.
+static void interfaces_tick(struct nb_lanes *lanes, int64_t now_ns) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (lane_still(lanes, i, now_ns)) {
+            (void)down_since(lanes, i, now_ns);
+        }
+    }
+}
+
 // Gives a lane up if nothing moves on it and its interface is down, while another lane's interface is up. A link that
 // comes back at once costs nothing, and the only link may come back before the deadline. An interface counts as down
-// for all peers, so that peers that wait for each other do not time out one after another.
+// for all peers, and a lane whose interface has long been down is given up as soon as something has to move on it.
 static void down_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
     struct peer *peer = &lanes->peers[peer_rank];
     struct path *path = &peer->paths[lane];
-    int64_t since = path->moved_ns > peer->busy_ns ? path->moved_ns : peer->busy_ns;
-    if (!path->open || now_ns - since < STILL_NS) {
+    if (!path->open || now_ns - path->moved_ns < STILL_NS) {
         return;
     }
     int64_t down_ns = down_since(lanes, lane, now_ns);
@@ -242,6 +265,7 @@ static void path_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t n
 
 void nb_lanes_tick(struct nb_lanes *lanes, int64_t now_ns) {
     nb_admission_tick(&lanes->admission, now_ns);
+    interfaces_tick(lanes, now_ns);
     for (int p = 0; p < lanes->config.lane.size; p++) {
         struct peer *peer = &lanes->peers[p];
         if (peer->paths == NULL) {

@@ -41,7 +41,7 @@ static bool done(struct flow_world *world) {
     return flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]);
 }
 
-// Opens two ranks with one flow in each direction. Each lane of each rank has its own interface.
+// Opens two ranks that will have one flow in each direction. Each lane of each rank has its own interface.
 static struct flow_world *begin(int kind, uint64_t seed) {
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
@@ -58,11 +58,16 @@ static struct flow_world *begin(int kind, uint64_t seed) {
         for (int lane = 0; lane < LANES; lane++) {
             snprintf(node->lanes->interfaces[lane].name, IF_NAMESIZE, "%d", rank * LANES + lane);
         }
-        for (int i = 0; i < 2; i++) {
-            flows_add(&node->sides[i]);
-        }
     }
     return world;
+}
+
+static void add_flows(struct flow_world *world) {
+    for (int rank = 0; rank < 2; rank++) {
+        for (int i = 0; i < 2; i++) {
+            flows_add(&world->nodes[rank].sides[i]);
+        }
+    }
 }
 
 static void lane_down(int lane, bool on_both) {
@@ -85,6 +90,7 @@ static void end(struct flow_world *world) {
 // the lane carried nothing.
 static int test_failover(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
+    add_flows(world);
     world->nodes[0].may_lose = true;
     world->nodes[1].may_lose = true;
     lane_down(1, seed % 2 == 0); // the other host need not detect it
@@ -102,9 +108,34 @@ static int test_failover(int kind, uint64_t seed) {
     return lost;
 }
 
+// An interface that has been down for a second before there is anything to send delays nothing by another second.
+static int test_failover_of_idle_lane(int kind, uint64_t seed) {
+    struct flow_world *world = begin(kind, seed);
+    world->nodes[0].may_lose = true;
+    world->nodes[1].may_lose = true;
+    lane_down(1, seed % 2 == 0);
+    nb_mem_stall(world->net, 0, 1, 1);
+    for (int64_t ms = 0; ms < 2000; ms += STEP_MS) {
+        step(world);
+    }
+    CHECK(world->nodes[0].lost + world->nodes[1].lost == 0, "a lane was given up that carried nothing");
+    add_flows(world);
+    send_more(world, BLOCKS);
+    int64_t begin_ns = clock_ns;
+    while (!done(world)) {
+        step(world);
+        CHECK(clock_ns - begin_ns < 300 * MS, "seed %llu: an interface known to be down delays the flows for %lld ms",
+              (unsigned long long)seed, (long long)((clock_ns - begin_ns) / MS));
+    }
+    int lost = world->nodes[0].lost;
+    end(world);
+    return lost;
+}
+
 // No interface is up: the lanes are kept until the timeout.
 static void test_lanes_kept_if_all_are_down(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
+    add_flows(world);
     lane_down(0, true);
     lane_down(1, true);
     nb_mem_stall(world->net, 0, 1, 0);
@@ -120,6 +151,7 @@ static void test_lanes_kept_if_all_are_down(int kind, uint64_t seed) {
 // The interface is down repeatedly, each time for less than a second.
 static void test_lane_kept_after_short_outage(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
+    add_flows(world);
     nb_mem_stall(world->net, 0, 1, 1);
     send_more(world, BLOCKS);
     for (int64_t ms = 0; ms < TIMEOUT_MS / 5; ms += STEP_MS) {
@@ -133,6 +165,7 @@ static void test_lane_kept_after_short_outage(int kind, uint64_t seed) {
 // The reported state of the interface does not matter while bytes arrive.
 static void test_lane_kept_while_data_move(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
+    add_flows(world);
     lane_down(1, true);
     while (!done(world)) {
         send_more(world, 2);
@@ -144,14 +177,16 @@ static void test_lane_kept_while_data_move(int kind, uint64_t seed) {
 
 int main(void) {
     int lost = 0;
+    int lost_idle = 0;
     for (uint64_t seed = 0; seed < SEEDS; seed++) {
         for (int kind = NB_LANE_STREAM; kind <= NB_LANE_RMA; kind++) {
             lost += test_failover(kind, seed);
+            lost_idle += test_failover_of_idle_lane(kind, seed);
             test_lanes_kept_if_all_are_down(kind, seed);
             test_lane_kept_after_short_outage(kind, seed);
             test_lane_kept_while_data_move(kind, seed);
         }
     }
-    CHECK(lost >= SEEDS, "only %d lanes failed over", lost);
+    CHECK(lost >= SEEDS && lost_idle >= SEEDS, "only %d and %d lanes failed over", lost, lost_idle);
     return 0;
 }

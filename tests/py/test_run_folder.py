@@ -134,3 +134,42 @@ def test_records_are_copied_after_the_ranks_have_stopped_taking_turns(
         assert "could not be copied" not in result.stderr
     ranks = tmp_path / "host0" / "results" / "run" / "ranks"
     assert {path.name for path in ranks.iterdir()} >= {"1.meta.json", "1.train.ring", "1.tcp.ring"}
+
+
+INTERRUPTED = """
+import os, signal
+from netbottleneck import config
+from netbottleneck.runtime import session
+
+
+def late(*_):
+    raise {raised}
+
+
+def failing():
+    raise ZeroDivisionError("of the measurement")
+
+
+signal.signal(signal.SIGUSR1, late)
+opened = session.open_session(config.settings({{"transports": "null", "start_step": 0}}))
+opened.begin()
+opened.end()
+called = []
+opened.on_close += [failing, lambda: signal.raise_signal(signal.SIGUSR1), lambda: called.append("last")]
+try:
+    opened.close()
+except {caught} as error:
+    print("raised", error, called)
+"""
+
+
+@pytest.mark.parametrize("raised", ["TimeoutError('a limit of the script')", "KeyboardInterrupt('a key')"])
+def test_the_records_are_complete_where_a_signal_handler_ends_the_end_of_the_run(
+    raised: str, warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    script = INTERRUPTED.format(raised=raised, caught=raised.partition("(")[0])
+    (result,) = warm_ranks(1, script, {"NETBOTTLENECK_DIR": str(tmp_path / "run")})
+    assert "['last']" in result.stdout, result.stdout + result.stderr
+    assert result.stderr.count("of the measurement") == 1
+    meta = json.loads((tmp_path / "run" / "ranks" / "0.meta.json").read_text(encoding="utf-8"))
+    assert meta["finished"]

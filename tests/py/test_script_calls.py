@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from conftest import Ranks
@@ -634,3 +635,28 @@ def test_the_steps_of_other_optimizers_are_told_of(known: bool) -> None:
     updates.remove()
     second.step()
     assert seen == ["before", "after", True, False]
+
+
+class Interrupted:
+    """A recorder in whose every call a signal arrives."""
+
+    def put(self, *_values: object, **_options: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    def settle(self) -> bool:
+        """Return True: no thread stamps events."""
+        return True
+
+
+def test_an_exception_of_a_signal_handler_is_not_a_failure_of_the_recording() -> None:
+    def late(*_: object) -> None:
+        raise TimeoutError("a limit of the script's")
+
+    failures: list[Exception] = []
+    before = signal.signal(signal.SIGUSR1, late)
+    try:
+        with pytest.raises(TimeoutError, match="a limit of the script"):
+            collectives.Collectives(cast("_core.Recorder", Interrupted()), failures.append).put(1, 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not failures

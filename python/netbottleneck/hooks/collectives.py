@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from netbottleneck.errors import of_handler
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import APART, key_of, quietly
@@ -342,6 +343,8 @@ class Collectives:
         try:
             return call(*args)
         except Exception as error:
+            if of_handler(error):
+                raise
             self._recorder = None
             self._failed(error)
             return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings
-from netbottleneck.errors import FAILURES, HorovodInternalError
+from netbottleneck.errors import FAILURES, HorovodInternalError, of_handler
 from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
@@ -85,6 +85,16 @@ class Blocks:
 def words(error: BaseException) -> str:
     """Return an exception as the record has it: its type, and its message if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _logged(call: Callable[[], None]) -> None:
+    """Call a function at the end of the run. Its failure is logged; an exception of a signal handler is raised."""
+    try:
+        call()
+    except Exception as failure:
+        if of_handler(failure):
+            raise
+        logger.error("at the end of the run: %s: %s", type(failure).__name__, failure)
 
 
 @dataclass(eq=False)
@@ -312,6 +322,8 @@ class Session:
         try:
             self.close(words(error))
         except OSError as failure:  # the disk may be full
+            if of_handler(failure):
+                raise
             logger.error("%s: the record is not complete: %s", self.folder, failure)
 
     def close(self, error: str | None = None) -> None:
@@ -323,15 +335,16 @@ class Session:
         self.error = error
         if self.running and error is None:
             self.running = False  # the loop ended in an unfinished step
-        if self.joining is not None:
-            self.joining.settle()
-        self._name_record()
-        for call in self.on_close:
-            try:
-                call()
-            except Exception as failure:  # records are written in any case
-                logger.error("at the end of the run: %s: %s", type(failure).__name__, failure)
-        self._note_unfinished()
+        with contextlib.ExitStack() as ending:  # each is called, also where a signal handler ends one
+            ending.callback(self._close_record, error)
+            ending.callback(self._note_unfinished)
+            for call in reversed(self.on_close):
+                ending.callback(_logged, call)
+            if self.joining is not None:
+                self.joining.settle()
+            self._name_record()
+
+    def _close_record(self, error: str | None) -> None:
         self.until = time.monotonic() + self._finish_s
         try:
             self.write(finished=error is None, error=error)

@@ -180,6 +180,26 @@ def test_a_host_whose_ranks_are_all_late_is_a_straggler():
     assert judged.next.startswith("Look at host host1 (ranks 4 to 7): its clock speed")
 
 
+def test_ranks_of_several_hosts_that_are_all_late_are_stragglers():
+    slow_ms = 0.2 * 90
+    for ranks_per_host, slow, why, advice in (
+        (1, (2, 5), "Ranks 2, 5 make the others wait ", "Look at the hosts of ranks 2, 5 (host2, host5): their clock"),
+        (
+            2,
+            (2, 3, 6, 7),
+            "Hosts host1 (ranks 2, 3), host3 (ranks 6, 7) make the others wait ",
+            "Look at hosts host1 (ranks 2, 3), host3 (ranks 6, 7): their clock speed",
+        ),
+    ):
+        job = replace(HOSTS, ranks_per_host=ranks_per_host, slower=dict.fromkeys(slow, 1.2))
+        found = findings.find(trace_of(job))
+        judged = verdict.decide(found)
+        assert found.lateness.ranks == slow
+        assert found.lateness.persistent_ns.value == pytest.approx(slow_ms * MS, rel=0.08)
+        assert (judged.code, judged.why[: len(why)], judged.next[: len(advice)]) == ("STRAGGLER", why, advice)
+        assert "The compute of these ranks takes " in judged.why
+
+
 def test_a_slow_rank_beside_others_of_its_host_is_the_straggler_alone():
     for ranks_per_host in (4, 2):
         job = replace(HOSTS, ranks_per_host=ranks_per_host, slower={5: 1.15})
@@ -206,31 +226,50 @@ def test_equal_hosts_with_random_steps_are_not_balanced():
 def test_a_host_is_not_told_where_a_rank_recorded_none():
     trace = trace_of(SLOW_HOST)
     unknown = replace(trace, ranks=(replace(trace.ranks[0], host_id=""), *trace.ranks[1:]))
-    assert not findings.find(unknown).lateness.whole_host
+    assert not findings.find(unknown).lateness.hosts
 
 
 def test_hosts_whose_ranks_are_late_together_at_random_are_not_stragglers():
     hosts = [[0, 1, 2, 3], [4, 5, 6, 7]]
     random = np.random.default_rng(4)
     runs = [random.normal(size=(40, 2)).repeat(4, axis=1) + random.normal(size=(40, 8)) / 10 for _ in range(2000)]
-    alarms = sum(len(arrivals._last_host(run, hosts)[0]) > 0 for run in runs)
+    alarms = sum(len(arrivals._late(run, hosts)[0]) > 0 for run in runs)
     assert alarms <= 8
     late = [run + np.repeat([0, 2], 4) for run in runs[:20]]
-    assert all(arrivals._last_host(run, hosts)[0] == hosts[1] for run in late)
+    assert all(arrivals._late(run, hosts)[0] == [hosts[1]] for run in late)
+
+
+def test_a_rank_that_is_not_late_is_not_named_beside_one_that_is():
+    random = np.random.default_rng(5)
+    each = [[rank] for rank in range(8)]
+    runs = [random.normal(size=(40, 8)) for _ in range(2000)]
+    for late in ([3], [3, 6], [1, 3, 6]):
+        delays = np.isin(np.arange(8), late) * 1.5
+        found = [sorted(own[0] for own in arrivals._late(run + delays, each)[0]) for run in runs]
+        assert sum(bool(set(ranks) - set(late)) for ranks in found) <= 8
+        assert sum(ranks == late for ranks in found) >= 0.97 * len(runs)
+
+
+def test_at_most_half_of_the_ranks_are_late():
+    arrived = np.random.default_rng(6).normal(size=(40, 5)) + np.array([9, 9, 9, 0, 0])
+    assert len(arrivals._late(arrived, [[rank] for rank in range(5)])[0]) <= 2
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hostname", "who"),
+    ("ranks", "hosts", "waited"),
     [
-        ((2,), "", "rank 2"),
-        ((4, 5, 6), "h1", "host h1 (ranks 4 to 6)"),
-        ((1, 2), "h1", "host h1 (ranks 1, 2)"),
-        ((0, 2, 5), "", "the host of ranks 0, 2, 5"),
+        ((2,), (), "Rank 2 makes"),
+        ((2, 5), (), "Ranks 2, 5 make"),
+        ((4, 5, 6), (("h1", (4, 5, 6)),), "Host h1 (ranks 4 to 6) makes"),
+        ((1, 2), (("h1", (1, 2)),), "Host h1 (ranks 1, 2) makes"),
+        ((0, 2, 5), (("", (0, 2, 5)),), "The host of ranks 0, 2, 5 makes"),
+        ((1, 2, 4, 5), (("h1", (1, 2)), ("h2", (4, 5))), "Hosts h1 (ranks 1, 2), h2 (ranks 4, 5) make"),
+        ((1, 2, 4, 5), (("", (1, 2)), ("h2", (4, 5))), "The hosts of ranks 1, 2, 4, 5 make"),
     ],
 )
-def test_a_straggler_is_named_by_its_ranks(ranks, hostname, who):
-    late = replace(findings.find(trace_of(Job(blocks=1))).lateness, last=2, ranks=ranks, hostname=hostname)
-    assert late.who == who
+def test_a_straggler_is_named_by_its_ranks(ranks, hosts, waited):
+    late = replace(findings.find(trace_of(Job(blocks=1))).lateness, last=2, ranks=ranks, hosts=hosts)
+    assert late.waited.startswith(f"{waited} the others wait ")
 
 
 def test_a_rank_whose_communication_ends_later_is_not_a_straggler():

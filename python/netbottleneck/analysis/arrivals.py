@@ -11,7 +11,7 @@ import numpy as np
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
 from netbottleneck.analysis.intervals import Split, host_count
-from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_HOST, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
+from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_LEAST, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import (
     COMPLETED,
@@ -182,15 +182,15 @@ def _error_ns(clock: Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """What uneven arrival costs a step, and whether one rank or one host causes it.
+    """What uneven arrival costs a step, and whether some ranks or hosts cause it.
 
-    last: the rank that arrives last persistently, None if there is none. ranks: that rank, or all ranks of its host if
-    the whole host is last; hostname: of that host. chance: probability that ranks of equal speed differ as much.
-    persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if all steps of all
-    ranks were equally long. Both are differences at the last operation of a step. random_ns: the wait of the mean rank
-    for any rank but `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the
-    typical other rank the input, compute and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is
-    not communication.
+    last: the latest of the ranks that arrive last persistently, None if there is none. ranks: these ranks; hosts: if
+    they are whole hosts of several ranks, the name and the ranks of each. chance: probability that ranks of equal speed
+    differ as much. persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if
+    all steps of all ranks were equally long. Both are differences at the last operation of a step. random_ns: the wait
+    of the mean rank for any rank but `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer
+    than on the typical other rank the input, compute and optimizer of `ranks` are, in ns a step; own_ns: the same of
+    all that is not communication.
     """
 
     steps: int
@@ -202,38 +202,42 @@ class Lateness:
     longer: Mapping[str, float]
     own_ns: float
     ranks: tuple[int, ...] = ()
-    hostname: str = ""
+    hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def straggler(self) -> int | None:
-        """The rank that is last by its own work; None if there is none, or if its communication ends later."""
+        """`last`, if it is last by its own work; None if there is none, or if its communication ends later."""
         return self.last if self.own_ns >= STRAGGLER_OWN * self.persistent_ns.value else None
 
     @property
-    def whole_host(self) -> bool:
-        """True if all ranks of a host are last, not one rank alone."""
-        return len(self.ranks) > 1
+    def who(self) -> str:
+        """Who is last: "rank 2", "ranks 2, 5", "host h1 (ranks 4 to 7)", "hosts h1 (ranks 4, 5), h2 (ranks 6, 7)"."""
+        if not self.hosts:
+            return f"rank {self.last}" if len(self.ranks) < 2 else f"ranks {listed(self.ranks)}"
+        if not all(name for name, _ in self.hosts):
+            return f"the {'host' if len(self.hosts) == 1 else 'hosts'} of ranks {listed(self.ranks)}"
+        each = ", ".join(f"{name} (ranks {listed(ranks)})" for name, ranks in self.hosts)
+        return f"{'host' if len(self.hosts) == 1 else 'hosts'} {each}"
 
     @property
-    def who(self) -> str:
-        """The rank that is last, or the host with its ranks: "rank 2", "host h1 (ranks 4 to 7)"."""
-        if not self.whole_host:
-            return f"rank {self.last}"
-        ranks = f"ranks {listed(self.ranks)}"
-        return f"host {self.hostname} ({ranks})" if self.hostname else f"the host of {ranks}"
+    def several(self) -> bool:
+        """True if `who` is plural."""
+        return len(self.hosts) > 1 if self.hosts else len(self.ranks) > 1
 
     @property
     def waited(self) -> str:
         """Begin of a sentence: who makes the others wait, and how long."""
-        return f"{self.who[0].upper()}{self.who[1:]} makes the others wait {ms(self.persistent_ns.value)}"
+        makes = "make" if self.several else "makes"
+        return f"{self.who[0].upper()}{self.who[1:]} {makes} the others wait {ms(self.persistent_ns.value)}"
 
     @property
     def no_straggler(self) -> str:
         """Why no rank is a straggler; "" if one is."""
         if self.last is None:
             return "no rank is last more often than chance allows"
-        follows = f"{self.who} is last by {ms(self.persistent_ns.value)}, and not by its own work: its"
-        return f"{follows} communication ends later" if self.straggler is None else ""
+        follows = f"{self.who} {'are' if self.several else 'is'} last by {ms(self.persistent_ns.value)}"
+        its = "their" if self.several else "its"
+        return f"{follows}, and not by {its} own work: {its} communication ends later" if self.straggler is None else ""
 
 
 PHASES = ("input", "compute", "optimizer")
@@ -283,12 +287,13 @@ def _places(arrived: Floats) -> Floats:
 
 
 def _by_host(trace: Trace, ranks: Sequence[int]) -> list[list[int]]:
-    """The columns of `ranks` by host; empty if a host is not known, or there are no two hosts."""
+    """The columns of `ranks` by host; empty if a host is not known, there are no two hosts, or each has one rank."""
     hosts = {rank.rank: rank.host_id for rank in trace.ranks}
     columns: dict[str, list[int]] = defaultdict(list)
     for column, rank in enumerate(ranks):
         columns[hosts.get(rank, "")].append(column)
-    return list(columns.values()) if (host_count(trace) or 0) > 1 else []
+    several = any(len(own) > 1 for own in columns.values())
+    return list(columns.values()) if several and (host_count(trace) or 0) > 1 else []
 
 
 def _delays(arrived: Floats, members: Sequence[int]) -> Floats:
@@ -298,19 +303,28 @@ def _delays(arrived: Floats, members: Sequence[int]) -> Floats:
     return delays
 
 
-def _last_host(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[Sequence[int], float]:
-    """(columns of the host whose ranks all arrive last persistently, chance of that); no columns if there is none.
+def _late(arrived: Floats, groups: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], float]:
+    """(the groups of columns that arrive last persistently, chance of that); no groups if there are none.
 
-    A host arrives with its median rank. The places of whole hosts are compared, because what slows a single step of one
-    rank may slow the other ranks of its host, too.
+    A group is a rank, or a host, which arrives with its median rank: what slows a single step of one rank may slow the
+    other ranks of its host, too. At most half of the groups are late. They are found one by one: the last of those that
+    remain is tested as if there were no others, until chance may explain one. So chance names a wrong group as rarely
+    as one test does. Each of their ranks is late by at least STRAGGLER_LEAST of the latest.
     """
-    if all(len(own) == 1 for own in hosts):
-        return (), 1.0
-    places = _places(np.stack([np.median(arrived[:, own], axis=1) for own in hosts], axis=1))
-    own, chance = hosts[int(places.mean(axis=0).argmax())], _chance(places)
-    delays = _delays(arrived, own)
-    whole = len(own) > 1 and 0 < STRAGGLER_HOST * delays.max() <= delays.min()
-    return (own if whole and chance <= CHANCE_MAX else ()), chance
+    remain = list(range(len(groups)))
+    places = np.stack([np.median(arrived[:, own], axis=1) for own in groups], axis=1)
+    late: list[Sequence[int]] = []
+    found = 1.0
+    while len(late) < len(groups) // 2:
+        ordered = _places(places[:, remain])
+        last, chance = remain[int(ordered.mean(axis=0).argmax())], _chance(ordered)
+        delays = _delays(arrived, [column for own in (*late, groups[last]) for column in own])
+        if chance > CHANCE_MAX or not 0 < STRAGGLER_LEAST * delays.max() <= delays.min():
+            return late, found if late else chance
+        late.append(groups[last])
+        remain.remove(last)
+        found = max(found, chance) if late[1:] else chance
+    return late, found
 
 
 def _evened(arrived: Floats, members: Sequence[int]) -> Floats:
@@ -321,18 +335,20 @@ def _evened(arrived: Floats, members: Sequence[int]) -> Floats:
     return evened
 
 
-def _last(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[Sequence[int], float]:
-    """(columns of the rank or host that arrives last persistently, chance of that); no columns if there is none.
+def _last(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], float]:
+    """(the ranks or hosts that arrive last persistently, as their columns, chance of that).
 
-    If both are found, it is the one that saves more.
+    If ranks and hosts are found, it is what saves more.
     """
     if len(arrived) < STRAGGLER_STEPS_MIN:
-        return (), 1.0
-    places = _places(arrived)
-    worst, chance = int(places.mean(axis=0).argmax()), _chance(places)
-    rank = [worst] if chance <= CHANCE_MAX else []
-    found = [one for one in (_last_host(arrived, hosts), (rank, chance)) if one[0]]
-    return min(found, key=lambda one: float(_evened(arrived, one[0]).max(axis=1).mean()), default=((), chance))
+        return [], 1.0
+    ranks = _late(arrived, [[column] for column in range(arrived.shape[1])])
+    found = [one for one in (_late(arrived, hosts) if hosts else ([], 1.0), ranks) if one[0]]
+    return min(found, key=lambda one: float(_evened(arrived, _columns(one[0])).max(axis=1).mean()), default=ranks)
+
+
+def _columns(groups: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(column for own in groups for column in own)
 
 
 def _longer(splits: Sequence[Split], ranks: Sequence[int]) -> dict[str, float]:
@@ -354,9 +370,12 @@ def _longer(splits: Sequence[Split], ranks: Sequence[int]) -> dict[str, float]:
     }
 
 
-def _hostname(trace: Trace, ranks: Sequence[int]) -> str:
-    """The name of the host of some ranks; "" if they are not several."""
-    return next((rank.hostname for rank in trace.ranks if len(ranks) > 1 and rank.rank in ranks), "")
+def _hosts(trace: Trace, groups: Sequence[Sequence[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The name and the ranks of each of these hosts; () if they are single ranks."""
+    if all(len(own) == 1 for own in groups):
+        return ()
+    names = {rank.rank: rank.hostname for rank in trace.ranks}
+    return tuple(sorted(((names.get(own[0], ""), tuple(own)) for own in groups), key=lambda host: host[1]))
 
 
 def _for_others(split: Split, ranks: Sequence[int]) -> int:
@@ -379,18 +398,18 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         return None
     waited = np.array([[idle[index][rank].skew_ns for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
-    members, chance = _last(arrived, _by_host(trace, ranks))
+    groups, chance = _last(arrived, _by_host(trace, ranks))
+    members = _columns(groups)
     evened = _evened(arrived, members)
     of_others = np.delete(waited, members, axis=1).mean(axis=1)
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
     jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
-    last = tuple(ranks[column] for column in members)
+    last = tuple(members)
     others = [float(np.mean([_for_others(idle[index][rank], last) for rank in ranks])) for index in indices]
     longer = _longer(splits, last) if last else {}
-    latest = max(members, key=lambda column: float(arrived[:, column].mean()), default=None)
     return Lateness(
         len(arrived),
-        None if latest is None else ranks[latest],
+        max(members, key=lambda column: float(arrived[:, column].mean()), default=None),
         chance,
         mean_of_steps(persistent),
         mean_of_steps(jitter),
@@ -398,7 +417,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         {phase: longer[phase] for phase in PHASES if last},
         longer.get(OWN, 0.0),
         last,
-        _hostname(trace, last),
+        _hosts(trace, groups),
     )
 
 

@@ -341,21 +341,23 @@ def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
 
 
 def straggler(facts: Facts) -> RuleResult:
-    """One rank, or all ranks of one host, arrive last, step after step."""
+    """Some ranks, or all ranks of some hosts, arrive last, step after step."""
     f, late = facts.f, facts.f.lateness
     if late is None:
         return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
     if late.straggler is None:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
-    rank, error_ns = late.straggler, _clock_error_ns(f)
+    error_ns = _clock_error_ns(f)
     unsure = _unsure_wait(facts, late.persistent_ns)
     saving = _beside_clocks(late.persistent_ns, error_ns)
-    name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
     phase, more = max(late.longer.items(), key=lambda row: row[1])
-    its = f"The {phase} of its ranks" if late.whole_host else f"Its {phase}"
+    its = f"The {phase} of {'these' if late.several else 'its'} ranks" if late.ranks[1:] else f"Its {phase}"
     cause = f" {its} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
-    where = late.who if late.whole_host else f"rank {rank}'s host{f' ({name})' if name else ''}"
-    look = {"input": "its data loader and its disk"}.get(phase, "its clock speed, its cores, what else runs there")
+    names = ", ".join(dict.fromkeys(r.hostname for r in f.trace.ranks if r.rank in late.ranks and r.hostname))
+    whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
+    where = late.who if late.hosts else f"{whose}{f' ({names})' if names else ''}"
+    its = "their" if late.several else "its"
+    look = f"{its} data loader and disk" if phase == "input" else f"{its} clock speed and cores, what else runs there"
     return facts.evidence(
         "straggler",
         "STRAGGLER",

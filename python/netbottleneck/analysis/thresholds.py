@@ -59,10 +59,10 @@ FIT_ALONE_PART = 0.5
 FIT_SIZES_RATIO_MIN = 2.0
 # A rank is a persistent straggler only if chance makes a rank arrive this late with at most this probability.
 CHANCE_MAX = 0.001
-# The rank that is last is a straggler only if its own work is longer by at least this part of the wait for it.
+# Ranks that are last are stragglers only if their own work is longer by at least this part of the wait for them.
 STRAGGLER_OWN = 0.5
-# A host is a straggler only if each of its ranks is late by at least this part of the wait for its latest one.
-STRAGGLER_HOST = 0.5
+# Each of several stragglers is late by at least this part of the wait for the latest one.
+STRAGGLER_LEAST = 0.5
 # Fewest steps for the test of a persistent straggler.
 STRAGGLER_STEPS_MIN = 7
 # Fewest steps for imbalance: of fewer, the test may not tell a straggler from chance.

@@ -206,6 +206,43 @@ def slow_host(draw: Draw) -> Case[Job]:
 
 
 @case
+def slow_ranks(draw: Draw) -> Case[Job]:
+    slow = sorted(draw.sample(range(6), 2))
+    slower = {rank: draw.uniform(1.2, 1.3) for rank in slow}
+    job = replace(NOISY, ranks=6, jitter=0.02, slower=slower)
+    return Case(
+        "two of six ranks are slower",
+        job,
+        ("STRAGGLER",),
+        replace(job, slower={}),
+        "STRAGGLER",
+        never=("IMBALANCE", "LINK_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+        says=f"Ranks {slow[0]}, {slow[1]} make the others wait",
+        advises=f"Look at the hosts of ranks {slow[0]}, {slow[1]} (host{slow[0]}, host{slow[1]})",
+    )
+
+
+@case
+def slow_hosts(draw: Draw) -> Case[Job]:
+    slow = sorted(draw.sample(range(4), 2))
+    slower = {rank: draw.uniform(1.18, 1.3) for host in slow for rank in (2 * host, 2 * host + 1)}
+    job = replace(NOISY, ranks=8, ranks_per_host=2, jitter=0.02, slower=slower)
+    named = ", ".join(f"host{host} (ranks {2 * host}, {2 * host + 1})" for host in slow)
+    return Case(
+        "all ranks of two of four hosts are slower",
+        job,
+        ("STRAGGLER",),
+        replace(job, slower={}),
+        "STRAGGLER",
+        never=("IMBALANCE", "LINK_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+        says=f"Hosts {named} make the others wait",
+        advises=f"Look at hosts {named}: their clock speed",
+    )
+
+
+@case
 def slow_input_of_one_rank(draw: Draw) -> Case[Job]:
     slow = draw.randrange(4)
     job = replace(NOISY, ranks=4, input_of_ms={slow: draw.uniform(25, 60)})

@@ -55,6 +55,15 @@ def test_nccls_times_are_aligned_with_those_of_their_rank():
         assert found.kernel == (NcclKernel(0, 7, 8, 30 * MS - by, 40 * MS - by),)
 
 
+def test_what_a_watchdog_noticed_is_aligned_with_the_operation():
+    plain = trace_of(APART)
+    rows = [replace(one, start_seen_ns=one.start_ns + MS, done_seen_ns=one.done_ns + MS) for one in plain.collectives]
+    trace = arrivals.aligned(replace(plain, collectives=tuple(rows)))
+    assert clock(trace).offset_ns != 0
+    for one in trace.collectives:
+        assert (one.start_seen_ns - one.start_ns, one.done_seen_ns - one.done_ns) == (MS, MS)
+
+
 def test_a_clock_that_was_compared_is_left_alone():
     trace = trace_of(replace(APART, clock_ms={}))
     assert arrivals.aligned(trace) is trace

@@ -474,7 +474,7 @@ def test_a_rank_that_is_late_is_a_straggler(tmp_path):
     assert v.code == "STRAGGLER"
     assert v.why.startswith("Rank 2 makes the others wait 40.0 ms (40.0 ms to 40.0 ms) a step, step after step")
     assert "Its input takes 40.0 ms longer than on the other ranks." in v.why
-    assert v.next == "Look at rank 2's host (host2): its data loader and its disk."
+    assert v.next == "Look at rank 2's host (host2): its data loader and disk."
 
 
 def test_a_wait_no_longer_than_what_our_measuring_adds_is_not_judged(tmp_path):

@@ -137,6 +137,8 @@ def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
                 start_ns=less(one.start_ns),
                 first_byte_ns=less(one.first_byte_ns),
                 done_ns=less(one.done_ns),
+                start_seen_ns=less(one.start_seen_ns),
+                done_seen_ns=less(one.done_seen_ns),
             )
             if one.rank == rank
             else one

@@ -76,6 +76,7 @@ class FakeRun:
     transfer_ms: by transport, of bucket.0 and bucket.1; late_ms: by rank, a pause before the forward; busy_cores: how
     many each rank keeps busy; costs_fs: of a step, a byte and a byte added, of two levels and a byte there,
     where a transport is native; meta, about: what a rank's description, and that of each transport in it, says too.
+    room: by name, how many events a ring holds.
     """
 
     def __init__(self, folder, size=2, transports=("bare", "stock", "ofi"), **settings):
@@ -102,6 +103,7 @@ class FakeRun:
         self.busy_cores = settings.pop("busy_cores", None)
         self.meta = settings.pop("meta", {})
         self.about = settings.pop("about", {})
+        self.room = settings.pop("room", {})
         assert not settings, settings
 
     def write(self):
@@ -111,10 +113,15 @@ class FakeRun:
         rings = []
         for rank in range(self.size):
             (ranks / f"{rank}.meta.json").write_text(json.dumps(self._meta(rank)))
-            own = {"train": RingWriter(ranks / f"{rank}.train.ring", rank, mono_ns=self._clock(rank, 0))}
+            own = {
+                name: RingWriter(
+                    ranks / f"{rank}.{name}.ring", rank, self.room.get(name, 1 << 16), mono_ns=self._clock(rank, 0)
+                )
+                for name in ("train", *self.transports)
+                if name == "train" or name in NATIVE
+            }
             for name in self.transports:
                 if name in NATIVE:
-                    own[name] = RingWriter(ranks / f"{rank}.{name}.ring", rank, mono_ns=self._clock(rank, 0))
                     own[name].put(self._clock(rank, 0), "CLOCK", a=self.clock_skew_ns.get(rank, 0), b=1000)
                     if self.costs_fs is not None:
                         own[name].put(self._clock(rank, 0), "COSTS", **dict(zip("abcde", self.costs_fs, strict=False)))

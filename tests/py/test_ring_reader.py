@@ -113,6 +113,21 @@ def test_a_run_is_read_from_the_rings_that_the_caller_gives(tmp_path):
     assert all(rank.events_dropped >= 7 for rank in found.ranks)
 
 
+def test_steps_whose_operations_a_full_ring_has_no_room_for_are_left_out(tmp_path):
+    settings = {"transports": ("stock", "tcp"), "clock_skew_ns": {1: 5 * MS}}
+    whole = ring_reader.load(FakeRun(tmp_path / "whole", blocks=12, **settings).write())
+    per_step, blocks = 14, 3  # of tcp, all of whose operations have room
+    room = {"tcp": 1 + blocks * 6 * per_step + 3}
+    found = ring_reader.load(FakeRun(tmp_path / "full", blocks=12, room=room, **settings).write())
+    first = (2 * blocks + 1) * 6  # the last complete step is left out, too: its events may be written later
+    assert {step.index for step in found.steps} == set(range(1, first))
+    assert found.collectives == tuple(one for one in whole.collectives if one.step < first)
+    (note,) = set(found.notes) - set(whole.notes)
+    assert note.startswith(f"steps from {first} on are left out: rank 0's file of events of tcp is full, and ")
+    assert "NETBOTTLENECK_TRACE_EVENTS" in note
+    assert [rank.events_dropped for rank in found.ranks] == [0, 0]
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"NBRING2\0" + b"\0" * 5000, b"NBRING1\0" + b"\0" * 10])
 def test_a_file_that_is_not_a_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"

@@ -385,7 +385,10 @@ EVENT = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Content of a ring file: events in order of time. dropped: events that did not fit or were not completed."""
+    """Content of a ring file: events in order of time. dropped: events that did not fit or were not completed.
+
+    full: some did not fit.
+    """
 
     rank: int
     pid: int
@@ -394,6 +397,7 @@ class Ring:
     closed: bool
     dropped: int
     events: NDArray[Any]
+    full: bool = False
 
 
 def read_slots(path: Path | str, begin: int = 0, end: int | None = None) -> tuple[Any, NDArray[Any]]:
@@ -426,6 +430,7 @@ def ring_of(head: Any, filled: NDArray[Any], dropped: int) -> Ring:
         bool(head["closed"]),
         dropped,
         events[np.argsort(events["time_ns"], kind="stable")],
+        int(head["taken"]) > int(head["capacity"]),
     )
 
 
@@ -644,7 +649,7 @@ def _rank_trace(
         clock=clock,
         # After a normal end, the last step is open: the script ends within it.
         steps_unfinished=unfinished + (still_open and not ended_well),
-        events_dropped=sum(ring.dropped for ring in files.rings.values()) + lost,
+        events_dropped=sum(ring.dropped for name, ring in files.rings.items() if not ring.full or name == NCCL) + lost,
         cores=about.cores,
         transports=_transports(about.transports, named),
         device_error_ns=error_ns,
@@ -697,12 +702,47 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
     with _of_file(folder.parent / RUN_FILE):
         head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
-    parts = []
+    parts: list[tr.Trace] = []
+    fulls: list[tuple[int, str]] = []
     for files in everyone:
         clock = _clock(files, reference)
         named = {name: _named_events(ring, clock) for name, ring in files.rings.items()}
         parts.append(_rank_trace(head, files, clock, named, plan))
-    return replace(tr.merge(parts), epoch_wall_ns=reference or 0)
+        fulls += [
+            full for name, ring in files.rings.items() if (full := _full(files.rank, name, ring, parts[-1], named))
+        ]
+    whole = replace(tr.merge(parts), epoch_wall_ns=reference or 0)
+    return _before(whole, *min(fulls)) if fulls else whole
+
+
+def _full(
+    rank: int, name: str, ring: Ring, part: tr.Trace, named: Mapping[str, Sequence[Event]]
+) -> tuple[int, str] | None:
+    """Return (the first step of a rank that a full ring may lack events of, what is said about it); None for others.
+
+    Steps without NCCL's events are complete. Of a step before the ring was full, events may be written after its end.
+    """
+    if not ring.full or name == NCCL:
+        return None
+    until_ns = max((event.time_ns for event in named[name]), default=0)
+    whole = [step.index for step in part.steps if step.end_ns <= until_ns]
+    first = max(whole, default=0)
+    text = f"steps from {first} on are left out: rank {rank}'s file of events of {name} is full"
+    return first, f"{text}, and {ring.dropped} more were only counted (NETBOTTLENECK_TRACE_EVENTS)"
+
+
+def _before(trace: tr.Trace, first: int, note: str) -> tr.Trace:
+    """Return the trace without the steps from `first` on."""
+    left_out = [step.begin_ns for step in trace.steps if step.index >= first]
+    until_ns = min(left_out, default=0)
+    kept = {
+        name: tuple(
+            row for row in getattr(trace, name) if (row.submit_ns < until_ns if row.step is None else row.step < first)
+        )
+        for name in ("collectives", "nccl")
+    }
+    steps = tuple(step for step in trace.steps if step.index < first)
+    return replace(trace, steps=steps, notes=(*trace.notes, note), **kept)
 
 
 def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Trace:

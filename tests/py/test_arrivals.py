@@ -149,6 +149,18 @@ def test_ranks_of_equal_speed_are_not_stragglers(ranks):
     assert alarms <= 8
 
 
+@pytest.mark.parametrize("steps", [14, 30, 80])
+def test_ranks_of_equal_speed_whose_steps_resemble_their_neighbours_are_not_stragglers(steps):
+    random = np.random.default_rng(steps)
+    alarms = 0
+    for _ in range(500):
+        values = random.normal(size=(steps + 20, 8))
+        for index in range(1, len(values)):
+            values[index] += 0.8 * values[index - 1]
+        alarms += arrivals._chance(arrivals._places(values[20:])) <= CHANCE_MAX
+    assert alarms <= 6
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_rank_that_is_late_for_a_while_is_not_persistently_late(ranks):
     arrived = np.random.default_rng(1).normal(size=(40, ranks))
@@ -244,8 +256,8 @@ def test_hosts_whose_ranks_are_late_together_at_random_are_not_stragglers():
     runs = [random.normal(size=(40, 2)).repeat(4, axis=1) + random.normal(size=(40, 8)) / 10 for _ in range(2000)]
     alarms = sum(len(arrivals._late(run, hosts)[0]) > 0 for run in runs)
     assert alarms <= 8
-    late = [run + np.repeat([0, 2], 4) for run in runs[:20]]
-    assert all(arrivals._late(run, hosts)[0] == [hosts[1]] for run in late)
+    late = [run + np.repeat([0, 2], 4) for run in runs[:100]]
+    assert sum(arrivals._late(run, hosts)[0] == [hosts[1]] for run in late) >= 90
 
 
 def test_a_rank_that_is_not_late_is_not_named_beside_one_that_is():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from netbottleneck.analysis import arrivals, bandwidth, findings, rule_facts, verdict
+from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock, NcclKernel, NcclOperation, NcclStep
 
@@ -303,6 +304,43 @@ def test_a_rank_whose_communication_ends_later_is_not_a_straggler():
     assert follows.no_straggler.endswith("and not by its own work: its communication ends later")
     found = verdict.decide(replace(findings.find(trace_of(job)), lateness=follows))
     assert "STRAGGLER" not in {one.code for one in found.evidence if one.fired}
+
+
+def test_few_long_steps_do_not_hide_the_others():
+    job = Job(ranks=4, jitter=0.05, blocks=2, block_steps=40)
+    plain = findings.find(trace_of(job)).lateness
+    late = findings.find(trace_of(replace(job, sleeps_ms={2: 5000.0}, every=60))).lateness
+    assert (late.left_out, late.steps, late.rare) == (1, plain.steps - 1, None)
+    assert late.jitter_ns.value == pytest.approx(plain.jitter_ns.value, rel=0.1)
+
+
+def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does():
+    job = Job(ranks=4, jitter=0.01, blocks=2, block_steps=40, every=5)
+    for spent, cause in (
+        (job.saves_ms, ""),
+        ({"saves_ms": {0: 300.0}}, "checkpoint"),
+        ({"input_of_ms": {3: 300.0}}, "input"),
+        ({"sleeps_ms": {1: 300.0}}, ""),
+    ):
+        late = findings.find(trace_of(replace(job, **spent))).lateness
+        assert late.last is None
+        if not spent:
+            assert late.rare is None
+            continue
+        (rank,) = next(iter(spent.values()))
+        assert (late.rare.rank, late.rare.times, late.rare.count, late.rare.cause) == (rank, 16, 16, cause)
+        assert late.jitter_ns.value == pytest.approx(300 * MS / 5, rel=0.1)
+        assert 0 < late.jitter_ns.low < late.jitter_ns.high
+
+
+def test_long_steps_of_any_rank_name_none():
+    plain = trace_of(Job(ranks=4, jitter=0.01, blocks=2, block_steps=40))
+    random = np.random.default_rng(1)
+    late = random.normal(size=(60, 4)) + 100 * np.eye(4)[random.integers(0, 4, 60)] * (np.arange(60) % 6 == 0)[:, None]
+    split = split_steps(plain)[0][1]
+    found, long = arrivals._rare(late, [dict.fromkeys(range(4), split)] * 60)
+    assert (found.count, found.rank, int(long.sum())) == (10, None, 10)
+    assert found.why == "In 10 of 60 steps a rank is late by much more than usual, now one, now another."
 
 
 def stepwise(works_ms, steps=30):

@@ -938,3 +938,12 @@ def test_every_code_of_a_rule_is_listed(unexplained):
 
 def test_html_is_escaped():
     assert "&lt;b&gt;" in verdict.Verdict("INCONCLUSIVE", "<b>", "x")._repr_html_()
+
+
+def test_threads_that_run_side_by_side_do_not_tell_whether_compute_had_a_core(tmp_path):
+    one, two = (findings_of(tmp_path / str(cores), size=2, busy_cores=cores) for cores in (1, 2))
+    assert one.starved is not None
+    assert two.starved is None
+    busy = rule_of("HOST_LIMITED", replace(two, cores_busy=0.97))
+    assert "cores busy" in busy.why
+    assert "for a core" not in busy.why

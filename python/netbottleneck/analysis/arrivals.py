@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
+from numpy.typing import NDArray
 
-from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
+from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_delays, mean_of_steps
 from netbottleneck.analysis.intervals import Split, host_count
-from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_LEAST, STRAGGLER_OWN, STRAGGLER_STEPS_MIN
+from netbottleneck.analysis.thresholds import (
+    CHANCE_MAX,
+    DELAYED,
+    DELAYED_STEPS_MIN,
+    STRAGGLER_LEAST,
+    STRAGGLER_OWN,
+    STRAGGLER_STEPS_MIN,
+)
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import (
     COMPLETED,
@@ -38,6 +47,8 @@ BY_OPERATIONS = "operations"
 SHORTEST_PART = 0.1
 # Below this correlation, neighbouring steps are taken as independent: it is within the error of a few dozen steps.
 CORRELATED = 0.1
+# If this part of the steps holds most of a wait, its interval is that of single delays.
+FEW_STEPS = 0.1
 # Operations that no rank can end before all have begun. The root of a broadcast, for example, ends once it has sent.
 ENDS_TOGETHER = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
 
@@ -185,16 +196,54 @@ def _error_ns(clock: Clock) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Rare:
+    """Steps in which a rank is late by much more than usual; the others wait then for most of what they wait at all.
+
+    count: of these steps, of `steps`. rank: the one that is last in `times` of them, more than chance allows; None if
+    there is none. cause: what takes most of that time on it: "checkpoint", "evaluation", "input", or "" if not known.
+    """
+
+    count: int
+    steps: int
+    rank: int | None
+    times: int
+    cause: str
+
+    @property
+    def why(self) -> str:
+        """Sentences: how often, who, and what it does then."""
+        often = f"In {self.count} of {self.steps} steps a rank is late by much more than usual"
+        if self.rank is None:
+            return f"{often}, now one, now another."
+        does = {
+            "checkpoint": "it writes a checkpoint then",
+            "evaluation": "it evaluates then",
+            "input": "its input takes longer then",
+        }
+        what = f": {does[self.cause]}" if self.cause else ""
+        return f"{often}, in {self.times} of these rank {self.rank}{what}."
+
+    @property
+    def look(self) -> str:
+        """Sentence: where to look for a cause that was not recorded."""
+        if self.rank is None:
+            return ""
+        return f"Look at what rank {self.rank} does in these steps (trace.json.gz shows them)."
+
+
+@dataclass(frozen=True, slots=True)
 class Lateness:
     """What uneven arrival costs a step, and whether some ranks or hosts cause it.
 
     last: the latest of the ranks that arrive last persistently, None if there is none. ranks: these ranks; hosts: if
     they are whole hosts of several ranks, the name and the ranks of each. chance: probability that ranks of equal speed
     differ as much. persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if
-    all steps of all ranks were equally long. Both are differences at the last operation of a step. random_ns: the wait
-    of the mean rank for any rank but `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer
-    than on the typical other rank the input, compute and optimizer of `ranks` are, in ns a step; own_ns: the same of
-    all that is not communication.
+    all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. Both are
+    differences at the last operation of a step. random_ns: the wait of the mean rank for any rank but `ranks`, at all
+    operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank the input, compute
+    and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is not communication. step_ns: of the mean
+    step. rare: if most of the wait is in single steps; left_out: the number of these steps, if they are too few to
+    support a claim.
     """
 
     steps: int
@@ -207,6 +256,14 @@ class Lateness:
     own_ns: float
     ranks: tuple[int, ...] = ()
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    step_ns: float = 0.0
+    rare: Rare | None = None
+    left_out: int = 0
+
+    @property
+    def without(self) -> str:
+        """The steps that are left out, as text; "" if there are none."""
+        return f", without {self.left_out} in which a rank was late by much more" if self.left_out else ""
 
     @property
     def straggler(self) -> int | None:
@@ -398,10 +455,63 @@ def _for_others(split: Split, ranks: Sequence[int]) -> int:
     return max(0, split.skew_ns - sum(split.late_ns.get(rank, 0) for rank in ranks))
 
 
+def _mean(values: Floats) -> Estimate:
+    """The mean of a wait over the steps. It is at least 0, and few steps may hold most of it."""
+    most = np.sort(values)[-math.ceil(len(values) * FEW_STEPS) :]
+    if most.sum() > values.sum() / 2:
+        return mean_of_delays(values)
+    found = mean_of_steps(values)
+    return replace(found, low=max(found.low, 0.0))
+
+
+def _latest(arrived: Floats) -> Floats:
+    """How much later than the typical rank the last one arrives, of each step."""
+    late: Floats = arrived.max(axis=1) - np.median(arrived, axis=1)
+    return late
+
+
+def _cause(steps: Sequence[Split], typical: Sequence[Split], ns: float) -> str:
+    """What takes at least half of `ns` more in some steps of a rank than in its typical ones; "" if nothing does."""
+    parts: dict[str, Callable[[Split], float]] = {
+        "checkpoint": lambda s: s.checkpoint_ns,
+        "evaluation": lambda s: s.evaluation_ns,
+        "input": lambda s: s.input_ns,
+    }
+    more = {
+        name: sum(part(s) for s in steps) - len(steps) * float(np.median([part(s) for s in typical]))
+        for name, part in parts.items()
+    }
+    name = max(more, key=lambda one: more[one])
+    return name if more[name] >= ns / 2 else ""
+
+
+def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> tuple[Rare | None, NDArray[np.bool_]]:
+    """(the steps in which a rank is late by much more than usual, if they hold most of the wait; which they are).
+
+    Usual is up to DELAYED times the distance of the 10th percentile from the median above the median. A rank is named
+    if chance lets no rank be last in so many of them (binomial, with Bonferroni's correction).
+    """
+    late = _latest(evened)
+    low, usual = np.percentile(late, [10, 50])
+    long = late > usual + DELAYED * (usual - low)
+    count, ranks = int(long.sum()), evened.shape[1]
+    if not 0 < count <= len(late) / 2 or late[long].sum() <= late.sum() / 2:
+        return None, np.zeros(len(late), np.bool_)
+    last = evened[long].argmax(axis=1)
+    rank, times = Counter(last.tolist()).most_common(1)[0]
+    chance = sum(math.comb(count, k) * (ranks - 1) ** (count - k) for k in range(times, count + 1)) / ranks**count
+    if times < DELAYED_STEPS_MIN or ranks * chance > CHANCE_MAX:
+        return Rare(count, len(late), None, 0, ""), long
+    own = np.flatnonzero(long)[last == rank]
+    cause = _cause([steps[place][rank] for place in own], [step[rank] for step in steps], float(late[own].sum()))
+    return Rare(count, len(late), rank, times, cause), long
+
+
 def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None:
     """Lateness of the ranks in the steps of an arm, `splits`; None for one rank, or without a common step.
 
-    A step saves at most the idle time in which its ranks waited for the last one.
+    A step saves at most the idle time in which its ranks waited for the last one. Steps with a delay that are too few
+    to support a claim are left out.
     """
     idle: dict[int, dict[int, Split]] = defaultdict(dict)
     for split in splits:
@@ -411,14 +521,22 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if own.keys() == everyone))
     if trace.size < 2 or not len(arrived):
         return None
-    waited = np.array([[idle[index][rank].skew_ns for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
     groups, chance = _last(arrived, _by_host(trace, ranks))
     members = _columns(groups)
     evened = _evened(arrived, members)
+    rare, long = _rare(evened, [idle[index] for index in indices])
+    few = rare is not None and rare.count < DELAYED_STEPS_MIN
+    kept = ~long if few else np.ones(len(long), np.bool_)
+    arrived, evened, indices = arrived[kept], evened[kept], list(compress(indices, kept))
+    waited = np.array([[idle[index][rank].skew_ns for rank in ranks] for index in indices], np.float64)
     of_others = np.delete(waited, members, axis=1).mean(axis=1)
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
     jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
+    if rare is not None and rare.rank is not None:  # it alone is to be as fast as the typical rank then
+        own = kept & long & (evened.argmax(axis=1) == rare.rank)
+        alone = np.minimum(_latest(evened), np.delete(waited, rare.rank, axis=1).mean(axis=1))
+        jitter = np.where(own, alone, jitter)
     last = tuple(members)
     others = [float(np.mean([_for_others(idle[index][rank], last) for rank in ranks])) for index in indices]
     longer = _longer(splits, last) if last else {}
@@ -427,12 +545,15 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         max(members, key=lambda column: float(arrived[:, column].mean()), default=None),
         chance,
         mean_of_steps(persistent),
-        mean_of_steps(jitter),
-        mean_of_steps(np.maximum(others, jitter)),
+        _mean(jitter),
+        _mean(np.maximum(others, jitter)),
         {phase: longer[phase] for phase in PHASES if last},
         longer.get(OWN, 0.0),
         last,
         _hosts(trace, groups),
+        float(np.mean([idle[index][rank].step_ns for index in indices for rank in ranks])),
+        None if few else rare,
+        int(long.sum()) if few else 0,
     )
 
 

@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted, middle_half
-from netbottleneck.analysis.thresholds import FIT_ALONE_PART, FIT_OPERATIONS_MIN, FIT_SIZES_RATIO_MIN, PAIRS_MIN
+from netbottleneck.analysis.thresholds import (
+    DELAYED,
+    FIT_ALONE_PART,
+    FIT_OPERATIONS_MIN,
+    FIT_SIZES_RATIO_MIN,
+    PAIRS_MIN,
+)
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
 
@@ -200,6 +206,20 @@ def mean_of_delays(values: Sequence[float] | Floats) -> Estimate:
     more, wider = total + most, squares + most**2
     high = wider / (2 * more) * _chi2(NORMAL, 2 * more**2 / wider)
     return Estimate(total / len(array), low / len(array), high / len(array))
+
+
+def above_usual(values: Sequence[float] | Floats) -> tuple[Floats, float]:
+    """Return by how much each value exceeds the usual ones, 0 for these, and the 25th percentile.
+
+    Usual is up to DELAYED times the distance of the 10th from the 25th percentile above the latter. values: one for
+    each step. Raises ValueError without a value.
+    """
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        raise ValueError("an estimate needs at least one value")
+    low, quarter = (float(value) for value in np.percentile(array, [10, 25]))
+    more: Floats = np.where(array > quarter + DELAYED * (quarter - low), array - quarter, 0.0)
+    return more, quarter
 
 
 def last_change(values: Sequence[float] | Floats, groups: Sequence[int] | NDArray[np.int64]) -> int:

@@ -26,6 +26,7 @@ from netbottleneck.analysis.comparisons import (
     Paired,
     Scaling,
     Travel,
+    above_usual,
     by_block,
     compare,
     compare_blocks,
@@ -55,6 +56,7 @@ from netbottleneck.analysis.intervals import (
 )
 from netbottleneck.analysis.thresholds import (
     DELAYED,
+    DELAYED_STEPS_MIN,
     GAIN_MIN,
     HANDICAP_MAX,
     LINK_EXCEEDED,
@@ -105,15 +107,15 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """How much longer than usual single steps move data, in ns a step.
+    """How much longer than usual a part of single steps is, in ns a step.
 
-    mean_ns: over all steps; rest_ns: the mean of all steps without it. moving_ns: exposed communication and waiting
-    after the last rank arrived, without it, over the middle half of the steps.
+    mean_ns: over all steps; rest_ns: the mean of all steps without it. usual_ns: that part without it, over the middle
+    half of the steps.
     """
 
     mean_ns: Estimate
     rest_ns: float
-    moving_ns: Estimate
+    usual_ns: Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ class Findings:
     achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks
     keep busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own
     calls of torch.distributed. gradient_operations: all others of base a step. starved: ns of compute a step in
-    which a rank's process had no core. delays: of single steps of base; None if the usual steps cannot be told.
+    which a rank's process had no core. delays: of single steps of base, while data move after the last rank arrived;
+    None if the usual steps cannot be told. input_delays: the same before the forward; None if they are too few.
     nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's
     dumps.
     """
@@ -164,6 +167,7 @@ class Findings:
     cores_busy: float | None = None
     starved: Estimate | None = None
     delays: Delays | None = None
+    input_delays: Delays | None = None
     layers: tuple[Layer, ...] = ()
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
@@ -222,19 +226,26 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
 def _delays(splits: Sequence[Split]) -> Delays | None:
     """By how much single steps move data for longer than usual; None if that is not known.
 
-    Usual is up to DELAYED times the distance of the 10th from the 25th percentile above that. Without a distance, any
-    step above it counts: if most do, they may be the usual ones. If none is above, and neither a timeout nor the usual
-    time once more would be, most steps may be delayed.
+    Without a distance between the 10th and the 25th percentile, any step above it counts: if most do, they may be the
+    usual ones. If none is above, and neither a timeout nor the usual time once more would be, most steps may be
+    delayed.
     """
     moving, lengths = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("moving", "step"))
-    low, quarter = np.percentile(moving, [10, 25])
-    spread = DELAYED * (quarter - low)
-    delayed = moving > quarter + spread
-    most = quarter <= low and 2 * np.count_nonzero(delayed) > len(moving)
-    if most or (not delayed.any() and spread > max(TIMEOUT_NS, quarter)):
+    later, usual = above_usual(moving)
+    low, count = float(np.percentile(moving, 10)), np.count_nonzero(later)
+    most = usual <= low and 2 * count > len(moving)
+    if most or (not count and DELAYED * (usual - low) > max(TIMEOUT_NS, usual)):
         return None
-    later = np.where(delayed, moving - quarter, 0.0)
     return Delays(mean_of_delays(later), float((lengths - later).mean()), mean_of_typical(moving - later, lengths))
+
+
+def _input_delays(splits: Sequence[Split]) -> Delays | None:
+    """By how much more than usual passes before the forward in single steps; None if too few or most have more."""
+    before, lengths = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("input", "step"))
+    later, _ = above_usual(before)
+    if not DELAYED_STEPS_MIN <= np.count_nonzero(later) <= len(later) / 2:
+        return None
+    return Delays(mean_of_delays(later), float((lengths - later).mean()), mean_of_typical(before - later, lengths))
 
 
 def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Estimate:
@@ -243,11 +254,19 @@ def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Est
 
 
 def _starved(rows: Sequence[Row]) -> Estimate | None:
-    """Ns of compute a step in which the process had no core; None if processor time was not recorded."""
+    """Ns of compute a step in which the process had no core; None if processor time does not tell it.
+
+    It does not where it was not recorded, or where a process used more of it than the step is long: several threads
+    compute then, and some may lack a core while others run.
+    """
     used = {(step.rank, step.index): step.cpu_ns for step, _, _ in rows}
     if not rows or any(ns is None for ns in used.values()):
         return None
     splits = [split for _, split, _ in rows]
+    for rank in {split.rank for split in splits}:
+        own = [split for split in splits if split.rank == rank]
+        if sum(used[rank, split.index] or 0 for split in own) > sum(split.step_ns for split in own):
+            return None
     return _of_typical(splits, lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
 
 
@@ -408,6 +427,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         share=_share(splits),
         parts_ns=_parts_ns(splits),
         delays=_delays(splits),
+        input_delays=_input_delays(splits),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),

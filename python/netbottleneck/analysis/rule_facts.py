@@ -130,7 +130,7 @@ class Facts:
     @property
     def moving(self) -> Estimate:
         """Ns a step of exposed communication and waiting after the last rank arrived, without that of lost packets."""
-        return self.f.delays.moving_ns if self.lost and self.f.delays is not None else self.f.parts_ns["moving"]
+        return self.f.delays.usual_ns if self.lost and self.f.delays is not None else self.f.parts_ns["moving"]
 
     @property
     def lost(self) -> str:

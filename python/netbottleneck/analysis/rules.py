@@ -266,10 +266,10 @@ def _host_reasons(f: Findings, slowed: Estimate | None, busy: Estimate | None) -
             "gradients travel than without."
         )
     if busy is not None:
+        waits = "" if f.starved is None else f"; compute waits {ms(f.starved.value)} a step for a core"
         reasons.append(
             f"The ranks of one machine keep {percent(f.cores_busy or 0.0)} of its cores busy over the whole step, also "
-            f"while communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a "
-            "core."
+            f"while communication is exposed{waits}."
         )
     return reasons
 
@@ -361,6 +361,7 @@ def straggler(facts: Facts) -> RuleResult:
     return facts.evidence(
         "straggler",
         "STRAGGLER",
+        late.step_ns,
         applies=not unsure,
         saving=saving,
         source=f.label,
@@ -390,6 +391,16 @@ def _random_wait(facts: Facts, late: Lateness) -> tuple[Estimate, dict[str, Any]
     return _beside_clocks(saving, error_ns), needs
 
 
+EVEN_STEPS = "Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes."
+# Advice by what the late rank does in the steps in which it is late.
+RARE_NEXT = {
+    "checkpoint": "Write checkpoints in the background (torch.distributed.checkpoint.async_save), less often, or on "
+    "all ranks at once.",
+    "evaluation": "Evaluate on all ranks, less often, or in another job.",
+    "input": "Look at that rank's data loader and disk: more workers, or prefetching.",
+}
+
+
 def imbalance(facts: Facts) -> RuleResult:
     """Steps of the ranks differ at random: each waits for whichever is last."""
     f, late = facts.f, facts.f.lateness
@@ -398,35 +409,47 @@ def imbalance(facts: Facts) -> RuleResult:
     unsure, (saving, needs) = _unsure_wait(facts, late.random_ns), _random_wait(facts, late)
     inside_ns = late.random_ns.value - late.jitter_ns.value
     inside = f", {ms(inside_ns)} of it before the last operation" if ms(inside_ns) != ms(0) else ""
+    each = f"{ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)})"
+    if late.rare is None:
+        why = f"The ranks' steps differ in length, and each waits for the last: {each} a step"
+        why += ". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."
+    else:
+        why = f"{late.rare.why} The others wait: {each} in the mean of all steps."
     return facts.evidence(
         "imbalance",
         "IMBALANCE",
+        late.step_ns,
         applies=not unsure,
         saving=saving,
         source=f.label,
-        rests=unsure or f"{f.label}: waiting for the last rank{inside}, {late.steps} steps",
-        why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
-        f"{ms(saving.high)}) a step"
-        + (". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."),
-        next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
+        rests=unsure or f"{f.label}: waiting for the last rank{inside}, {late.steps} steps{late.without}",
+        why=why,
+        next=EVEN_STEPS if late.rare is None else RARE_NEXT.get(late.rare.cause, f"{late.rare.look} {EVEN_STEPS}"),
         **needs,
     )
 
 
 def before_forward(facts: Facts) -> RuleResult:
-    """Time passes before the forward: input."""
-    f, saving = facts.f, facts.f.parts_ns["input"]
+    """Time passes before the forward, in most steps or in single ones: input."""
+    f, saving, rare = facts.f, facts.f.parts_ns["input"], facts.f.input_delays
     if facts.not_recorded:  # another model may train before this one's forward
         return facts.evidence("input", "INPUT_LIMITED", rests=f"not known: {facts.not_recorded}")
+    if rare is not None and rare.mean_ns.value > saving.value:
+        saving, step_ns = rare.mean_ns, rare.rest_ns + rare.mean_ns.value
+        where, whole = "in the mean of all steps", f"{ms(step_ns)} of the mean step"
+        how = ", more in single steps than in most"
+    else:
+        step_ns, where, whole, how = facts.step_ns, "of the step", ms(facts.step_ns), ""
+    value, low, high = (percent(end / step_ns) for end in (saving.value, saving.low, saving.high))
     return facts.evidence(
         "input",
         "INPUT_LIMITED",
-        applies=saving.value >= limits.INPUT_SHARE * facts.step_ns,
+        step_ns,
+        applies=saving.value >= limits.INPUT_SHARE * step_ns,
         saving=saving,
         source=f.label,
-        rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
-        why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
-        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step): a step saves "
+        rests=f"{f.label}: {value} {where}",
+        why=f"{ms(saving.value)} of {whole} pass before the forward{how} ({low} to {high} of the step): a step saves "
         "that at most.",
         next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
         "prefetching. Logging counts there as well.",

@@ -67,6 +67,8 @@ STRAGGLER_LEAST = 0.5
 STRAGGLER_STEPS_MIN = 7
 # Fewest steps for imbalance: of fewer, the test may not tell a straggler from chance.
 IMBALANCE_STEPS_MIN = 20
+# Fewest delayed steps that support a claim about them: fewer are left out.
+DELAYED_STEPS_MIN = 5
 # Headers and acknowledgements add at most this part to the recorded bytes.
 HEADERS = 0.10
 # Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.

@@ -735,7 +735,7 @@ def _before(trace: tr.Trace, first: int, note: str) -> tr.Trace:
     """Return the trace without the steps from `first` on."""
     left_out = [step.begin_ns for step in trace.steps if step.index >= first]
     until_ns = min(left_out, default=0)
-    kept = {
+    kept: dict[str, Any] = {
         name: tuple(
             row for row in getattr(trace, name) if (row.submit_ns < until_ns if row.step is None else row.step < first)
         )

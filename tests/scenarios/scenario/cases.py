@@ -363,6 +363,62 @@ def clocks_apart_and_a_straggler(draw: Draw) -> Case[Job]:
 
 
 @case
+def rank_that_saves(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, ranks=4, jitter=0.01, blocks=3, block_steps=30, saves_ms={0: draw.uniform(200, 400)}, every=5)
+    return Case(
+        "rank 0 writes a checkpoint every fifth step",
+        job,
+        ("IMBALANCE",),
+        replace(job, saves_ms={}),
+        "IMBALANCE",
+        never=("STRAGGLER", "LINK_LIMITED"),
+        saves=True,
+        says="of these rank 0: it writes a checkpoint then",
+        advises="in the background",
+    )
+
+
+@case
+def rank_that_stalls(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(8)
+    job = replace(NOISY, ranks=8, jitter=0.01, blocks=3, block_steps=30, sleeps_ms={slow: draw.uniform(120, 200)})
+    job = replace(job, every=draw.randint(6, 8))
+    return Case(
+        "one of eight ranks stalls every few steps",
+        job,
+        ("IMBALANCE",),
+        replace(job, sleeps_ms={}),
+        "IMBALANCE",
+        never=("STRAGGLER", "LINK_LIMITED"),
+        saves=True,
+        says=f"of these rank {slow}.",
+        advises=f"Look at what rank {slow} does in these steps",
+    )
+
+
+@case
+def one_long_stall(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(4)
+    job = replace(NOISY, ranks=4, blocks=2, block_steps=40, sleeps_ms={slow: draw.uniform(2000, 10000)}, every=60)
+    return Case("one rank stalls once", job, ("NOT_NETWORK",), never=("IMBALANCE", "STRAGGLER"))
+
+
+@case
+def input_now_and_then(draw: Draw) -> Case[Job]:
+    late = dict.fromkeys(range(2), draw.uniform(300, 500))
+    job = replace(NOISY, blocks=3, block_steps=30, input_of_ms=late, every=4)
+    return Case(
+        "every fourth step waits for its input",
+        job,
+        ("INPUT_LIMITED",),
+        replace(job, input_of_ms={}),
+        "INPUT_LIMITED",
+        never=("IMBALANCE", "LINK_LIMITED"),
+        says="more in single steps than in most",
+    )
+
+
+@case
 def contended_compute(draw: Draw) -> Case[Job]:
     job = replace(_overlapped(draw), contention=draw.uniform(1.3, 1.8), link_bps=1e10, flow_bps=4e9)
     return Case(

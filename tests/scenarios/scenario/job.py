@@ -37,7 +37,8 @@ class Job:
 
     buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one
     flow; stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its
-    compute. sleeps_ms, input_of_ms: by rank, within the backward and before the forward. jitter: deviation of a
+    compute. sleeps_ms, input_of_ms, saves_ms: by rank, within the backward, before the forward, and in checkpoints, in
+    every `every`-th step. jitter: deviation of a
     rank's compute from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all
     ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
     every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
@@ -61,6 +62,8 @@ class Job:
     slower: Mapping[int, float] = field(default_factory=dict)
     sleeps_ms: Mapping[int, float] = field(default_factory=dict)
     input_of_ms: Mapping[int, float] = field(default_factory=dict)
+    saves_ms: Mapping[int, float] = field(default_factory=dict)
+    every: int = 1
     jitter: float = 0.0
     input_jitter: float = 0.0
     noise: float = 0.002
@@ -130,9 +133,13 @@ class Clockwork:
                 self.spent[self.index, rank]["slowed"] += beside * (self.job.contention - 1)
         return begin + max(work, 0.0)
 
+    def now_and_then(self, ms_of_rank: Mapping[int, float], rank: int) -> float:
+        """Ms of what a rank does in every `every`-th step."""
+        return ms_of_rank.get(rank, 0.0) if (self.index + 1) % self.job.every == 0 else 0.0
+
     def input(self) -> NDArray[np.float64]:
         """Ms that each rank waits for its input."""
-        late = np.array([self.job.input_ms + self.job.input_of_ms.get(rank, 0.0) for rank in range(self.job.ranks)])
+        late = np.array([self.job.input_ms + self.now_and_then(self.job.input_of_ms, r) for r in range(self.job.ranks)])
         if self.job.input_jitter:
             late *= np.maximum(1 + self.job.input_jitter * self.random.standard_normal(self.job.ranks), 0.1)
         return late
@@ -144,7 +151,8 @@ class Clockwork:
         factor = [level * jitter[rank] * job.slower.get(rank, 1.0) for rank in ranks]
         hooks = 1.0 if arm == BARE else job.hooks
         begin = self.now.copy()
-        forward = begin + self.input()
+        saved = begin + [self.now_and_then(job.saves_ms, rank) for rank in ranks]
+        forward = saved + self.input()
         forward_end = np.array([forward[r] + job.forward_ms * factor[r] * hooks for r in ranks])
         at = forward_end.copy()
         sent: list[tuple[np.ndarray, float, float]] = []
@@ -152,7 +160,7 @@ class Clockwork:
         for place, nbytes in enumerate(job.buckets):
             for r in ranks:
                 work = job.backward_ms * factor[r] / len(job.buckets)
-                work += job.sleeps_ms.get(r, 0.0) * (place == len(job.buckets) // 2)
+                work += self.now_and_then(job.sleeps_ms, r) * (place == len(job.buckets) // 2)
                 at[r] = self.advance(r, at[r], work, busy)
             if arm == NULL:
                 sent.append((at.copy(), 0.0, 0.0))
@@ -167,11 +175,11 @@ class Clockwork:
         end = resumed + job.optimizer_ms
         for r in ranks:
             spent = self.spent[self.index, r]
-            spent["input"] += forward[r] - begin[r]
+            spent["input"] += forward[r] - saved[r]
             spent["wire"] += sum(done - start for start, done in busy)
             spent["exposed"] += sum(max(0.0, done - max(start, at.max())) for start, done in busy)
             spent["waiting"] += at.max() - at[r] if busy else 0.0
-            marks = (begin[r], forward[r], forward_end[r], at[r], resumed[r], end[r])
+            marks = (begin[r], saved[r], forward[r], forward_end[r], at[r], resumed[r], end[r])
             self.record(arm, block, r, marks, sent)
         self.now, self.index = end, self.index + 1
 
@@ -188,13 +196,14 @@ class Clockwork:
         def ns(ms: float) -> int:
             return round((ms + self.job.clock_ms.get(rank, 0.0) + 1000) * MS)
 
-        begin, forward, forward_end, ready, resumed, end = (ns(mark) for mark in marks)
+        begin, saved, forward, forward_end, ready, resumed, end = (ns(mark) for mark in marks)
         row = Step(rank, self.index, block, arm, begin, end)
         if arm != BARE:
             cpu = None if self.job.busy is None else round(self.job.busy * (end - begin))
             row = replace(
                 row,
                 forward=((forward, forward_end),),
+                checkpoints=((begin, saved),) if saved > begin else (),
                 optimizer=((resumed, end),),
                 grad_ready=tuple((place, ns(at[rank])) for place, (at, _, _) in enumerate(sent)),
                 waits=((0, ready, resumed),) if resumed > ready else (),

@@ -18,6 +18,7 @@ from netbottleneck.study.evidence import figures
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "docs" / "explanation" / "example.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorial" / "ten-minutes.md").read_text(encoding="utf-8")
 SECTIONS = ("How it is computed", "Example", "What to do", "How to check that it helped")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
@@ -44,10 +45,11 @@ def replayed():
 
 def test_the_card_and_the_report_are_what_the_stored_traces_give(stored, replayed):
     readme = tool("readme")
-    blocks = {name for _, name, _ in readme.BLOCK.findall(README + EXAMPLE)}
-    assert blocks == {"card", "report", "answers", "chain"}
+    blocks = {name for _, name, _ in readme.BLOCK.findall(README + EXAMPLE + TUTORIAL)}
+    assert blocks == set(readme.BLOCKS)
     assert readme.render(README, stored) == README
     assert readme.render(EXAMPLE, stored) == EXAMPLE
+    assert readme.render(TUTORIAL, stored) == TUTORIAL
     (card,) = re.findall(r"<!-- trace: card -->\n```text\n(.*?)```", README[: README.index("\n## ")], re.DOTALL)
     assert " ".join(text.sentences(replayed.findings)) in " ".join(card.split())
     assert replayed.text.rstrip().endswith(card[card.index(f"Verdict: {replayed.verdict.code}") :].rstrip())

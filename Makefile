@@ -80,7 +80,7 @@ bench: ## measure all-reduce over stock, tcp and ofi on loopback (ARGS="--lab 2g
 bench-peers: ## compare with gloo, Open MPI, iperf3 and memory limits, as far as installed; table, JSON, plot
 	@tools/setup_env.sh run
 	@tools/peers.sh
-	@$(NB) bench --ranks 2 --peers benchmarks/peers --sizes 1M,16M,64M,256M --json build/peers.json $(ARGS)
+	@$(NB) bench --ranks 2 --peers benchmarks/peers --sizes 1M,16M,64M,256M --iters 4 --json build/peers.json $(ARGS)
 	@.venv/bin/python benchmarks/picture.py build/peers.json build/peers.svg
 
 gates: ## measure the ten gates of the transports (ARGS="--only T1,T3"); needs an idle machine for an hour

@@ -130,7 +130,7 @@ def write(path: Path, facts: Mapping[str, Any], title: str, spread: str, rows: l
         "title": title,
         "date": time.strftime("%Y-%m-%d"),
         "machine": {name: facts["machine"][name] for name in ("cpu", "cores")},
-        "system": f"Linux {facts['machine']['kernel'].partition('-')[0]}",
+        "system": keep.system(facts["machine"]["kernel"]),
         "versions": facts["versions"],
         "command": f"python {' '.join(sys.argv)}",
         "duration": f"{took_s / 60:.1f} minutes",

@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import resource
 import shutil
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_timing
+import keep
 
 from netbottleneck import _core, config
 from netbottleneck.bench import head
@@ -410,7 +410,7 @@ def write(results: Path, gpu: Mapping[str, Any], device: str, name: str, result:
         "title": "Checks on a GPU" if device == CUDA else "Checks over the fake driver: no GPU took part",
         "machine": here["machine"],
         "gpu": dict(gpu),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": keep.system(here["machine"]["kernel"]),
         "versions": here["versions"],
         "command": "python benchmarks/gpu_check.py",
         "parts": {},

@@ -1,7 +1,7 @@
 """Stores a run of the gates as data: python benchmarks/keep.py build/gates.json NAME --command '…' --load '…'.
 
-Adds a sitting to results/gates.json (gates N1 to N6: --results nccl), or replaces the one of the same name. All other
-digits of the file are kept.
+Adds the run to the list `sittings` of results/gates.json (gates N1 to N6: --results nccl), or replaces the one of the
+same name. All other digits of the file are kept.
 """
 
 from __future__ import annotations
@@ -81,14 +81,19 @@ def rows(gates: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
+def system(release: str) -> str:
+    """Return the system of a kernel of this release, without the parts that name its build: "Linux 6.18"."""
+    return f"Linux {'.'.join(release.split('.')[:2])}"
+
+
 def sitting(found: Mapping[str, Any], name: str, command: str, load: str) -> dict[str, Any]:
-    """Return a run of the gates as a sitting, with its machine and versions."""
+    """Return a run of the gates as it is stored, with its machine and versions."""
     machine = found.get("machine", {})
     return {
         "name": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime(found["written_wall_ns"] / 1e9)),
         "machine": {"cpu": machine.get("cpu", UNKNOWN), "cores": Number(machine.get("cores", 0))},
-        "system": f"Linux {machine.get('kernel', UNKNOWN)}",
+        "system": system(machine.get("kernel", UNKNOWN)),
         "versions": dict(found.get("versions", {})),
         "command": command,
         "duration": UNKNOWN,
@@ -98,14 +103,14 @@ def sitting(found: Mapping[str, Any], name: str, command: str, load: str) -> dic
 
 
 def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
-    """Insert a sitting as the first; remove an earlier one of the same name."""
+    """Insert a run as the first; remove an earlier one of the same name."""
     kept["sittings"] = [new, *(each for each in kept["sittings"] if each["name"] != new["name"])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE", help="output of transport.py --json")
-    parser.add_argument("name", metavar="NAME", help='name of the sitting; the README quotes "latest"')
+    parser.add_argument("name", metavar="NAME", help="name of the run: its date and machine")
     parser.add_argument("--command", default=UNKNOWN, help="the command line of the run")
     parser.add_argument("--load", default=UNKNOWN, help="other load on the machine")
     parser.add_argument("--results", default="gates", choices=("gates", "nccl"), help="the results file")

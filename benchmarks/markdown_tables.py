@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import keep
+
 ORDER = ("fail", "not run", "undecided", "pass")
 
 
@@ -28,7 +30,7 @@ def made(found: Mapping[str, Any], wall_ns: int) -> str:
     """Return date, machine and versions of a document."""
     machine, versions = found.get("machine", {}), found.get("versions", {})
     when = time.strftime("%Y-%m-%d", time.gmtime(wall_ns / 1e9))
-    where = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, Linux {machine.get('kernel', '?')}"
+    where = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, {keep.system(machine.get('kernel', '?'))}"
     return f"{when}, {where}; {', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
 
 

@@ -17,8 +17,10 @@ print=0
 run apt-get update
 run apt-get install -y --no-install-recommends python3 python3-venv ca-certificates
 run tools/setup_env.sh run
-# The set-up installs torch for CPUs; the same version from PyPI brings CUDA and NCCL.
-version=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])' 2>/dev/null || echo VERSION)
-run .venv/bin/pip uninstall -y torch
-run .venv/bin/pip install --no-cache-dir "torch==$version"
+# If the set-up installed a torch for CPUs, the same version from PyPI brings CUDA and NCCL.
+if [ "$print" = 1 ] || ! .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    version=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])' 2>/dev/null || echo VERSION)
+    run .venv/bin/pip uninstall -y torch
+    run .venv/bin/pip install --no-cache-dir "torch==$version"
+fi
 run apt-get clean

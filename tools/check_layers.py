@@ -1,8 +1,8 @@
 """Fails on an include or import that the table of rooms (the constants below) does not allow.
 
 It also fails on a circle of rooms in that table, of C files in one room, or of imports between files of the package,
-and
-if docs/layout.md differs from the table."""
+and if docs/layout.md differs from the table.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Updates the parts of pages that show the stored trace and study: `tools/readme.py`; --check: only compare.
+"""Updates the parts of pages that show the stored traces and study: `tools/readme.py`; --check: only compare.
 
-A block of README.md or of the example report lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of
-BLOCKS. The picture of the report and the study's first figure are written, too. README.md and the picture show
-REPLAY, the example report TRACE and STUDY.
+A block of a page lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of BLOCKS. The picture of the
+report and the study's first figure are written, too. README.md, the tutorial and the picture show REPLAY, the example
+report TRACE and STUDY.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from netbottleneck.cli import what_if
 from netbottleneck.cli.what_if import Source, parser
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
+from netbottleneck.study import replaying
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 EXAMPLE = ROOT / "docs" / "explanation" / "example.md"
+TUTORIAL = ROOT / "docs" / "tutorial" / "ten-minutes.md"
+PAGES = (README, EXAMPLE, TUTORIAL)
 TRACE = ROOT / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 REPLAY = ROOT / "benchmarks" / "traces" / "replay.jsonl.gz"
 STUDY = ROOT / "benchmarks" / "traces" / "quick-study.json"
@@ -30,15 +33,31 @@ FIGURE = ROOT / "docs" / "study-figure1.svg"
 PICTURE = ROOT / "docs" / "report.svg"
 # Paragraphs of the report that the picture shows, by their first words; a table includes its title.
 SHOWN = ("Run ", "   stock", "Parts of a step", "Achieved, ", "Step by transport", "Verdict: ")
-CARD = ("Of your ", "   stock", "Verdict: ")  # the same, of the block `card`
+CARD = ("Of your ", "   stock", "Verdict: ")  # the same, of the blocks `card` and `verdict`
+LINK = "2gbit/500mbit"  # of REPLAY
 COLOURS = {"#": "#4caf50", "=": "#26a69a", "!": "#ef5350", ".": "#ffb300"}
 BLOCK = re.compile(r"(<!-- trace: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _card(_run: Run) -> str:
+def _parts() -> list[str]:
     """The first sentences of the report of the replay, its bars and its verdict."""
-    paragraphs = Run(REPLAY).text.rstrip().split("\n\n")
-    return "```text\n" + "\n\n".join(text for text in paragraphs if text.startswith(CARD)) + "\n```\n"
+    return [text for text in Run(REPLAY).text.rstrip().split("\n\n") if text.startswith(CARD)]
+
+
+def _card(_run: Run) -> str:
+    return "```text\n" + "\n\n".join(_parts()) + "\n```\n"
+
+
+def _arms(_run: Run) -> str:
+    """The lines of `netbottleneck replay` about each transport, without those about bytes."""
+    run = Run(REPLAY)
+    found = [line for line in replaying.lines(run, replaying.sent(run), LINK) if not line.startswith(" ")]
+    return "```text\n...\n" + "\n...\n".join(found) + "\n...\n```\n"
+
+
+def _verdict(_run: Run) -> str:
+    """The same as the card, with marks where lines are left out."""
+    return "```text\n" + "\n...\n".join(_parts()) + "\n```\n"
 
 
 def _report(run: Run) -> str:
@@ -46,11 +65,21 @@ def _report(run: Run) -> str:
     return f"```\n{run.text[run.text.index(f'Run {run.trace.id}') :]}```\n"
 
 
-def _answers(run: Run) -> str:
+def _sentences(run: Run) -> list[str]:
     """The sentences of `what-if --target-scaling 0.9`."""
     args = parser().parse_args([str(run.path), "--target-scaling", "0.9"])
-    answers = what_if.answer_all(args, Source(run.path, trace=run.trace))
-    return "```\n" + "".join(f"{line}\n" for line in report.sentences(answers)) + "```\n"
+    return list(report.sentences(what_if.answer_all(args, Source(run.path, trace=run.trace))))
+
+
+def _answers(run: Run) -> str:
+    return "```\n" + "".join(f"{line}\n" for line in _sentences(run)) + "```\n"
+
+
+def _predicted(_run: Run) -> str:
+    """The first four of these sentences about the replay, and the rate that the scaling factor needs."""
+    found = _sentences(Run(REPLAY))
+    needed = next(line for line in found if " needs " in line)
+    return "```text\n" + "\n".join([*found[:4], "...", needed, "..."]) + "\n```\n"
 
 
 def _chain(_run: Run) -> str:
@@ -61,6 +90,9 @@ def _chain(_run: Run) -> str:
 
 BLOCKS: Mapping[str, Callable[[Run], str]] = {
     "card": _card,
+    "arms": _arms,
+    "verdict": _verdict,
+    "predicted": _predicted,
     "report": _report,
     "answers": _answers,
     "chain": _chain,
@@ -110,7 +142,7 @@ def _coloured(line: str) -> str:
 def main() -> int:
     """Write or check. Returns 1 if --check finds a difference."""
     run = Run(TRACE)
-    new = {page: render(page.read_text(encoding="utf-8"), run) for page in (README, EXAMPLE)}
+    new = {page: render(page.read_text(encoding="utf-8"), run) for page in PAGES}
     new[PICTURE] = picture(Run(REPLAY))
     if "--check" in sys.argv[1:]:
         old = [path for path, text in new.items() if path.read_text(encoding="utf-8") != text]

@@ -57,7 +57,7 @@ def origin(found: Row, sitting: Row | None = None) -> Iterator[str]:
 
 
 def sitting_of(name: str, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a file and its sitting of this name."""
+    """Return a file and its run of this name."""
     found = load(name)
     wanted = " ".join(names)
     return found, next(each for each in found["sittings"] if each["name"] == wanted)
@@ -89,7 +89,7 @@ def _paths(row: Row) -> Iterator[str]:
 
 
 def gates(*names: str) -> Iterator[str]:
-    """Yield one sitting of the gates: origin and table."""
+    """Yield one run of the gates: origin and table."""
     found, sitting = sitting_of("gates", names)
     yield from origin(found, sitting)
     if "counts" in sitting:
@@ -99,14 +99,14 @@ def gates(*names: str) -> Iterator[str]:
 
 
 def nccl(*names: str) -> Iterator[str]:
-    """Yield one sitting of the gates N1 to N6: origin and table."""
+    """Yield one run of the gates N1 to N6: origin and table."""
     found, sitting = sitting_of("nccl", names)
     yield from origin(found, sitting)
     yield from judged(sitting["rows"])
 
 
 def gates_plot(*names: str) -> Iterator[str]:
-    """Yield a plot of one sitting: value, interval and bar of each figure, on a logarithmic scale."""
+    """Yield a plot of one run: value, interval and bar of each figure, on a logarithmic scale."""
     _, sitting = sitting_of("gates", names)
     yield from forest([row for row in sitting["rows"] if row["gate"] not in ("T8", "T10")])
 

@@ -299,8 +299,8 @@ class Settings:
         "BUCKET_BYTES",
         BYTES,
         0,
-        "largest bucket of our own optimizer and of `attach`; 0: 1 MiB for the first one, 25 MiB for the others. DDP's "
-        "buckets are DDP's",
+        "largest bucket of `DistributedOptimizer` and of `netbottleneck.profile` without DDP; 0: 1 MiB for the first "
+        "one, 25 MiB for the others. DDP's buckets are DDP's",
         ("HOROVOD_FUSION_THRESHOLD", fusion_threshold),
     )
     direct_bytes: int = _row(

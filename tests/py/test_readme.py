@@ -18,6 +18,7 @@ from netbottleneck.study.evidence import figures
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "docs" / "explanation" / "example.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorial" / "ten-minutes.md").read_text(encoding="utf-8")
 SECTIONS = ("How it is computed", "Example", "What to do", "How to check that it helped")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
@@ -44,10 +45,11 @@ def replayed():
 
 def test_the_card_and_the_report_are_what_the_stored_traces_give(stored, replayed):
     readme = tool("readme")
-    blocks = {name for _, name, _ in readme.BLOCK.findall(README + EXAMPLE)}
-    assert blocks == {"card", "report", "answers", "chain"}
+    blocks = {name for _, name, _ in readme.BLOCK.findall(README + EXAMPLE + TUTORIAL)}
+    assert blocks == set(readme.BLOCKS)
     assert readme.render(README, stored) == README
     assert readme.render(EXAMPLE, stored) == EXAMPLE
+    assert readme.render(TUTORIAL, stored) == TUTORIAL
     (card,) = re.findall(r"<!-- trace: card -->\n```text\n(.*?)```", README[: README.index("\n## ")], re.DOTALL)
     assert " ".join(text.sentences(replayed.findings)) in " ".join(card.split())
     assert replayed.text.rstrip().endswith(card[card.index(f"Verdict: {replayed.verdict.code}") :].rstrip())
@@ -108,6 +110,7 @@ def test_commands_and_targets_named_by_a_page_exist(page):
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (page.parent / target).exists(), target
     known = {row.name for row in config.describe(config.Settings(), {})}
+    known |= set(re.findall(r"NETBOTTLENECK(?:_[A-Z]+)+", (ROOT / "setup.py").read_text(encoding="utf-8")))
     assert set(re.findall(r"\bNETBOTTLENECK(?:_[A-Z]+)*\b", text)) <= known
     for command in re.findall(r"(?:^|`|-m )netbottleneck ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE):
         assert command in cli.COMMANDS

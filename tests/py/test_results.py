@@ -54,15 +54,15 @@ def test_every_interval_holds_its_value(path: Path) -> None:
 
 def test_every_table_and_plot_can_be_made() -> None:
     for name, arguments in {
-        "gates": ("latest",),
-        "nccl": ("latest",),
-        "gates_plot": ("latest",),
+        "gates": ("2026-11-22, AMD EPYC",),
+        "nccl": ("2026-11-27, Intel Xeon",),
+        "gates_plot": ("2026-11-22, AMD EPYC",),
         "peers_plot": ("64",),
     }.items():
         assert "\n".join(results.MAKERS[name](*arguments)).strip()
     for each in results.load("experiments")["experiments"]:
         assert "\n".join(results.experiment(each["topic"])).count("\n| ") == len(each["rows"]) + 2
-    assert "1.000 [1.000, 1.000]" in "\n".join(results.gates("latest"))
+    assert "1.000 [1.000, 1.000]" in "\n".join(results.gates("2026-11-22, AMD EPYC"))
 
 
 def test_the_matrix_and_the_known_lengths_can_be_made() -> None:
@@ -79,25 +79,25 @@ def test_the_matrix_and_the_known_lengths_can_be_made() -> None:
         assert sum(int(row["runs"]) for row in known) >= (200 if name == "scenarios" else 50)
 
 
-def test_a_run_of_the_gates_is_stored_as_a_sitting() -> None:
+def test_a_run_of_the_gates_is_stored_with_its_origin() -> None:
     note = "tcp 1.94 Gbit/s, iperf3-4 1.90 Gbit/s"
     figure = {"name": "tcp 64 MB", "bar": 0.97, "value": 1.02, "interval_95": [1.0, 1.04], "rounds": 8, "note": note}
     skipped = {**figure, "value": None, "interval_95": None, "verdict": "not run"}
     found = {
         "written_wall_ns": 0,
-        "machine": {"cpu": "a CPU", "cores": 2, "kernel": "6"},
+        "machine": {"cpu": "a CPU", "cores": 2, "kernel": "6.1.0-13-cloud"},
         "versions": {"numpy": "2"},
         "gates": {"T1": [{**figure, "verdict": "pass"}, skipped]},
     }
-    new = keep.sitting(json.loads(json.dumps(found)), "latest", "make gates", "none")
-    kept = {"sittings": [{"name": "latest"}, {"name": "older"}]}
+    new = keep.sitting(json.loads(json.dumps(found)), "1970-01-01, a CPU", "make gates", "none")
+    kept = {"sittings": [{"name": "1970-01-01, a CPU"}, {"name": "older"}]}
     keep.keep(kept, new)
-    assert [each["name"] for each in kept["sittings"]] == ["latest", "older"]
+    assert [each["name"] for each in kept["sittings"]] == ["1970-01-01, a CPU", "older"]
     (row,) = json.loads(keep.text(new))["rows"]
     assert (row["value"], row["low"], row["high"], row["rounds"]) == (1.02, 1.0, 1.04, 8)
     assert '"low": 1.000' in keep.text(new)
     assert row["paths"][1] == {"path": "iperf3-4", "value": 1.90, "unit": "Gbit/s"}
-    assert (new["date"], new["versions"]) == ("1970-01-01", {"numpy": "2"})
+    assert (new["date"], new["system"], new["versions"]) == ("1970-01-01", "Linux 6.1", {"numpy": "2"})
 
 
 def test_the_page_of_verdicts_lists_every_threshold() -> None:

@@ -100,7 +100,7 @@ def store(found: Row, command: str, seconds: float, what: tuple[str, str, str, t
         "title": title,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {"cpu": cpu(), "cores": os.cpu_count()},
-        "system": f"Linux {'.'.join(platform.release().split('.')[:2])}",
+        "system": keep.system(platform.release()),
         "versions": {
             "netbottleneck": __version__,
             "Python": platform.python_version(),

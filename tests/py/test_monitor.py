@@ -64,3 +64,37 @@ def test_stock_uses_gloos_configured_interface(host: dict[str, int]) -> None:
 
 def test_nothing_moves_over_no_interface() -> None:
     assert set(monitor.wire(settings(environ={}), "null").values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "found"),
+    [
+        (
+            "0::/a/b",
+            {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"},
+            {"quota_cores": 1.5, "quota_group": "/a"},
+        ),
+        (
+            "0::/a/b",
+            {"a/b/cpu.max": "50000 100000", "cpu.max": "max 100000"},
+            {"quota_cores": 0.5, "quota_group": "/a/b"},
+        ),
+        ("0::/kubepods/pod1", {"cpu.max": "200000 100000"}, {"quota_cores": 2.0, "quota_group": "/"}),
+        (
+            "4:memory:/a\n3:cpu,cpuacct:/a",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "300000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            {"quota_cores": 3.0, "quota_group": "/a"},
+        ),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, {}),
+        ("not a group", {}, {}),
+    ],
+)
+def test_the_least_processor_quota_is_found(
+    group: str, files: dict[str, str], found: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text(group, encoding="utf-8")
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text + "\n", encoding="ascii")
+    assert monitor.quota(tmp_path / "cgroup", tmp_path / "fs") == found
+    assert monitor.quota(tmp_path / "absent", tmp_path / "fs") == {}

@@ -687,6 +687,9 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
         (1.9, {"cores": [2, 3]}, 0.95, True),  # a machine each
         (1.0, {"cores": [2, 3]}, 0.5, False),
         (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, True),
+        (0.48, {"cores": [2, 3], "quota_cores": 0.5, "quota_group": "/a"}, 0.96, True),
+        (0.48, {"cores": [2, 3], "quota_cores": 4.0, "quota_group": "/a"}, 0.24, False),
+        (0.48, {"cores": [2, 3], "quota_cores": 1.0, "quota_group": "/a", "hostname": "one machine"}, 0.96, True),
         (1.9, {}, None, False),  # no rank recorded its cores
         (None, {"cores": [2, 3]}, None, False),  # nor of their processor time
     ],

@@ -326,8 +326,18 @@ def _cores_used(trace: Trace, steps: Sequence[Step]) -> dict[int, float]:
     return {rank: busy for rank, busy in used.items() if busy is not None}
 
 
+def _usable_cores(ranks: Sequence[Rank]) -> float:
+    """The cores that the ranks of a machine may use together."""
+    cores = float(len({core for rank in ranks for core in rank.cores}))
+    quotas = {rank.quota_group: rank.quota_cores for rank in ranks}
+    allowed = [quota for quota in quotas.values() if quota is not None]
+    return min(cores, sum(allowed)) if len(allowed) == len(quotas) else cores
+
+
 def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     """Part of a machine's cores, of those its ranks may run on, that the ranks keep busy during `steps`.
+
+    Quotas of all its ranks' control groups, if they allow less, count as so many cores.
 
     The value of the busiest machine; None if any rank did not record it. Hostnames identify machines: the hosts of a
     lab share one.
@@ -340,7 +350,7 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
         used = [busy for busy in (_busy(rank.rank, steps) for rank in ranks) if busy is not None]
         if len(used) < len(ranks) or not all(rank.cores for rank in ranks) or trace.origin != "measured":
             return None
-        shares.append(sum(used) / len({core for rank in ranks for core in rank.cores}))
+        shares.append(sum(used) / _usable_cores(ranks))
     return max(shares, default=None)
 
 

@@ -23,6 +23,7 @@ from netbottleneck import config
 from netbottleneck._version import __version__
 from netbottleneck.lab import Lab, LabError
 from netbottleneck.launch import connect
+from netbottleneck.runtime import monitor
 
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 _LAB = "1gbit/500mbit"
@@ -188,7 +189,7 @@ def _machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "cores": os.cpu_count(),
         "usable_cores": sorted(os.sched_getaffinity(0)),
-        "cgroup_cores": _cgroup_cores(),
+        "cgroup_cores": monitor.quota().get("quota_cores"),
         "memory_bytes": psutil.virtual_memory().total,
         "memlock_bytes": _memlock(),
     }
@@ -199,14 +200,6 @@ def _memlock() -> int | None:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _cgroup_cores() -> float | None:
-    """Return the cgroup's quota in cores; None without a quota."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return int(quota) / int(period)
-    return None
 
 
 def _sysctls() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -30,6 +31,40 @@ logger = logging.getLogger("netbottleneck")
 def cores() -> list[int]:
     """Return the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
+
+
+def quota(cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
+    """Return the least processor quota of this process's control groups, as its record has it; {} without one.
+
+    Of the group and of those above it, version 2 (cpu.max) or 1 (cpu.cfs_quota_us). In a container the group's own path
+    may not exist: the top one has its quota then.
+    """
+    found: list[tuple[float, str]] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in cgroups.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = root / controllers
+            inside = Path(path.strip("/"))
+            for group in (inside, *inside.parents):
+                cores_ = _quota_of(top / group)
+                found += [] if cores_ is None else [(cores_, f"/{group}".rstrip("."))]
+    if not found:
+        return {}
+    least, group_ = min(found)
+    return {"quota_cores": least, "quota_group": group_}
+
+
+def _quota_of(folder: Path) -> float | None:
+    """Return the quota of one control group in cores; None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else None
+    return None
 
 
 def processor_ns() -> int:

@@ -309,6 +309,7 @@ class Session:
             "finished": finished,
             "error": error,
             "cores": monitor.cores(),
+            **monitor.quota(),
             "transports": {
                 arm.transport: {**communicator.info(), **self.wires.get(arm.transport, {})}
                 for arm, communicator in self.arms.items()

@@ -144,7 +144,9 @@ class Clock:
 class Rank:
     """A process of the run, and the missing parts of its record. cores: the cores in its affinity mask.
 
-    device_error_ns: the training's times are those of its GPU, on the host's clock within so much; None: the host's.
+    quota_cores: the cores' worth of processor time that its control group allows, None without a quota; quota_group:
+    the group, whose processes share it. device_error_ns: the training's times are those of its GPU, on the host's clock
+    within so much; None: the host's.
     """
 
     rank: int
@@ -159,6 +161,8 @@ class Rank:
     cores: tuple[int, ...] = ()
     transports: tuple[TransportInfo, ...] = ()
     device_error_ns: int | None = None
+    quota_cores: float | None = None
+    quota_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -496,6 +496,8 @@ class _Described:
     modules: tuple[str, ...] = ()
     parameters: tuple[tr.Parameter, ...] = ()
     buckets: tuple[tr.Bucket, ...] = ()
+    quota_cores: float | None = None
+    quota_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -653,6 +655,8 @@ def _rank_trace(
         cores=about.cores,
         transports=_transports(about.transports, named),
         device_error_ns=error_ns,
+        quota_cores=about.quota_cores,
+        quota_group=about.quota_group,
     )
     return replace(
         run,

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         made.error(str(error))
     settings = config.settings({"secret": args.secret, "ifname": args.ifname})
     if args.listen or args.connect:
-        return _pair(args, request, settings)
+        return _pair(args, request, settings.with_secret())
     place = connect.detect(settings)
     if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
         made.error(

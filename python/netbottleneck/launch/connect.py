@@ -97,7 +97,7 @@ def connect(
     """Return a communicator of all ranks of the job; every rank calls this, in the same order of calls.
 
     transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: overrides the settings.
-    Raises ValueError if ranks have no way to meet, TimeoutError naming the ranks missing after
+    Raises ValueError if ranks have no way to meet or the secret's file cannot be used, TimeoutError naming the ranks missing after
     NETBOTTLENECK_START_TIMEOUT_S, MismatchError if ranks differ in a value of Settings.tag, Error for a port in use or
     a missing interface, CPU, provider or library, and ImportError if the C module is not built.
     """
@@ -141,7 +141,7 @@ def _connect(
     where: Mapping[str, str] | rendezvous.Rendezvous,
 ) -> "_core.Comm":
     """Connect all ranks through `where`: a given rendezvous, or the environment that selects one."""
-    module = core()
+    module, settings = core(), settings.with_secret()
     options = {
         "tag": settings.tag(__version__),
         "transport": transport,

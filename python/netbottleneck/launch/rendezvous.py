@@ -483,8 +483,9 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
 def secret_source(settings: Settings, place: "Place", environ: Mapping[str, str] = os.environ) -> str:
     """Return the source of this job's secret and who can read it in transit; makes no connection.
 
-    A store that the script may initialise later is not considered.
+    A store that the script may initialise later is not considered. Raises ValueError if the secret's file is unusable.
     """
+    settings = settings.with_secret()
     if settings.secret is not None:
         return f"set by {settings.sources.get('secret', 'an argument')}"
     if place.size == 1:

@@ -320,8 +320,10 @@ def _agree(chosen: tuple[Launcher, Place], other: tuple[Launcher, Place], enviro
         return True
     if outer.name in inner.may_run_inside and (not inner.inside_marker or environ.get(inner.inside_marker)):
         return True
-    # A task of srun may start several ranks itself, as torch.multiprocessing does.
-    return outer.name == "srun" and place.size > theirs.size and place.size % theirs.size == 0
+    # A task of srun, to which --mpi=pmi2 gives PMI's variables too, may start several ranks itself, as
+    # torch.multiprocessing does.
+    task = outer.name == "srun" or (outer.name == "pmi" and _is_present(launcher_named("srun"), environ))
+    return task and place.size > theirs.size and place.size % theirs.size == 0
 
 
 def _found_variables(environ: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """Rendezvous of a job's ranks under each launcher: the choice of channel and address, and the stores behind them."""
 
 import contextlib
+import errno
 import functools
 import hashlib
 import http.client
@@ -229,7 +230,10 @@ class Folder:
         """Return the value, or None."""
         try:
             value = (self._path / key.replace("/", ".")).read_bytes()
-        except FileNotFoundError:
+        except OSError as error:
+            # ESTALE: on NFS another host has just replaced the file.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
             return None
         if not self._private:
             return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from conftest import RANKS_LIMIT_S, inherited
 
 from netbottleneck.config import settings
+from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect, rendezvous
 from netbottleneck.launch.connect import Place, detect, topology
 from netbottleneck.launch.rendezvous import (
@@ -180,6 +183,15 @@ def test_a_launcher_inside_another_is_not_a_disagreement() -> None:
     assert place({**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}).size == 4
 
 
+def test_a_task_of_srun_with_pmi_may_start_several_ranks() -> None:
+    inner = {"RANK": "5", "WORLD_SIZE": "8"}
+    assert place({**SRUN, **HYDRA, **inner}) == Place(5, 8, launcher="torchrun")
+    with pytest.raises(ValueError, match="disagree"):
+        place({**HYDRA, **inner})  # of mpiexec
+    with pytest.raises(ValueError, match="disagree"):
+        place({**SRUN, **HYDRA, "RANK": "0", "WORLD_SIZE": "6"})
+
+
 def test_the_local_rank_of_an_elastic_job_is_the_name_of_a_worker() -> None:
     left = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     found = place({f"HOROVOD_{name}": value for name, value in {**left, "ELASTIC": "1"}.items()})
@@ -284,6 +296,23 @@ def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
     assert wait_for(there, "job/0/address", time.monotonic() + RANKS_LIMIT_S) == b"value\n\x00"
     here.delete("job/0/address")
     assert there.get("job/0/address") is None
+
+
+def test_a_file_that_nfs_has_just_replaced_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+    folder.put("key", b"value")
+
+    def failing(code: int) -> Callable[[Path], bytes]:
+        def read(path: Path) -> bytes:
+            raise OSError(code, os.strerror(code), str(path))
+
+        return read
+
+    monkeypatch.setattr(Path, "read_bytes", failing(errno.ESTALE))
+    assert folder.get("key") is None
+    monkeypatch.setattr(Path, "read_bytes", failing(errno.EACCES))
+    with pytest.raises(PermissionError):
+        folder.get("key")
 
 
 def test_a_private_folder_ignores_values_of_ended_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,6 +566,37 @@ def test_an_address_without_a_secret_is_for_loopback_only(tmp_path: Path, monkey
     near = meeting({**ranks, "NETBOTTLENECK_MASTER": "127.0.0.1:5000"})
     assert near.address == "127.0.0.1:5000"
     assert isinstance(near.channel, Folder)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text", "named"),
+    [
+        ({"IFNAME": "lo"}, "rank 1: the connection was closed", ""),
+        ({"IFNAME": "^lo"}, "no interface that is up matches '^lo'; there is: lo", "NETBOTTLENECK_IFNAME=^lo: "),
+        ({"PROVIDER": "tcp"}, "tcp: connection of lane 1 refused", ""),
+        (
+            {"PROVIDER": "psm3"},
+            "libfabric 1.17 has no provider psm3 for remote writes at x",
+            "NETBOTTLENECK_PROVIDER=psm3: ",
+        ),
+        ({"LIBFABRIC": "/opt/f"}, "libfabric at /opt/f: cannot open", "NETBOTTLENECK_LIBFABRIC=/opt/f: "),
+        ({"LIBFABRIC": "/opt/f"}, "libfabric at /opt/fab: cannot open", ""),
+        ({"CONGESTION": "cubi"}, "congestion control 'cubi': no such file", "NETBOTTLENECK_CONGESTION=cubi: "),
+        ({"CONGESTION": "reno"}, "congestion control 'renown': this host allows: reno", ""),
+        ({"PORTS": "7000-7001"}, "listen on ::1: no port of 7000-7001 is free", "NETBOTTLENECK_PORTS=7000-7001: "),
+        ({"PORTS": "7000-7000"}, "listen on ::1, port 7000: Address already in use", "NETBOTTLENECK_PORTS=7000-7000: "),
+        ({}, "listen on ::1, port 7000: Address already in use", ""),
+    ],
+)
+def test_an_error_names_the_variable_that_it_is_about_and_its_peer(
+    environ: dict[str, str], text: str, named: str
+) -> None:
+    chosen = settings(environ={f"NETBOTTLENECK_{name}": value for name, value in environ.items()})
+    error = PeerError(5, text)
+    error.peer = 3
+    with pytest.raises(PeerError) as caught, connect._named_variable(chosen):
+        raise error
+    assert (caught.value.strerror, caught.value.peer) == (named + text, 3)
 
 
 class Exposed:

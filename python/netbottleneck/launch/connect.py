@@ -4,6 +4,7 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Generator, Mapping
@@ -97,9 +98,9 @@ def connect(
     """Return a communicator of all ranks of the job; every rank calls this, in the same order of calls.
 
     transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: overrides the settings.
-    Raises ValueError if ranks have no way to meet or the secret's file cannot be used, TimeoutError naming the ranks missing after
-    NETBOTTLENECK_START_TIMEOUT_S, MismatchError if ranks differ in a value of Settings.tag, Error for a port in use or
-    a missing interface, CPU, provider or library, and ImportError if the C module is not built.
+    Raises ValueError if ranks have no way to meet or the secret's file cannot be used, TimeoutError naming the ranks
+    missing after NETBOTTLENECK_START_TIMEOUT_S, MismatchError if ranks differ in a value of Settings.tag, Error for a
+    port in use or a missing interface, CPU, provider or library, and ImportError if the C module is not built.
     """
     with _named_variable(settings):
         return _connect(settings, place, recorder, transport or native(settings), streams, environ)
@@ -113,22 +114,25 @@ def connect_at(settings: Settings, place: Place, through: rendezvous.Rendezvous)
 
 @contextmanager
 def _named_variable(settings: Settings) -> Generator[None, None, None]:
-    """Add to an error the variable that caused it."""
+    """Add to an error the variable that caused it, if the text has the words that the C module says of its value."""
     try:
         yield
     except Error as error:
         text = error.strerror or str(error)
+        low, high = settings.ports
         variables = {
-            "PROVIDER": settings.provider,
-            "IFNAME": settings.ifname,
-            "LIBFABRIC": settings.library,
-            "CONGESTION": settings.congestion,
-            "PORTS": "-".join(map(str, settings.ports)) if "already in use" in text or "no port" in text else None,
-            "AFFINITY": ",".join(map(str, settings.affinity)) if "communication thread" in text else None,
+            "PROVIDER": (settings.provider, rf"no provider {re.escape(settings.provider or '')} "),
+            "IFNAME": (settings.ifname, rf"matches '{re.escape(settings.ifname or '')}'"),
+            "LIBFABRIC": (settings.library, rf"(?<!\S){re.escape(settings.library or '')}(?![^\s:])"),
+            "CONGESTION": (settings.congestion, rf"congestion control '{re.escape(settings.congestion or '')}'"),
+            "PORTS": (low and f"{low}-{high}", rf"no port of {low}-{high} |port {low}: .*already in use"),
+            "AFFINITY": (",".join(map(str, settings.affinity)), "communication thread"),
         }
-        for name, value in variables.items():
-            if value and (name in ("PORTS", "AFFINITY") or value.lstrip("=^") in text):
-                raise type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}") from error
+        for name, (value, words) in variables.items():
+            if value and re.search(words, text):
+                named = type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}")
+                named.peer = error.peer
+                raise named from error
         raise
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import RANKS_LIMIT_S, inherited
+from conftest import RANKS_LIMIT_S, Ranks, free_port, inherited
 
 from netbottleneck.config import settings
 from netbottleneck.errors import PeerError
@@ -568,6 +568,52 @@ def test_an_address_without_a_secret_is_for_loopback_only(tmp_path: Path, monkey
     assert isinstance(near.channel, Folder)
 
 
+OWN_NAME = {"NETBOTTLENECK_SIZE": "2", "NETBOTTLENECK_MASTER": "node1:5000"}
+
+
+@pytest.fixture
+def _debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this host the name node1 with a loopback address, as Debian's /etc/hosts does."""
+    known = {"node1": "127.0.1.1", "localhost": "127.0.0.1"}
+    monkeypatch.setattr("socket.gethostbyname", lambda host: known.get(host, host))
+
+
+@pytest.mark.usefixtures("_debian")
+def test_the_loopback_address_of_a_hosts_own_name_is_for_ranks_of_one_host_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="node1:5000 has no secret"):
+        meeting({**OWN_NAME, "NETBOTTLENECK_RANK": "0"})
+    here = {**TORCHRUN, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "NETBOTTLENECK_MASTER": "node1:5000"}
+    assert isinstance(meeting(here).channel, Folder)
+    assert isinstance(
+        meeting({**OWN_NAME, "NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_MASTER": "localhost:1"}).channel, Folder
+    )
+
+
+@pytest.mark.usefixtures("_debian")
+@pytest.mark.parametrize(
+    ("interface", "listens", "reached"),
+    [("10.0.0.1", "0.0.0.0", "10.0.0.1:5000"), ("fd00::1", "[::]", "[fd00::1]:5000")],
+)
+def test_rank_0_at_its_hosts_own_name_is_reached_from_other_hosts(
+    interface: str, listens: str, reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[int, tuple[object, object]] = {}
+
+    def comm(rank: int, _size: int, *, listener: object, address: object, **_: object) -> None:
+        made[rank] = (listener, address)
+
+    core = SimpleNamespace(Listener=lambda *where: where, Comm=comm, interfaces=lambda _: [("eth0", interface)])
+    monkeypatch.setattr(connect, "core", lambda: core)
+    for rank in (0, 1):
+        chosen = settings(environ={**OWN_NAME, "NETBOTTLENECK_RANK": str(rank), **OWN})
+        connect._meet_directly(core, chosen, detect(chosen, {}), "node1:5000", {})  # type: ignore[arg-type]
+    assert made == {0: ((listens, None, (5000, 5000)), None), 1: (None, reached)}
+    assert connect.host_of_rank_0(chosen, detect(chosen, {})) == interface
+
+
 @pytest.mark.parametrize(
     ("environ", "text", "named"),
     [
@@ -728,6 +774,36 @@ dist.destroy_process_group()
 
 def test_a_torch_store_serves_many_jobs_and_torch_distributed(warm_ranks) -> None:  # type: ignore[no-untyped-def]
     warm_ranks(2, STORE_RANK)
+
+
+NAMELESS_RANK = """
+import socket
+import torch
+from netbottleneck.runtime import communicators
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
+known = socket.gethostbyname
+socket.gethostbyname = lambda host: "127.0.1.1" if host == "node1" else known(host)
+socket.gethostname = lambda: "node1"  # which no other host knows
+chosen = settings()
+place = detect(chosen)
+control = connect(chosen, place)
+stock = communicators.Stock(communicators.stock_group(chosen, place, control.exchange), place.size, None)
+value = torch.ones(2)
+stock.reduce(value).wait()
+assert value.tolist() == [2.0, 2.0]
+stock.close()
+control.close()
+"""
+
+
+@pytest.mark.parametrize("ifname", ["", "lo"])
+@pytest.mark.parametrize("meets", ["in a folder", "at the name of the host"])
+def test_ranks_meet_where_no_other_host_knows_the_name_of_rank_0s(plain_ranks: Ranks, meets: str, ifname: str) -> None:
+    env = {"NETBOTTLENECK_IFNAME": ifname}
+    if meets != "in a folder":
+        env |= {"NETBOTTLENECK_MASTER": f"node1:{free_port()}", **OWN}
+    plain_ranks(2, NAMELESS_RANK, env)
 
 
 STOCK_RANK = """

@@ -40,6 +40,7 @@ __all__ = [
     "detect",
     "export_place",
     "host_digest",
+    "host_of_rank_0",
     "machine_digest",
     "native",
     "reset_rendezvous_count",
@@ -191,16 +192,41 @@ def _meet_directly(
 ) -> "_core.Comm":
     """Connect without a channel: all ranks know the address and the secret, or run insecurely by the user's choice."""
     secret = settings.secret or f"insecure {address}".encode().ljust(16)
-    listener = _listen(module, settings, address, None) if place.rank == 0 else None
+    reached = _address_of_rank_0(settings, place, address)
+    listener = None
+    if place.rank == 0:
+        host = _host(reached)
+        if reached != resolved(address):  # which of this host's addresses the name has on other hosts is not known
+            host = "[::]" if host.startswith("[") else "0.0.0.0"
+            logger.info("%s is a loopback address on this host: rank 0 listens at all addresses", _host(address))
+        listener = _listen(module, settings, f"{host}:{_port(reached)}", None)
     comm: _core.Comm = module.Comm(
-        place.rank,
-        place.size,
-        secret=secret,
-        listener=listener,
-        address=None if listener else resolved(address),
-        **options,
+        place.rank, place.size, secret=secret, listener=listener, address=None if listener else reached, **options
     )
     return comm
+
+
+def _address_of_rank_0(settings: Settings, place: Place, address: str) -> str:
+    """Return `resolved`, or this host's interface if the address has its own name and other hosts have ranks.
+
+    Such a name may have a loopback address here, to which lanes to other hosts could not be bound.
+    """
+    host = _host(address)
+    if rendezvous.is_loopback(host, one_host=True) and not rendezvous.is_loopback(host, place.one_host):
+        return f"{_bracketed(_interface(settings))}:{_port(address)}"
+    return resolved(address)
+
+
+def host_of_rank_0(settings: Settings, place: Place) -> str:
+    """Rank 0: return an address of this host, without brackets, at which the other ranks reach it."""
+    if settings.master is None:
+        return _interface(settings)
+    return _host(_address_of_rank_0(settings, place, settings.master)).strip("[]")
+
+
+def _interface(settings: Settings) -> str:
+    """Return the address of the settings' first interface. Raises Error if there is none."""
+    return str(core().interfaces(settings.ifname)[0][1]).strip("[]")
 
 
 def _accept_all(
@@ -253,6 +279,14 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0]
 
 
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _join(
     module: ModuleType,
     settings: Settings,
@@ -299,4 +333,4 @@ def resolved(address: str) -> str:
         six = socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET6)[0][4][0]
     except OSError as error:
         raise ValueError(f"{address}: no such host: {error}") from error
-    return f"[{six}]:{port}"
+    return f"{_bracketed(str(six))}:{port}"

@@ -467,7 +467,7 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     and the variables to set.
     """
     if settings.master is not None:
-        return _at_address(settings.master, settings)
+        return _at_address(settings.master, settings, place)
     if settings.rendezvous is not None:
         return Rendezvous(Folder(Path(settings.rendezvous)))
     store = initialised_store(place)
@@ -498,7 +498,7 @@ def secret_source(settings: Settings, place: "Place", environ: Mapping[str, str]
     if settings.master is not None:
         if settings.insecure:
             return "none: NETBOTTLENECK_INSECURE=1, anyone can join the job"
-        near = is_loopback(settings.master.rpartition(":")[0])
+        near = is_loopback(settings.master.rpartition(":")[0], place.one_host)
         return f"{generated}, stored in a folder private to this user" if near else f"missing: {ADVICE}"
     if settings.rendezvous is not None:
         return f"{generated}, stored in {settings.rendezvous}, in a file private to this user"
@@ -561,7 +561,7 @@ def _at_first_host(settings: Settings, place: "Place", environ: Mapping[str, str
     if not job or not nodes:
         return "no SLURM_STEP_NODELIST"
     port = settings.ports[0] or 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 10000
-    return _at_address(f"{first_host(nodes)}:{port}", settings)
+    return _at_address(f"{first_host(nodes)}:{port}", settings, place)
 
 
 # Ways by the names in topology.LAUNCHERS.
@@ -586,11 +586,11 @@ def _job(place: "Place", environ: Mapping[str, str]) -> str:
     return " ".join(values)
 
 
-def _at_address(address: str, settings: Settings) -> Rendezvous:
+def _at_address(address: str, settings: Settings, place: "Place") -> Rendezvous:
     host = address.rpartition(":")[0]
     if settings.secret is not None or settings.insecure:
         return Rendezvous(None, address)
-    if is_loopback(host):
+    if is_loopback(host, place.one_host):
         return Rendezvous(private_folder(address), address)
     raise ValueError(
         f"the rendezvous at {address} has no secret, and no channel to share one: "
@@ -605,10 +605,23 @@ def _port(name: str, environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine's loopback."""
+def is_loopback(host: str, one_host: bool = False) -> bool:
+    """Return whether a host name or address is the loopback of every rank's machine.
+
+    one_host: all ranks are on this host. Else a name other than localhost is not: Debian's /etc/hosts gives a host's
+    own name a loopback address, which the name does not have on other hosts.
+    """
     try:
-        return host == "[::1]" or socket.gethostbyname(host).startswith("127.")
+        named = not one_host and host != "localhost" and not _is_address(host)
+        return host == "[::1]" or (not named and socket.gethostbyname(host).startswith("127."))
+    except OSError:
+        return False
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host is an address of IPv4."""
+    try:
+        return bool(socket.inet_aton(host))
     except OSError:
         return False
 

@@ -77,15 +77,25 @@ def main(argv: Sequence[str]) -> int:
         if args.lab is not None:
             parse_lab(args.lab)
         _check(args)
+        settings = config.settings({"secret": args.secret, "ifname": args.ifname})
+        if args.listen or args.connect:
+            settings = settings.with_secret()
+            options = _pair_options(args, request)
+            address = pair.target(settings, args.connect) if args.connect else ""
     except ValueError as error:
         made.error(str(error))
-    settings = config.settings({"secret": args.secret, "ifname": args.ifname})
-    if args.listen or args.connect:
-        return _pair(args, request, settings.with_secret())
+    if args.listen:
+        pair.listen(settings, args.port, say, **options)
+        return 0
+    if args.connect:
+        pair.connect(settings, address, say, **options)
+        return 0
     place = connect.detect(settings)
-    if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
+    own = args.lab is not None or args.ranks_per_host is not None or args.ranks not in (None, place.size)
+    if place.size > 1 and own:
         made.error(
-            f"{place.launcher} started {place.size} ranks: --lab and --ranks, which start their own, cannot be used"
+            f"{place.launcher} started {place.size} ranks: --lab, --ranks and --ranks-per-host, which start their own, "
+            "cannot be used"
         )
     if place.rank == 0:
         _check_target(made, args.json)
@@ -163,7 +173,8 @@ def _check_pair(args: argparse.Namespace) -> None:
         raise ValueError(f"--sizes {args.sizes}: between two hosts, one size is measured")
 
 
-def _pair(args: argparse.Namespace, request: Request, settings: config.Settings) -> int:
+def _pair_options(args: argparse.Namespace, request: Request) -> dict[str, Any]:
+    """Return the options of both sides of two hosts. Raises ValueError for one that these do not have."""
     options: dict[str, Any] = {
         "transports": request.transports if args.transports else NATIVE,
         "streams": request.streams if args.streams else pair.STREAMS,
@@ -173,8 +184,4 @@ def _pair(args: argparse.Namespace, request: Request, settings: config.Settings)
         raise ValueError(
             "between two hosts, only tcp and ofi are measured, with fixed numbers of streams and at least 4 bytes"
         )
-    if args.listen:
-        pair.listen(settings, args.port, say, **options)
-    else:
-        pair.connect(settings, args.connect, say, **options)
-    return 0
+    return options

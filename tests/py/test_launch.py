@@ -21,6 +21,7 @@ from conftest import RANKS_LIMIT_S, Ranks, free_port, inherited
 from netbottleneck.config import settings
 from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect, rendezvous
+from netbottleneck.launch import topology as launch_topology
 from netbottleneck.launch.connect import Place, detect, topology
 from netbottleneck.launch.rendezvous import (
     NONCE_BYTES,
@@ -34,6 +35,7 @@ from netbottleneck.launch.rendezvous import (
     private_folder,
     wait_for,
 )
+from netbottleneck.launch.topology import with_package
 
 HOROVOD = {
     "HOROVOD_RANK": "3",
@@ -296,6 +298,20 @@ def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
     assert wait_for(there, "job/0/address", time.monotonic() + RANKS_LIMIT_S) == b"value\n\x00"
     here.delete("job/0/address")
     assert there.get("job/0/address") is None
+
+
+def test_site_packages_are_not_put_before_the_standard_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that this one starts finds this package, and no backport of a standard module beside it."""
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path)])
+    given = {"PYTHONPATH": "/a:/b"}
+    monkeypatch.setattr(launch_topology, "PACKAGES", tmp_path)
+    assert with_package({}) == {}
+    assert with_package(given) == given
+    monkeypatch.setattr(launch_topology, "PACKAGES", Path("/b"))
+    assert with_package(given) == given
+    monkeypatch.setattr(launch_topology, "PACKAGES", Path("/source/python"))
+    assert with_package({}) == {"PYTHONPATH": "/source/python"}
+    assert with_package(given) == {"PYTHONPATH": "/source/python:/a:/b"}
 
 
 def test_a_file_that_nfs_has_just_replaced_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from netbottleneck import config
@@ -78,25 +79,15 @@ def main(argv: Sequence[str]) -> int:
             parse_lab(args.lab)
         _check(args)
         settings = config.settings({"secret": args.secret, "ifname": args.ifname})
-        if args.listen or args.connect:
-            settings = settings.with_secret()
-            options = _pair_options(args, request)
-            address = pair.target(settings, args.connect) if args.connect else ""
+        measure_pair = _pair(args, request, settings) if args.listen or args.connect else None
     except ValueError as error:
         made.error(str(error))
-    if args.listen:
-        pair.listen(settings, args.port, say, **options)
-        return 0
-    if args.connect:
-        pair.connect(settings, address, say, **options)
+    if measure_pair is not None:
+        measure_pair()
         return 0
     place = connect.detect(settings)
-    own = args.lab is not None or args.ranks_per_host is not None or args.ranks not in (None, place.size)
-    if place.size > 1 and own:
-        made.error(
-            f"{place.launcher} started {place.size} ranks: --lab, --ranks and --ranks-per-host, which start their own, "
-            "cannot be used"
-        )
+    if place.size > 1:
+        _check_launched(made, args, place)
     if place.rank == 0:
         _check_target(made, args.json)
     results = measure(request, settings, place, say) if place.size > 1 else _here(args, request)
@@ -107,6 +98,15 @@ def main(argv: Sequence[str]) -> int:
     if results.wrong:
         sys.stderr.write(f"netbottleneck: {results.wrong} elements were wrong\n")
     return 1 if results.wrong else 0
+
+
+def _check_launched(made: argparse.ArgumentParser, args: argparse.Namespace, place: connect.Place) -> None:
+    """End with a usage error if an option would place ranks that a launcher has started."""
+    if args.lab is not None or args.ranks_per_host is not None or args.ranks not in (None, place.size):
+        made.error(
+            f"{place.launcher} started {place.size} ranks: --lab, --ranks and --ranks-per-host, which start their own, "
+            "cannot be used"
+        )
 
 
 def _check_target(made: argparse.ArgumentParser, target: str | None) -> None:
@@ -173,8 +173,8 @@ def _check_pair(args: argparse.Namespace) -> None:
         raise ValueError(f"--sizes {args.sizes}: between two hosts, one size is measured")
 
 
-def _pair_options(args: argparse.Namespace, request: Request) -> dict[str, Any]:
-    """Return the options of both sides of two hosts. Raises ValueError for one that these do not have."""
+def _pair(args: argparse.Namespace, request: Request, settings: config.Settings) -> Callable[[], Any]:
+    """Return what measures this side of two hosts. Raises ValueError for options that these do not have."""
     options: dict[str, Any] = {
         "transports": request.transports if args.transports else NATIVE,
         "streams": request.streams if args.streams else pair.STREAMS,
@@ -184,4 +184,7 @@ def _pair_options(args: argparse.Namespace, request: Request) -> dict[str, Any]:
         raise ValueError(
             "between two hosts, only tcp and ofi are measured, with fixed numbers of streams and at least 4 bytes"
         )
-    return options
+    settings = settings.with_secret()
+    if args.listen:
+        return partial(pair.listen, settings, args.port, say, **options)
+    return partial(pair.connect, settings, pair.target(settings, args.connect), say, **options)

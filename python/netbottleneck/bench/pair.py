@@ -93,7 +93,7 @@ def verdict(points: Sequence[Point]) -> str:
     transports' fewest streams replaces it. The best of several measurements is partly luck, so a gain is claimed only
     for a point whose slowest run is faster than the plain connection's fastest, of RUNS_MIN runs or more each.
     """
-    curves = {name: [p for p in points if p.transport == name] for name in dict.fromkeys(p.transport for p in points)}
+    curves = {p.transport: [other for other in points if other.transport == p.transport] for p in points}
     fewest = [_fewest(curve) for curve in curves.values()]
     top, single = _fastest(points), _fastest(fewest)
     plain = next((point for point in fewest if point.transport == "tcp"), single)
@@ -102,16 +102,19 @@ def verdict(points: Sequence[Point]) -> str:
         return f"{head}; {_small_gain(points, plain)}"
     chosen, lanes = [single], str(single.streams)
     if top.bits_per_s >= NOTEWORTHY * single.bits_per_s:
-        chosen, lanes = [p for p in curves[top.transport] if p.bits_per_s >= NEARLY * top.bits_per_s], "auto"
+        chosen, lanes = _nearly(curves[top.transport], top), "auto"
     sure = [point for point in chosen if _surely_faster(point, plain)]
     best = _fewest(sure or chosen)
-    gain = best.bits_per_s / plain.bits_per_s
     moved = "" if best in fewest else f"; {_moved(best)}"
-    if not sure:
-        return f"{head}{moved}: {_inconclusive(best, plain)}"
+    return f"{head}{moved}: {_gain(best, plain, lanes) if sure else _inconclusive(best, plain)}"
+
+
+def _gain(best: Point, plain: Point, lanes: str) -> str:
+    """Claim the gain of `best` over `plain`, and say how to have it."""
+    gain = best.bits_per_s / plain.bits_per_s
     who = "a job with one plain connection for each peer" if _like_stock(plain) else f"a job with {_amount(plain)}"
     return (
-        f"{head}{moved}: {who} leaves a factor of {gain:.1f} of this network unused. "
+        f"{who} leaves a factor of {gain:.1f} of this network unused. "
         f"NETBOTTLENECK_TRANSPORT={best.transport} with NETBOTTLENECK_STREAMS={lanes} uses it."
     )
 
@@ -145,6 +148,10 @@ def _small_gain(points: Sequence[Point], plain: Point) -> str:
     kept = "Stock is as good: keep one plain connection" if _like_stock(plain) else f"Keep {_amount(plain)}"
     best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} {_spread(top)} with {_amount(top)}"
     return f"{best}: {found}. {kept}."
+
+
+def _nearly(points: Sequence[Point], top: Point) -> list[Point]:
+    return [point for point in points if point.bits_per_s >= NEARLY * top.bits_per_s]
 
 
 def _fewest(points: Sequence[Point]) -> Point:

@@ -328,13 +328,6 @@ def _with_options(raw: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
     over_all = {key: value for key, value in options.items() if key not in ("jobs", *_OF_SOME_MODELS)}
     tables = _models_of_jobs(raw["model"], options.get("jobs"))
     takers = {key: _takers(key, tables) for key in _OF_SOME_MODELS if key in options}
-    for key, taking in takers.items():
-        if not any(taking):
-            jobs = ", ".join(dict.fromkeys(table.get("job", spec.REPLAY) for table in tables))
-            raise ValueError(
-                f"--{key.replace('_', '-')}: no model of this study takes it (jobs: {jobs}; a replayed file has its "
-                f"own model and times): leave it out, or add --jobs {spec.REPLAY}"
-            )
     models: list[dict[str, Any]] = []
     for number, table in enumerate(tables):
         made = {key: value for key, value in table.items() if key not in over_all}
@@ -349,12 +342,20 @@ _OF_SOME_MODELS = {"model": "name", "compute": "compute", "compute_ms": "compute
 
 
 def _takers(option: str, tables: Sequence[dict[str, Any]]) -> list[bool]:
-    """Return which tables take an option: replays, by name except for `compute`; else inflation takes a model."""
+    """Return which tables take an option: replays, by name except for `compute`; else inflation takes a model.
+
+    Raises ValueError if there is none.
+    """
     jobs = [table.get("job", spec.REPLAY) for table in tables]
-    replays = [
-        job == spec.REPLAY and (option == "compute" or "file" not in t) for job, t in zip(jobs, tables, strict=True)
-    ]
-    return replays if any(replays) or option != "model" else [job == spec.INFLATION for job in jobs]
+    own = [job == spec.REPLAY and (option == "compute" or "file" not in t) for job, t in zip(jobs, tables, strict=True)]
+    if option == "model" and not any(own):
+        own = [job == spec.INFLATION for job in jobs]
+    if not any(own):
+        raise ValueError(
+            f"--{option.replace('_', '-')}: no model of this study takes it (jobs: {', '.join(dict.fromkeys(jobs))}; a "
+            f"replayed file has its own model and times): leave it out, or add --jobs {spec.REPLAY}"
+        )
+    return own
 
 
 def _models_of_jobs(models: Sequence[dict[str, Any]], jobs: Sequence[str] | None) -> list[dict[str, Any]]:

@@ -13,11 +13,12 @@ HEAD = """# Environment variables
 `tools/env_docs.py` generates this page from the table of `netbottleneck.config`.
 `netbottleneck env` prints the same with the values in force.
 
-Any `NETBOTTLENECK_TRANSPORT` implies `NETBOTTLENECK=1`. With neither set, `import netbottleneck`
-changes nothing. Precedence: an argument, the variable, the variable named under "else", the
-default. An empty variable counts as unset. An unknown name that begins with `NETBOTTLENECK` gives a
-warning with the nearest name. If ranks disagree about transport, streams, provider, segment size,
-steps or blocks, an error names them before the first step.
+Any `NETBOTTLENECK_TRANSPORT` implies `NETBOTTLENECK=1`, unless `NETBOTTLENECK=0` is set. With
+neither set, `import netbottleneck` changes nothing. Precedence: an argument, the variable, the
+variable named under "else", the default. An empty variable counts as unset. An unknown name that
+begins with `NETBOTTLENECK` is logged once, with the nearest name. If ranks disagree about
+transport, streams, provider, segment size, steps or blocks, an error names them before the first
+step.
 
 | variable | default | meaning | allowed | else |
 | --- | --- | --- | --- | --- |

@@ -1,8 +1,8 @@
 """Measures, in the job itself, whether the network is the bottleneck of a training job.
 
-`import netbottleneck` in a training script does nothing unless the environment sets NETBOTTLENECK=1 or
-NETBOTTLENECK_TRANSPORT. Then it measures the script's DDP models and Horovod optimizers, and moves their gradients by
-the transports named. See README.md, and `netbottleneck env` for all variables.
+`import netbottleneck` in a training script does nothing unless the environment sets NETBOTTLENECK=1, or
+NETBOTTLENECK_TRANSPORT without NETBOTTLENECK=0. Then it measures the script's DDP models and Horovod optimizers, and
+moves their gradients by the transports named. See README.md, and `netbottleneck env` for all variables.
 """
 
 import importlib

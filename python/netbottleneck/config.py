@@ -5,15 +5,17 @@ variable, the default.
 """
 
 import difflib
+import logging
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from netbottleneck.trace.transports import AUTO, BARE, SELECTABLE, STOCK, Arm, arm_of
+
+logger = logging.getLogger("netbottleneck")
 
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -263,7 +265,7 @@ def _stall_off(text: str) -> float | None:
 class Settings:
     """Settings in force. Each field is one variable; `sources` names the source of each non-default value."""
 
-    on: bool = _row("", BOOLEAN, False, "1: measure from import on")
+    on: bool = _row("", BOOLEAN, False, "1: measure from import on; 0: do not, even if TRANSPORT is set")
     transports: tuple[Arm, ...] = _row(
         "TRANSPORT",
         TRANSPORT_LIST,
@@ -428,8 +430,8 @@ class Settings:
 
     @property
     def enabled(self) -> bool:
-        """True if the environment enables the package: NETBOTTLENECK=1, or any transport."""
-        return self.on or "transports" in self.sources
+        """True if the environment enables the package: NETBOTTLENECK=1, or any transport without NETBOTTLENECK=0."""
+        return self.on or ("transports" in self.sources and "on" not in self.sources)
 
     @property
     def observes(self) -> bool:
@@ -445,6 +447,20 @@ class Settings:
     def stall_limit_s(self) -> float:
         """Seconds after which a stalled rank ends the job; 0 (never) if stalls are not reported before that."""
         return self.stall_end_s if 0 < self.stall_s <= self.stall_end_s else 0.0
+
+    def with_secret(self) -> "Settings":
+        """Return the settings of a job that starts, whose secret is that in SECRET_FILE if SECRET is not set.
+
+        Raises ValueError naming the variable if the file cannot be read or is accessible to others.
+        """
+        if self.secret is not None or self.secret_file is None:
+            return self
+        name = f"{PREFIX}_SECRET_FILE"
+        try:
+            found = secret_file(self.secret_file)
+        except ValueError as error:
+            raise ValueError(f"{name}={self.secret_file}: {error}") from None
+        return replace(self, secret=found, sources={**self.sources, "secret": name})
 
     def tag(self, version: str) -> str:
         """Return the settings that all ranks must share, as text that can be shown beside another rank's."""
@@ -471,8 +487,8 @@ def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, s
 
     overrides: arguments by field name (`streams`, `transports`, …), as text or as the field's own type; None values
     count as not given. An empty variable counts as unset. Raises ValueError naming the variable, its value and the
-    allowed values, also if SECRET_FILE cannot be read or is accessible to others. Warns of unknown names that begin
-    with NETBOTTLENECK.
+    allowed values. SECRET_FILE is not read yet: see Settings.with_secret. Logs a warning, once in a process, for each
+    unknown name that begins with NETBOTTLENECK.
     """
     arguments = {key: value for key, value in (overrides or {}).items() if value is not None}
     rows = _variables()
@@ -486,8 +502,6 @@ def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, s
         setting = _argument(row.name, variable, arguments) or _from_environment(variable, environ)
         if setting is not None:
             values[row.name], sources[row.name] = setting
-    if values.get("secret") is None and values.get("secret_file") is not None:
-        values["secret"], sources["secret"] = _secret_from(values["secret_file"]), f"{PREFIX}_SECRET_FILE"
     chosen = Settings(**values, sources=sources)
     if chosen.end_step and chosen.end_step <= chosen.start_step:
         raise ValueError(
@@ -526,20 +540,18 @@ def _parse(name: str, text: str, parse: Callable[[str], Any], variable: Variable
         raise ValueError(f"{name}={shown}: must be {variable.kind.allowed}") from None
 
 
-def _secret_from(path: str) -> bytes:
-    try:
-        return secret_file(path)
-    except ValueError as error:
-        raise ValueError(f"{PREFIX}_SECRET_FILE={path}: {error}") from None
+_warned: set[str] = set()  # unknown names, each of which is logged once in a process
 
 
 def _warn_unknown(known: set[str], environ: Mapping[str, str]) -> None:
+    """Log the unknown names. No Python warning: `-W error` would make it an exception of the script's import."""
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in known:
+        if not name.startswith(PREFIX) or name in known or name in _warned:
             continue
+        _warned.add(name)
         near = difflib.get_close_matches(name, sorted(known), 1, 0.6)
         hint = f"; did you mean {near[0]}?" if near else "; see `netbottleneck env`"
-        warnings.warn(f"{name} is not a variable of netbottleneck{hint}", stacklevel=3)
+        logger.warning("%s is not a variable of netbottleneck%s", name, hint)
 
 
 def _show(value: Any, kind: Kind) -> str:

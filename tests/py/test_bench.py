@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from peers import hvd, mpi  # noqa: E402
 from peers.iperf import mean_received, processors  # noqa: E402
 
 import netbottleneck  # noqa: E402
-from netbottleneck import bench  # noqa: E402
+from netbottleneck import bench, config  # noqa: E402
 from netbottleneck.bench import pair  # noqa: E402
 from netbottleneck.bench.paths import COMPARISONS, load_peers  # noqa: E402
 from netbottleneck.bench.values import (  # noqa: E402
@@ -115,6 +116,19 @@ def test_data_moved_by_a_round_number_of_elements_is_wrong() -> None:
     assert data.wrong(buffer) == 0
     buffer[: 1 << 16] = buffer[1 << 17 : (1 << 17) + (1 << 16)]
     assert data.wrong(buffer) > 1 << 15
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("int8", "sum"), ("float32", "max"), ("float32", "sum"), ("float64", "sum")])
+def test_memory_for_the_inputs_does_not_grow_with_the_ranks(dtype: str, op: str) -> None:
+    def peak(ranks: int) -> int:
+        tracemalloc.start()
+        Data(dtype, op, ranks - 1, ranks, 100_000)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    few = peak(3)
+    assert peak(32) < 1.5 * few
 
 
 def test_not_a_number_is_wrong() -> None:
@@ -513,6 +527,9 @@ def test_hosts_of_which_one_has_ipv6_alone_are_measured(second_has_both: bool) -
     assert [line.split()[1] for line in theirs if line.split()[:1] == ["tcp"]] == ["1", "2"]
 
 
+KNOWN = config.settings({"secret": "0" * 32}, {})
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -524,7 +541,7 @@ def test_hosts_of_which_one_has_ipv6_alone_are_measured(second_has_both: bool) -
     ],
 )
 def test_the_other_host_may_be_given_in_every_form(given: str, expected: str) -> None:
-    assert pair._target(given) == expected
+    assert pair.target(KNOWN, given) == expected
 
 
 @pytest.mark.parametrize(
@@ -532,7 +549,7 @@ def test_the_other_host_may_be_given_in_every_form(given: str, expected: str) ->
 )
 def test_what_names_no_host_is_refused_with_its_text(given: str) -> None:
     with pytest.raises(ValueError, match=f"^--connect {re.escape(given)}"):
-        pair._target(given)
+        pair.target(KNOWN, given)
 
 
 # A process that was started in the background may ignore the signal, and so would its children.
@@ -848,7 +865,7 @@ def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
     sentence = pair.verdict(points(9.4e9, 9.3e9, 9.2e9))
     assert "one tcp stream moves 9.40 Gbit/s" in sentence
     assert "more streams bring no gain" in sentence
-    assert sentence.endswith("Keep one plain connection, as in a stock job.")
+    assert sentence.endswith("Stock is as good: keep one plain connection.")
     assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
 
@@ -883,12 +900,46 @@ def test_the_verdict_advises_one_stream_of_another_transport_if_it_is_as_fast() 
     assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in sentence
 
 
+@pytest.mark.parametrize(
+    ("runs", "why", "how"),
+    [
+        ([2e9], "a claim needs 3 runs of each", "a smaller --sizes"),
+        ([2e9, 2e9], "a claim needs 3 runs of each", "a smaller --sizes"),
+        ([1.2e9, 2e9, 2.1e9], "their runs overlap", "without other work"),
+    ],
+)
+def test_the_verdict_claims_no_gain_that_may_be_luck(runs: list[float], why: str, how: str) -> None:
+    plain = points(1e9)[0]  # runs of 0.8 to 1.25 Gbit/s
+    sentence = pair.verdict([plain, pair.Point.of("tcp", 4, 10**6, [8e6 / bps for bps in runs], 0.5)])
+    assert f": inconclusive, as {why}: 4 tcp streams may be 2.0 times as fast as one tcp stream. " in sentence
+    assert how in sentence
+    assert "NETBOTTLENECK_TRANSPORT" not in sentence
+    sure = pair.Point.of("tcp", 8, 10**6, [8e6 / 1.95e9] * 3, 0.5)
+    advised = pair.verdict([plain, pair.Point.of("tcp", 4, 10**6, [8e6 / bps for bps in runs], 0.5), sure])
+    assert "; 8 tcp streams move 1.95 Gbit/s" in advised
+    assert "NETBOTTLENECK_TRANSPORT=tcp" in advised
+
+
+@pytest.mark.parametrize("bytes_per_s", [2e6, 1e7, 1e8, 1e9, 1e10])
+@pytest.mark.parametrize("left", [1, 10])
+def test_a_point_has_enough_runs_for_a_claim_within_its_time(
+    bytes_per_s: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = pair.Pair(KNOWN, 0, print, b"", ("tcp",))
+    side._begun = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    nbytes, count = side._choose(bytes_per_s, left)
+    assert 3 <= count <= 5
+    assert count * nbytes / bytes_per_s <= 1.3 * pair.BUDGET_S / left
+
+
 def test_the_verdict_compares_with_several_streams_if_one_was_not_measured() -> None:
     sentence = pair.verdict(
-        [pair.Point.of("ofi", streams, 10**6, [8e6 / bps], 0.5) for streams, bps in ((2, 2e9), (8, 6e9))]
+        [pair.Point.of("ofi", streams, 10**6, [8e6 / bps] * 3, 0.5) for streams, bps in ((2, 2e9), (8, 6e9))]
     )
     assert sentence.startswith(
-        "Measured: 2 ofi streams move 2.00 Gbit/s (one run); 8 ofi streams move 6.00 Gbit/s (one run): a job with 2 "
+        "Measured: 2 ofi streams move 2.00 Gbit/s (3 runs, 2.00 to 2.00); 8 ofi streams move 6.00 Gbit/s (3 runs, 6.00 "
+        "to 6.00): a job with 2 "
     )
     sentence = pair.verdict([pair.Point.of("ofi", streams, 10**6, [8e6 / 2e9], 0.5) for streams in (2, 8)])
     assert "stock" not in sentence

@@ -178,6 +178,14 @@ def test_a_closed_stdout_is_no_traceback(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", ["--help", "bench --help", "unknown\u2026"])
+def test_streams_of_any_encoding_are_written(words: str) -> None:
+    done = command(*words.split(), env={"PYTHONIOENCODING": "latin-1:strict"})
+    assert done.returncode == (2 if words.startswith("unknown") else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "?" in (done.stdout or done.stderr)
+
+
 def test_strict_returns_code_4_for_an_inconclusive_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from netbottleneck import report
     from netbottleneck.analysis.verdict import Verdict
@@ -330,7 +338,10 @@ def test_the_exit_of_a_script_is_preserved(tmp_path: Path) -> None:
 SCRIPTS = {
     "annotations": "class A:\n    n: int = 1\nprint(A.__annotations__)\n",
     "file": "import os\nos.chdir('/')\nprint(__file__, os.path.abspath(__file__))\n",
-    "interrupt": "def deep():\n    raise KeyboardInterrupt('by hand')\ndeep()\n",
+    "interrupt": "import atexit\natexit.register(print, 'at exit')\n"
+    "def deep():\n    raise KeyboardInterrupt('by hand')\ndeep()\n",
+    "exit": "raise SystemExit('a text')\n",
+    "no code": "raise SystemExit\n",
     "base": "class End(BaseException): pass\nraise End('so')\n",
     "excepthook": "import sys\ndef hook(*_):\n    raise OSError('in the hook')\nsys.excepthook = hook\n1 / 0\n",
 }
@@ -346,9 +357,8 @@ def test_a_script_runs_as_under_python(tmp_path: Path, name: str) -> None:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
 
     plain, ours = ended(), ended("-m", "netbottleneck", "run")
-    interrupted = plain.returncode == -signal.SIGINT
-    assert ours.returncode == (130 if interrupted else plain.returncode)
-    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    assert (plain.returncode == -signal.SIGINT) == (name == "interrupt")
 
 
 def test_a_compiled_script_runs(tmp_path: Path) -> None:
@@ -409,10 +419,29 @@ def test_bench_reports_bad_arguments_before_it_starts(
 
 
 def test_bench_between_two_hosts_needs_a_secret_and_a_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--connect", "localhost:1"]) == 1
-    assert "NETBOTTLENECK_SECRET" in capsys.readouterr().err
-    assert main(["bench", "--connect", "localhost:x", "--secret", "0" * 32]) == 1
-    assert "must be HOST, HOST:PORT or [IPV6]:PORT" in capsys.readouterr().err
+    for arguments, message in (
+        (["--connect", "localhost:1"], "NETBOTTLENECK_SECRET"),
+        (["--connect", "localhost:x", "--secret", "0" * 32], "must be HOST, HOST:PORT or [IPV6]:PORT"),
+        (["--connect", "localhost:1", "--secret", "short"], "must be text of 16 to 128 bytes"),
+        (["--listen", "--transports", "stock"], "only tcp and ofi are measured"),
+        (["--listen", "--sizes", "2"], "at least 4 bytes"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["bench", *arguments])
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--lab", "none"), ("--ranks", "3"), ("--ranks-per-host", "1")])
+def test_bench_places_no_ranks_of_a_launcher(
+    option: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NETBOTTLENECK_RANK", "0")
+    monkeypatch.setenv("NETBOTTLENECK_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *option])
+    assert end.value.code == 2
+    assert f"{option[0]}" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_bench_prints_nccl_tests_columns_and_writes_rows(tmp_path: Path) -> None:

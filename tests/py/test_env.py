@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -36,10 +35,12 @@ def test_nothing_set_means_defaults_and_nothing_enabled() -> None:
         ({"NETBOTTLENECK_TRANSPORT": "stock"}, True),
         ({"NETBOTTLENECK_TRANSPORT": "ofi"}, True),
         ({"NETBOTTLENECK_TRANSPORT": ""}, False),
+        ({"NETBOTTLENECK_TRANSPORT": "ofi", "NETBOTTLENECK": "0"}, False),
+        ({"NETBOTTLENECK_TRANSPORT": "ofi", "NETBOTTLENECK": ""}, True),
         ({"NETBOTTLENECK_STREAMS": "4"}, False),
     ],
 )
-def test_a_switch_or_any_transport_enables(environ: dict[str, str], enabled: bool) -> None:
+def test_a_switch_or_any_transport_enables_and_0_has_precedence(environ: dict[str, str], enabled: bool) -> None:
     assert settings(environ=environ).enabled is enabled
 
 
@@ -214,18 +215,43 @@ def test_sizes_are_decimal_or_binary_as_written(text: str, nbytes: int) -> None:
     assert settings(environ={"NETBOTTLENECK_SEGMENT_BYTES": text}).segment_bytes == nbytes
 
 
-def test_an_unknown_name_warns_with_the_nearest() -> None:
-    with pytest.warns(UserWarning, match=r"NETBOTTLENECK_TRASPORT.*did you mean NETBOTTLENECK_TRANSPORT"):
-        settings(environ={"NETBOTTLENECK_TRASPORT": "ofi"})
-    with pytest.warns(UserWarning, match="NETBOTTLENECK_QQQQQQQQQQQQ is not a variable"):
-        settings(environ={"NETBOTTLENECK_QQQQQQQQQQQQ": "1"})
+@pytest.fixture(autouse=True)
+def _nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_warned", set())
 
 
-def test_known_and_foreign_names_do_not_warn() -> None:
+def test_an_unknown_name_is_logged_once_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        settings(environ={"NETBOTTLENECK_TRASPORT": "ofi", "NETBOTTLENECK_QQQQQQQQQQQQ": "1"})
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("NETBOTTLENECK_QQQQQQQQQQQQ is not a variable")
+    assert second.startswith("NETBOTTLENECK_TRASPORT is not a variable")
+    assert second.endswith("did you mean NETBOTTLENECK_TRANSPORT?")
+
+
+def test_known_and_foreign_names_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     every = {row.name: row.value for row in config.describe(settings(environ={})) if row.value}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        settings(environ={**every, "HOROVOD_AUTOTUNE": "1", "NET": "1"})
+    settings(environ={**every, "HOROVOD_AUTOTUNE": "1", "NET": "1"})
+    assert caplog.records == []
+
+
+def test_neither_unknown_names_nor_the_secret_end_an_import(tmp_path: Path) -> None:
+    """Kubernetes sets these names for a Service that is called netbottleneck."""
+    environ = {"NETBOTTLENECK": "1", "NETBOTTLENECK_SERVICE_HOST": "10.0.0.1", "NETBOTTLENECK_PORT": "tcp://10.0.0.1:1"}
+    environ |= {"PYTHONPATH": str(PYTHON), "PATH": "", "NETBOTTLENECK_SECRET_FILE": str(tmp_path / "none")}
+    command = [sys.executable, "-W", "error", "-c", "import netbottleneck; print('trained')"]
+    done = subprocess.run(command, check=False, env=environ, timeout=RANKS_LIMIT_S, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == [
+        "NETBOTTLENECK_PORT",
+        "NETBOTTLENECK_SERVICE_HOST",
+    ]
+
+
+def test_a_job_that_starts_reads_the_secret(tmp_path: Path) -> None:
+    done = log_of({"NETBOTTLENECK_SECRET_FILE": str(tmp_path / "none")})
+    assert done.returncode == 1
+    assert f"ValueError: NETBOTTLENECK_SECRET_FILE={tmp_path}/none: No such file" in done.stderr
 
 
 def test_a_secret_is_text_or_hex_and_is_never_shown() -> None:
@@ -250,13 +276,14 @@ def secret_file(tmp_path: Path, content: bytes = b"correct horse battery\n", mod
 def test_a_secret_is_read_from_a_file_and_its_own_variable_has_precedence(tmp_path: Path) -> None:
     path = secret_file(tmp_path)
     environ = {"NETBOTTLENECK_SECRET_FILE": str(path)}
-    chosen = settings(environ=environ)
+    assert settings(environ=environ).secret is None
+    chosen = settings(environ=environ).with_secret()
     assert chosen.secret == b"correct horse battery"
     assert chosen.sources["secret"] == "NETBOTTLENECK_SECRET_FILE"
     assert "horse" not in repr(chosen) + repr(config.describe(chosen))
     path.write_bytes(b" " + b"0f" * 16 + b"\r\n")
-    assert settings(environ=environ).secret == b"\x0f" * 16
-    both = settings(environ={**environ, "NETBOTTLENECK_SECRET": "another secret of mine"})
+    assert settings(environ=environ).with_secret().secret == b"\x0f" * 16
+    both = settings(environ={**environ, "NETBOTTLENECK_SECRET": "another secret of mine"}).with_secret()
     assert both.secret == b"another secret of mine"
     assert both.sources["secret"] == "NETBOTTLENECK_SECRET"
 
@@ -269,7 +296,7 @@ def test_a_secret_file_that_others_have_access_to_is_refused(
     owned_by(monkeypatch, 1000)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(ValueError, match=rf"NETBOTTLENECK_SECRET_FILE={path}: others .* \(mode {mode:04o}\).* 0600"):
-        settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
+        settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)}).with_secret()
 
 
 @pytest.mark.parametrize(
@@ -281,17 +308,17 @@ def test_a_secret_file_of_root_may_be_read_by_a_group(
     environ = {"NETBOTTLENECK_SECRET_FILE": str(secret_file(tmp_path, mode=mode))}
     owned_by(monkeypatch, 0)
     if taken:
-        assert settings(environ=environ).secret == b"correct horse battery"
+        assert settings(environ=environ).with_secret().secret == b"correct horse battery"
     else:
         with pytest.raises(ValueError, match="others have access"):
-            settings(environ=environ)
+            settings(environ=environ).with_secret()
 
 
 def test_a_secret_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"NETBOTTLENECK_SECRET_FILE": str(secret_file(tmp_path))}
     owned_by(monkeypatch, 4321)
     with pytest.raises(ValueError, match="belongs to user 4321"):
-        settings(environ=environ)
+        settings(environ=environ).with_secret()
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
@@ -304,7 +331,7 @@ def owned_by(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
 def test_a_file_without_a_valid_secret_is_refused_and_not_shown(content: bytes, tmp_path: Path) -> None:
     path = secret_file(tmp_path, content)
     with pytest.raises(ValueError, match=f"NETBOTTLENECK_SECRET_FILE={path}: it must hold text of 16 to 128") as caught:
-        settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
+        settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)}).with_secret()
     assert "tooshort" not in str(caught.value)
 
 
@@ -313,7 +340,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) ->
     os.mkfifo(pipe, 0o600)
     for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (pipe, "not a regular")):
         with pytest.raises(ValueError, match=f"NETBOTTLENECK_SECRET_FILE={path}: {why}"):
-            settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
+            settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)}).with_secret()
 
 
 def test_description_shows_value_default_and_source_of_every_variable() -> None:
@@ -413,10 +440,17 @@ def test_the_log_file_is_named_for_host_process_and_rank(plain_ranks: Ranks, tmp
         assert "a warning" not in result.stderr
 
 
-def test_a_log_file_that_cannot_be_opened_is_refused_by_its_variable(tmp_path: Path) -> None:
-    done = log_of({"NETBOTTLENECK_LOG_FILE": str(tmp_path / "nowhere" / "log")})
-    assert done.returncode == 1
-    assert f"NETBOTTLENECK_LOG_FILE={tmp_path}/nowhere/log: No such file or directory" in done.stderr
+def test_a_log_file_that_cannot_be_opened_is_named_and_no_job_ends_for_it(tmp_path: Path) -> None:
+    named = str(tmp_path / "nowhere" / "log.%r")
+    done = log_of({"NETBOTTLENECK_LOG_FILE": named})
+    assert done.returncode == 0, done.stderr
+    refused = (
+        f"NETBOTTLENECK_LOG_FILE={tmp_path}/nowhere/log.0: No such file or directory: this rank does not log to it"
+    )
+    lines = [line.partition("WARNING: ")[2] for line in done.stderr.splitlines()]
+    assert lines == [refused, "a warning", "a second job"]
+    own = log_of({"NETBOTTLENECK_LOG_FILE": named}, "own").stderr.splitlines()
+    assert own == [f"own: {refused}", "own: a warning", "own: a second job"]
 
 
 def test_these_modules_import_no_torch() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
+import os
 import socket
 import subprocess
 import sys
@@ -14,10 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import RANKS_LIMIT_S, inherited
+from conftest import RANKS_LIMIT_S, Ranks, free_port, inherited
 
 from netbottleneck.config import settings
+from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect, rendezvous
+from netbottleneck.launch import topology as launch_topology
 from netbottleneck.launch.connect import Place, detect, topology
 from netbottleneck.launch.rendezvous import (
     NONCE_BYTES,
@@ -31,6 +35,7 @@ from netbottleneck.launch.rendezvous import (
     private_folder,
     wait_for,
 )
+from netbottleneck.launch.topology import with_package
 
 HOROVOD = {
     "HOROVOD_RANK": "3",
@@ -180,6 +185,15 @@ def test_a_launcher_inside_another_is_not_a_disagreement() -> None:
     assert place({**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}).size == 4
 
 
+def test_a_task_of_srun_with_pmi_may_start_several_ranks() -> None:
+    inner = {"RANK": "5", "WORLD_SIZE": "8"}
+    assert place({**SRUN, **HYDRA, **inner}) == Place(5, 8, launcher="torchrun")
+    with pytest.raises(ValueError, match="disagree"):
+        place({**HYDRA, **inner})  # of mpiexec
+    with pytest.raises(ValueError, match="disagree"):
+        place({**SRUN, **HYDRA, "RANK": "0", "WORLD_SIZE": "6"})
+
+
 def test_the_local_rank_of_an_elastic_job_is_the_name_of_a_worker() -> None:
     left = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     found = place({f"HOROVOD_{name}": value for name, value in {**left, "ELASTIC": "1"}.items()})
@@ -284,6 +298,37 @@ def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
     assert wait_for(there, "job/0/address", time.monotonic() + RANKS_LIMIT_S) == b"value\n\x00"
     here.delete("job/0/address")
     assert there.get("job/0/address") is None
+
+
+def test_site_packages_are_not_put_before_the_standard_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that this one starts finds this package, and no backport of a standard module beside it."""
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path)])
+    given = {"PYTHONPATH": "/a:/b"}
+    monkeypatch.setattr(launch_topology, "PACKAGES", tmp_path)
+    assert with_package({}) == {}
+    assert with_package(given) == given
+    monkeypatch.setattr(launch_topology, "PACKAGES", Path("/b"))
+    assert with_package(given) == given
+    monkeypatch.setattr(launch_topology, "PACKAGES", Path("/source/python"))
+    assert with_package({}) == {"PYTHONPATH": "/source/python"}
+    assert with_package(given) == {"PYTHONPATH": "/source/python:/a:/b"}
+
+
+def test_a_file_that_nfs_has_just_replaced_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+    folder.put("key", b"value")
+
+    def failing(code: int) -> Callable[[Path], bytes]:
+        def read(path: Path) -> bytes:
+            raise OSError(code, os.strerror(code), str(path))
+
+        return read
+
+    monkeypatch.setattr(Path, "read_bytes", failing(errno.ESTALE))
+    assert folder.get("key") is None
+    monkeypatch.setattr(Path, "read_bytes", failing(errno.EACCES))
+    with pytest.raises(PermissionError):
+        folder.get("key")
 
 
 def test_a_private_folder_ignores_values_of_ended_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,6 +584,83 @@ def test_an_address_without_a_secret_is_for_loopback_only(tmp_path: Path, monkey
     assert isinstance(near.channel, Folder)
 
 
+OWN_NAME = {"NETBOTTLENECK_SIZE": "2", "NETBOTTLENECK_MASTER": "node1:5000"}
+
+
+@pytest.fixture
+def _debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this host the name node1 with a loopback address, as Debian's /etc/hosts does."""
+    known = {"node1": "127.0.1.1", "localhost": "127.0.0.1"}
+    monkeypatch.setattr("socket.gethostbyname", lambda host: known.get(host, host))
+
+
+@pytest.mark.usefixtures("_debian")
+def test_the_loopback_address_of_a_hosts_own_name_is_for_ranks_of_one_host_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="node1:5000 has no secret"):
+        meeting({**OWN_NAME, "NETBOTTLENECK_RANK": "0"})
+    here = {**TORCHRUN, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "NETBOTTLENECK_MASTER": "node1:5000"}
+    assert isinstance(meeting(here).channel, Folder)
+    assert isinstance(
+        meeting({**OWN_NAME, "NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_MASTER": "localhost:1"}).channel, Folder
+    )
+
+
+@pytest.mark.usefixtures("_debian")
+@pytest.mark.parametrize(
+    ("interface", "listens", "reached"),
+    [("10.0.0.1", "0.0.0.0", "10.0.0.1:5000"), ("fd00::1", "[::]", "[fd00::1]:5000")],
+)
+def test_rank_0_at_its_hosts_own_name_is_reached_from_other_hosts(
+    interface: str, listens: str, reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[int, tuple[object, object]] = {}
+
+    def comm(rank: int, _size: int, *, listener: object, address: object, **_: object) -> None:
+        made[rank] = (listener, address)
+
+    core = SimpleNamespace(Listener=lambda *where: where, Comm=comm, interfaces=lambda _: [("eth0", interface)])
+    monkeypatch.setattr(connect, "core", lambda: core)
+    for rank in (0, 1):
+        chosen = settings(environ={**OWN_NAME, "NETBOTTLENECK_RANK": str(rank), **OWN})
+        connect._meet_directly(core, chosen, detect(chosen, {}), "node1:5000", {})  # type: ignore[arg-type]
+    assert made == {0: ((listens, None, (5000, 5000)), None), 1: (None, reached)}
+    assert connect.host_of_rank_0(chosen, detect(chosen, {})) == interface
+
+
+@pytest.mark.parametrize(
+    ("environ", "text", "named"),
+    [
+        ({"IFNAME": "lo"}, "rank 1: the connection was closed", ""),
+        ({"IFNAME": "^lo"}, "no interface that is up matches '^lo'; there is: lo", "NETBOTTLENECK_IFNAME=^lo: "),
+        ({"PROVIDER": "tcp"}, "tcp: connection of lane 1 refused", ""),
+        (
+            {"PROVIDER": "psm3"},
+            "libfabric 1.17 has no provider psm3 for remote writes at x",
+            "NETBOTTLENECK_PROVIDER=psm3: ",
+        ),
+        ({"LIBFABRIC": "/opt/f"}, "libfabric at /opt/f: cannot open", "NETBOTTLENECK_LIBFABRIC=/opt/f: "),
+        ({"LIBFABRIC": "/opt/f"}, "libfabric at /opt/fab: cannot open", ""),
+        ({"CONGESTION": "cubi"}, "congestion control 'cubi': no such file", "NETBOTTLENECK_CONGESTION=cubi: "),
+        ({"CONGESTION": "reno"}, "congestion control 'renown': this host allows: reno", ""),
+        ({"PORTS": "7000-7001"}, "listen on ::1: no port of 7000-7001 is free", "NETBOTTLENECK_PORTS=7000-7001: "),
+        ({"PORTS": "7000-7000"}, "listen on ::1, port 7000: Address already in use", "NETBOTTLENECK_PORTS=7000-7000: "),
+        ({}, "listen on ::1, port 7000: Address already in use", ""),
+    ],
+)
+def test_an_error_names_the_variable_that_it_is_about_and_its_peer(
+    environ: dict[str, str], text: str, named: str
+) -> None:
+    chosen = settings(environ={f"NETBOTTLENECK_{name}": value for name, value in environ.items()})
+    error = PeerError(5, text)
+    error.peer = 3
+    with pytest.raises(PeerError) as caught, connect._named_variable(chosen):
+        raise error
+    assert (caught.value.strerror, caught.value.peer) == (named + text, 3)
+
+
 class Exposed:
     """A channel that is exposed or not; all other ranks are on another machine."""
 
@@ -668,6 +790,36 @@ dist.destroy_process_group()
 
 def test_a_torch_store_serves_many_jobs_and_torch_distributed(warm_ranks) -> None:  # type: ignore[no-untyped-def]
     warm_ranks(2, STORE_RANK)
+
+
+NAMELESS_RANK = """
+import socket
+import torch
+from netbottleneck.runtime import communicators
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
+known = socket.gethostbyname
+socket.gethostbyname = lambda host: "127.0.1.1" if host == "node1" else known(host)
+socket.gethostname = lambda: "node1"  # which no other host knows
+chosen = settings()
+place = detect(chosen)
+control = connect(chosen, place)
+stock = communicators.Stock(communicators.stock_group(chosen, place, control.exchange), place.size, None)
+value = torch.ones(2)
+stock.reduce(value).wait()
+assert value.tolist() == [2.0, 2.0]
+stock.close()
+control.close()
+"""
+
+
+@pytest.mark.parametrize("ifname", ["", "lo"])
+@pytest.mark.parametrize("meets", ["in a folder", "at the name of the host"])
+def test_ranks_meet_where_no_other_host_knows_the_name_of_rank_0s(plain_ranks: Ranks, meets: str, ifname: str) -> None:
+    env = {"NETBOTTLENECK_IFNAME": ifname}
+    if meets != "in a folder":
+        env |= {"NETBOTTLENECK_MASTER": f"node1:{free_port()}", **OWN}
+    plain_ranks(2, NAMELESS_RANK, env)
 
 
 STOCK_RANK = """

@@ -441,13 +441,16 @@ class Broken(Loopback):
         return super().run(tasks)
 
 
-def test_an_unexpected_error_fails_its_cell_and_the_others_run(tmp_path: Path) -> None:
+def test_an_unexpected_error_fails_its_cell_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks, arguments = Broken(), [str(small(tmp_path, 2, "ab")), "--directory", str(tmp_path / "s")]
     request = cells.parse_request(command.parser().parse_args(arguments), arguments)
     assert runner.run(request, lambda _: nullcontext(ranks), "a test", request.spec.cells) == 1
     assert len(ranks.tasks) == 2
     failed = json.loads((tmp_path / "s" / "study.json").read_text())["failed"]
     assert failed == {"a-2-none": "KeyError: 'surprise'", "b-2-none": "not run"}
+    assert f"Written: {tmp_path / 's' / 'study.json'}.\n" in capsys.readouterr().out  # and no report
 
 
 def test_a_folder_has_one_study_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

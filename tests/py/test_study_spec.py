@@ -8,6 +8,7 @@ import pytest
 
 from netbottleneck import study
 from netbottleneck.lab import LinkSpec
+from netbottleneck.launch.connect import Place
 from netbottleneck.study import cells, command, spec
 from netbottleneck.study.spec import Cell, StudySpec
 
@@ -182,10 +183,15 @@ def test_the_quick_study_has_two_numbers_of_ranks_and_three_link_speeds_with_one
     assert {cell.link.flow_bps for cell in played} == {(500_000_000,)}
 
 
+def requested(tmp_path: Path, *arguments: str, size: int = 1, rank: int = 0) -> cells.StudyRequest:
+    """Return the study that a command line requests."""
+    args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *arguments])
+    return cells.parse_request(args, arguments, Place(rank, size))
+
+
 def cells_of(tmp_path: Path, *arguments: str, size: int = 1) -> dict[str, Cell]:
     """Return the cells that a command line requests."""
-    args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *arguments])
-    return {cell.key: cell for cell in cells.parse_request(args, arguments, size).spec.cells}
+    return {cell.key: cell for cell in requested(tmp_path, *arguments, size=size).spec.cells}
 
 
 def test_options_override_a_shipped_study(tmp_path: Path) -> None:
@@ -212,6 +218,60 @@ def test_options_override_a_shipped_study(tmp_path: Path) -> None:
     assert {cell.ranks for cell in cells_of(tmp_path, size=3).values()} == {3}
     assert {cell.network for cell in cells_of(tmp_path, size=3).values()} == {"here"}
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("option", [("--model", "vgg16"), ("--compute", "spin"), ("--compute-ms", "5", "6")])
+def test_an_option_that_no_model_takes_is_a_usage_error(option: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{option[0]}: no model of this study takes it \(jobs: digits;.*leave it out"
+    ):
+        requested(tmp_path, "--jobs", "digits", *option)
+
+
+def test_a_model_is_that_of_replays_else_of_inflation(tmp_path: Path) -> None:
+    both = cells_of(tmp_path, "--jobs", "replay,inflation", "--model", "resnet18")
+    assert {cell.model.name for cell in both.values() if cell.job == "replay"} == {"resnet18"}
+    assert {cell.model.name for cell in both.values() if cell.job == "inflation"} == {"thin_resnet"}
+    alone = cells_of(tmp_path, "--jobs", "inflation", "--model", "resnet18")
+    assert {cell.model.name for cell in alone.values()} == {"resnet18"}
+    given = tmp_path / "given.toml"
+    (tmp_path / "d.bk.log").write_text("a log\n")
+    given.write_text("[[model]]\nfile = 'd.bk.log'\n")
+    assert {cell.model.compute for cell in cells_of(tmp_path, str(given), "--compute", "spin").values()} == {"spin"}
+    with pytest.raises(ValueError, match="--model: no model of this study takes it"):
+        requested(tmp_path, str(given), "--model", "resnet18")
+
+
+def test_the_fitted_cell_stays_as_long_as_the_options_leave_it(tmp_path: Path) -> None:
+    given = tmp_path / "given.toml"
+    given.write_text(
+        'ranks = [2, 4]\nfit = "resnet50-4-none"\nnetworks = ["1gbit", "none"]\n[[model]]\nname = "resnet50"\n'
+    )
+    kept = requested(tmp_path, str(given), "--transports", "stock,tcp", "--rounds", "7")
+    assert (kept.spec.fit_key, kept.notes) == ("resnet50-4-none", ())
+    lost = requested(tmp_path, str(given), "--transports", "stock,tcp", "--ranks", "2", "--networks", "1gbit")
+    assert lost.spec.fit_key == "resnet50-2-1gbit"
+    (note,) = lost.notes
+    assert "no cell resnet50-4-none (fit in given.toml): forecasts are fitted to resnet50-2-1gbit" in note
+    assert "fit" not in spec.load(lost.text, "stored")
+
+
+def test_networks_of_a_launchers_ranks_are_not_replaced_in_silence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--networks 1gbit: the ranks of a launcher .* leave out --networks, or pass"):
+        requested(tmp_path, "--networks", "1gbit", size=2)
+    given = tmp_path / "given.toml"
+    given.write_text('interface = "eth0"\n[[model]]\nname = "resnet50"\n')
+    assert list(cells_of(tmp_path, str(given), "--networks", "1gbit", size=2)) == ["resnet50-2-1gbit"]
+
+
+def test_rank_0_alone_compares_a_study_with_its_folder(tmp_path: Path) -> None:
+    given = tmp_path / "given.toml"
+    given.write_text('ranks = [2, 4]\n[[model]]\nname = "resnet50"\n')
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "study.toml").write_text('[[model]]\nname = "vgg16"\n')  # of another study on this host
+    assert requested(tmp_path, str(given), size=2, rank=1).spec.cells
+    with pytest.raises(ValueError, match="only 2 were started"):
+        requested(tmp_path, str(given), size=2)
 
 
 def test_tables_are_read_as_they_were_written() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from netbottleneck import config
@@ -77,16 +78,16 @@ def main(argv: Sequence[str]) -> int:
         if args.lab is not None:
             parse_lab(args.lab)
         _check(args)
+        settings = config.settings({"secret": args.secret, "ifname": args.ifname})
+        measure_pair = _pair(args, request, settings) if args.listen or args.connect else None
     except ValueError as error:
         made.error(str(error))
-    settings = config.settings({"secret": args.secret, "ifname": args.ifname})
-    if args.listen or args.connect:
-        return _pair(args, request, settings)
+    if measure_pair is not None:
+        measure_pair()
+        return 0
     place = connect.detect(settings)
-    if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
-        made.error(
-            f"{place.launcher} started {place.size} ranks: --lab and --ranks, which start their own, cannot be used"
-        )
+    if place.size > 1:
+        _check_launched(made, args, place)
     if place.rank == 0:
         _check_target(made, args.json)
     results = measure(request, settings, place, say) if place.size > 1 else _here(args, request)
@@ -97,6 +98,15 @@ def main(argv: Sequence[str]) -> int:
     if results.wrong:
         sys.stderr.write(f"netbottleneck: {results.wrong} elements were wrong\n")
     return 1 if results.wrong else 0
+
+
+def _check_launched(made: argparse.ArgumentParser, args: argparse.Namespace, place: connect.Place) -> None:
+    """End with a usage error if an option would place ranks that a launcher has started."""
+    if args.lab is not None or args.ranks_per_host is not None or args.ranks not in (None, place.size):
+        made.error(
+            f"{place.launcher} started {place.size} ranks: --lab, --ranks and --ranks-per-host, which start their own, "
+            "cannot be used"
+        )
 
 
 def _check_target(made: argparse.ArgumentParser, target: str | None) -> None:
@@ -163,7 +173,8 @@ def _check_pair(args: argparse.Namespace) -> None:
         raise ValueError(f"--sizes {args.sizes}: between two hosts, one size is measured")
 
 
-def _pair(args: argparse.Namespace, request: Request, settings: config.Settings) -> int:
+def _pair(args: argparse.Namespace, request: Request, settings: config.Settings) -> Callable[[], Any]:
+    """Return what measures this side of two hosts. Raises ValueError for options that these do not have."""
     options: dict[str, Any] = {
         "transports": request.transports if args.transports else NATIVE,
         "streams": request.streams if args.streams else pair.STREAMS,
@@ -173,8 +184,7 @@ def _pair(args: argparse.Namespace, request: Request, settings: config.Settings)
         raise ValueError(
             "between two hosts, only tcp and ofi are measured, with fixed numbers of streams and at least 4 bytes"
         )
+    settings = settings.with_secret()
     if args.listen:
-        pair.listen(settings, args.port, say, **options)
-    else:
-        pair.connect(settings, args.connect, say, **options)
-    return 0
+        return partial(pair.listen, settings, args.port, say, **options)
+    return partial(pair.connect, settings, pair.target(settings, args.connect), say, **options)

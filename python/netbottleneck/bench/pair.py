@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 NOTEWORTHY = 1.15  # gain over one plain stream from which the verdict mentions it
 NEARLY = 0.95  # part of the best rate from which fewer streams are preferred
+RUNS_MIN = 3  # runs of each of two points from which a gain may be claimed
 
 
 @dataclass(frozen=True)
@@ -89,24 +90,51 @@ def verdict(points: Sequence[Point]) -> str:
     """Return the verdict: the fewest streams of each transport compared with the best measurement.
 
     A stock job has one plain connection: tcp's fewest streams. If tcp was not measured, the best of the other
-    transports' fewest streams replaces it.
+    transports' fewest streams replaces it. The best of several measurements is partly luck, so a gain is claimed only
+    for a point whose slowest run is faster than the plain connection's fastest, of RUNS_MIN runs or more each.
     """
-    curves = {name: [p for p in points if p.transport == name] for name in dict.fromkeys(p.transport for p in points)}
+    curves = {p.transport: [other for other in points if other.transport == p.transport] for p in points}
     fewest = [_fewest(curve) for curve in curves.values()]
     top, single = _fastest(points), _fastest(fewest)
     plain = next((point for point in fewest if point.transport == "tcp"), single)
     head = f"Measured: {'; '.join(map(_moved, fewest))}"
     if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
         return f"{head}; {_small_gain(points, plain)}"
-    best, lanes = single, str(single.streams)
+    chosen, lanes = [single], str(single.streams)
     if top.bits_per_s >= NOTEWORTHY * single.bits_per_s:
-        best, lanes = _fewest([p for p in curves[top.transport] if p.bits_per_s >= NEARLY * top.bits_per_s]), "auto"
+        chosen, lanes = _nearly(curves[top.transport], top), "auto"
+    sure = [point for point in chosen if _surely_faster(point, plain)]
+    best = _fewest(sure or chosen)
+    moved = "" if best in fewest else f"; {_moved(best)}"
+    return f"{head}{moved}: {_gain(best, plain, lanes) if sure else _inconclusive(best, plain)}"
+
+
+def _gain(best: Point, plain: Point, lanes: str) -> str:
+    """Claim the gain of `best` over `plain`, and say how to have it."""
     gain = best.bits_per_s / plain.bits_per_s
     who = "a job with one plain connection for each peer" if _like_stock(plain) else f"a job with {_amount(plain)}"
-    moved = "" if best in fewest else f"; {_moved(best)}"
     return (
-        f"{head}{moved}: {who} leaves a factor of {gain:.1f} of this network unused. "
+        f"{who} leaves a factor of {gain:.1f} of this network unused. "
         f"NETBOTTLENECK_TRANSPORT={best.transport} with NETBOTTLENECK_STREAMS={lanes} uses it."
+    )
+
+
+def _surely_faster(point: Point, plain: Point) -> bool:
+    return min(point.count, plain.count) >= RUNS_MIN and point.low_bits_per_s > plain.high_bits_per_s
+
+
+def _inconclusive(best: Point, plain: Point) -> str:
+    """Say why the gain of `best` over `plain` is not claimed, and how to measure it."""
+    few = min(best.count, plain.count) < RUNS_MIN
+    why = f"a claim needs {RUNS_MIN} runs of each" if few else "their runs overlap"
+    how = (
+        "a smaller --sizes or fewer --streams"
+        if few
+        else "fewer --streams, and on hosts and a network without other work"
+    )
+    return (
+        f"inconclusive, as {why}: {_amount(best)} may be {best.bits_per_s / plain.bits_per_s:.1f} times as fast as "
+        f"{_amount(plain)}. Measure again with {how}."
     )
 
 
@@ -117,9 +145,13 @@ def _small_gain(points: Sequence[Point], plain: Point) -> str:
     gain = top.bits_per_s / plain.bits_per_s - 1
     amount = f"{percent(gain, digits=1)} here, less than {percent(NOTEWORTHY - 1, digits=0)}"
     found = f"{what} gain {amount}" if gain > 0 else f"{what} bring no gain here"
-    kept = "one plain connection, as in a stock job" if _like_stock(plain) else _amount(plain)
+    kept = "Stock is as good: keep one plain connection" if _like_stock(plain) else f"Keep {_amount(plain)}"
     best = f"the best of {len(points)} measurements is {gbit(top.bits_per_s)} {_spread(top)} with {_amount(top)}"
-    return f"{best}: {found}. Keep {kept}."
+    return f"{best}: {found}. {kept}."
+
+
+def _nearly(points: Sequence[Point], top: Point) -> list[Point]:
+    return [point for point in points if point.bits_per_s >= NEARLY * top.bits_per_s]
 
 
 def _fewest(points: Sequence[Point]) -> Point:
@@ -262,9 +294,11 @@ class Pair:
         """Return size and number of the next point's all-reduces, from the time left."""
         seconds = max(0.2, (self._begun + BUDGET_S - time.monotonic()) / left)
         nbytes = self.bytes
-        if nbytes / bytes_per_s > 1.3 * seconds:
-            nbytes = max(min(nbytes, LEAST_BYTES), int(bytes_per_s * seconds) // LEAST_BYTES * LEAST_BYTES)
-        return nbytes, max(1, min(5, int(min(seconds, POINT_S) * bytes_per_s / nbytes)))
+        if RUNS_MIN * nbytes / bytes_per_s > 1.3 * seconds:
+            each = int(bytes_per_s * seconds / RUNS_MIN)
+            nbytes = max(min(nbytes, LEAST_BYTES), each // LEAST_BYTES * LEAST_BYTES)
+        possible = int(1.3 * seconds * bytes_per_s / nbytes)
+        return nbytes, max(1, min(5, possible, max(RUNS_MIN, int(min(seconds, POINT_S) * bytes_per_s / nbytes))))
 
     def _together(self, control: _core.Comm, made: _core.Comm, memory: _core.Arena, nbytes: int) -> tuple[float, float]:
         """Run and check one all-reduce; returns the slower side's seconds and the CPU seconds of both sides."""
@@ -347,16 +381,20 @@ def _same(options: dict[str, Any]) -> str:
 
 
 def connect(settings: Settings, address: str, say: Say, **options: Any) -> list[Point]:
-    """Connect to a listening host and measure. address: "HOST" or "HOST:PORT"; an address of IPv6 may have brackets."""
-    if settings.secret is None:
-        raise ValueError("--connect needs the secret that --listen printed: --secret S, or NETBOTTLENECK_SECRET")
-    points = Pair(settings, 1, say, settings.secret, address=_target(address), **options).run()
+    """Connect to a listening host and measure. address: of `target`."""
+    assert settings.secret is not None
+    points = Pair(settings, 1, say, settings.secret, address=address, **options).run()
     say(verdict(points))
     return points
 
 
-def _target(address: str) -> str:
-    """Return the "HOST:PORT" of --connect, with the host's address."""
+def target(settings: Settings, address: str) -> str:
+    """Return the "HOST:PORT" of --connect, with the host's address. Raises ValueError, also if there is no secret.
+
+    address: "HOST" or "HOST:PORT"; an address of IPv6 may have brackets.
+    """
+    if settings.secret is None:
+        raise ValueError("--connect needs the secret that --listen printed: --secret S, or NETBOTTLENECK_SECRET")
     plain_six = address.count(":") > 1 and not address.startswith("[")
     match = re.fullmatch(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?", f"[{address}]" if plain_six else address)
     port = int(match[2] or PORT) if match else 0

@@ -28,11 +28,11 @@ from netbottleneck.trace.transports import BENCHED
 PERIOD = 1_000_003
 SEED = 1
 REDUCTIONS = ("sum", "min", "max", "product")
-_FOLD: dict[str, Callable[..., Any]] = {
-    "sum": np.add.reduce,
-    "product": np.multiply.reduce,
-    "min": np.minimum.reduce,
-    "max": np.maximum.reduce,
+_FOLD: dict[str, Callable[..., NDArray[Any]]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
 }
 
 
@@ -89,14 +89,24 @@ class Data:
     def __init__(self, dtype: str, op: str, rank: int, ranks: int, count: int) -> None:
         self.kind = DTYPES[dtype]
         count = min(count, PERIOD)
-        inputs = [self._values(op, count, np.random.default_rng([SEED, other])) for other in range(ranks)]
-        self._input = inputs[rank]
         exact = op in ("min", "max") or self.kind.epsilon == 0
-        if exact:
-            folded = _FOLD[op](np.stack([self.kind.decode(x) for x in inputs]), axis=0, **_as_stored(self.kind))
-            self._low = self._high = folded
-        else:
-            self._low, self._high = self._bounds(op, inputs)
+        wide = np.longdouble if self.kind.name == "float64" else np.float64
+        folded: NDArray[Any] | None = None
+        size: NDArray[Any] | None = None  # the sum of the magnitudes
+        for other in range(ranks):  # one after another: all ranks of a host do this
+            values = self._values(op, count, np.random.default_rng([SEED, other]))
+            if other == rank:
+                self._input = values
+            decoded = self.kind.decode(values)
+            if not exact:
+                decoded = decoded.astype(wide)
+            folded = decoded if folded is None else _FOLD[op](folded, decoded)
+            if not exact and op == "sum":
+                size = np.abs(decoded) if size is None else size + np.abs(decoded)
+        assert folded is not None
+        self._low = self._high = folded
+        if not exact:
+            self._low, self._high = self._bounds(folded, np.abs(folded) if size is None else size, ranks)
 
     def _values(self, op: str, count: int, random: np.random.Generator) -> NDArray[Any]:
         if self.kind.epsilon == 0:
@@ -105,12 +115,8 @@ class Data:
         low, high = (0.5, 1.5) if op == "product" else (-1.0, 1.0)
         return self.kind.encode(random.uniform(low, high, count))
 
-    def _bounds(self, op: str, inputs: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-        wide = np.longdouble if self.kind.name == "float64" else np.float64
-        values = np.stack([self.kind.decode(x).astype(wide) for x in inputs])
-        exact = _FOLD[op](values, axis=0)
-        size = np.add.reduce(np.abs(values), axis=0) if op == "sum" else np.abs(exact)
-        margin = len(inputs) * (self.kind.epsilon * size + self.kind.tiny)
+    def _bounds(self, exact: NDArray[Any], size: NDArray[Any], ranks: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        margin = ranks * (self.kind.epsilon * size + self.kind.tiny)
         compared = np.float64 if self.kind.name == "float64" else np.float32
         return (exact - margin).astype(compared), (exact + margin).astype(compared)
 
@@ -128,11 +134,6 @@ class Data:
             right = (part >= self._low[: len(part)]) & (part <= self._high[: len(part)])
             count += len(part) - int(np.count_nonzero(right))
         return count
-
-
-def _as_stored(kind: Kind) -> dict[str, Any]:
-    """Return the type of a fold's result: integers keep their own type, which NumPy would widen."""
-    return {"dtype": kind.store} if kind.epsilon == 0 else {}
 
 
 # A benchmark's request: the command line's arguments as a value.

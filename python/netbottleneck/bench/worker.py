@@ -33,7 +33,7 @@ from netbottleneck.bench.values import DTYPES, SEED, Data, Request, Samples
 from netbottleneck.errors import Error
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch import connect
-from netbottleneck.launch.topology import without_job
+from netbottleneck.launch.topology import with_package, without_job
 from netbottleneck.runtime import monitor
 from netbottleneck.trace.transports import BENCHED
 
@@ -274,7 +274,6 @@ def main() -> int:
 
 SILENCE_S = 120.0  # limit without output of rank 0, in addition to the time of the slowest all-reduce
 GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
-PACKAGE = FilePath(__file__).resolve().parents[2]
 MESSAGES = ("open", "left_out", "row", "progress")  # keys of a rank's messages
 # Variables of the caller that the workers must not see: they would act as the caller's ranks.
 _NOT_THEIRS = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_STREAMS")
@@ -338,12 +337,10 @@ class Workers:
             result |= dict.fromkeys(_INTERFACES, "lo") | {"MASTER_ADDR": "127.0.0.1", "NETBOTTLENECK_IFNAME": "=lo"}
         result.setdefault("NETBOTTLENECK_START_TIMEOUT_S", "60")
         result.setdefault("OMP_NUM_THREADS", "1")
-        path = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return result | {
+        return with_package(result) | {
             "NETBOTTLENECK_RANK": str(rank),
             "NETBOTTLENECK_SIZE": str(self._ranks),
             "NETBOTTLENECK_RENDEZVOUS": self._folder.name,
-            "PYTHONPATH": os.pathsep.join(path),
         }
 
     def _stderr(self, rank: int) -> FilePath:

@@ -1,7 +1,8 @@
 """The command line: `netbottleneck COMMAND …`. Each command imports its modules when it runs.
 
 Exit codes: 0 success, 1 failure, 2 usage (also a run that does not exist), 3 a gate failed, 4 inconclusive (with
---strict) or not judged (compare), 130 interrupted by Ctrl-C, 143 a study that was ended by SIGTERM."""
+--strict) or not judged (compare), 130 interrupted by Ctrl-C, 143 a study that was ended by SIGTERM. `run` ends as its
+script does under Python."""
 
 from __future__ import annotations
 
@@ -464,7 +465,15 @@ def _run_as_main(module: bool, argv: Sequence[str]) -> None:
         uncaught = error
     if uncaught is not None:  # outside the handler, as under Python: sys.exc_info() is empty in the hook
         _show_uncaught(uncaught)
-        raise SystemExit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILURE)
+        if isinstance(uncaught, KeyboardInterrupt):
+            # Python runs the exit handlers, then dies by SIGINT. A shell or a launcher ends what it runs only then.
+            sys.excepthook = _ignore_shown
+            raise uncaught
+        raise SystemExit(FAILURE)
+
+
+def _ignore_shown(*_: object) -> None:
+    """Show nothing: an exception that is shown already ends the process."""
 
 
 def _show_uncaught(error: BaseException) -> None:
@@ -581,16 +590,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         return _report_error(error)
     except KeyboardInterrupt:
+        if sys.excepthook is _ignore_shown:
+            raise
         print("netbottleneck: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
 def _with_streams(command: list[str]) -> int:
-    """Run a command whose standard streams may be closed, and flush its output here, where a closed pipe is handled."""
+    """Run a command whose standard streams may be closed, and flush its output here, where a closed pipe is handled.
+
+    A character that their encoding does not have is replaced.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open to the end
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # our texts have characters that not every encoding has
     try:
         code = _dispatched(command)
     except SystemExit:  # of argparse, after --help

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Generator, Mapping
@@ -39,6 +40,7 @@ __all__ = [
     "detect",
     "export_place",
     "host_digest",
+    "host_of_rank_0",
     "machine_digest",
     "native",
     "reset_rendezvous_count",
@@ -97,9 +99,9 @@ def connect(
     """Return a communicator of all ranks of the job; every rank calls this, in the same order of calls.
 
     transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: overrides the settings.
-    Raises ValueError if ranks have no way to meet, TimeoutError naming the ranks missing after
-    NETBOTTLENECK_START_TIMEOUT_S, MismatchError if ranks differ in a value of Settings.tag, Error for a port in use or
-    a missing interface, CPU, provider or library, and ImportError if the C module is not built.
+    Raises ValueError if ranks have no way to meet or the secret's file cannot be used, TimeoutError naming the ranks
+    missing after NETBOTTLENECK_START_TIMEOUT_S, MismatchError if ranks differ in a value of Settings.tag, Error for a
+    port in use or a missing interface, CPU, provider or library, and ImportError if the C module is not built.
     """
     with _named_variable(settings):
         return _connect(settings, place, recorder, transport or native(settings), streams, environ)
@@ -113,22 +115,25 @@ def connect_at(settings: Settings, place: Place, through: rendezvous.Rendezvous)
 
 @contextmanager
 def _named_variable(settings: Settings) -> Generator[None, None, None]:
-    """Add to an error the variable that caused it."""
+    """Add to an error the variable that caused it, if the text has the words that the C module says of its value."""
     try:
         yield
     except Error as error:
         text = error.strerror or str(error)
+        low, high = settings.ports
         variables = {
-            "PROVIDER": settings.provider,
-            "IFNAME": settings.ifname,
-            "LIBFABRIC": settings.library,
-            "CONGESTION": settings.congestion,
-            "PORTS": "-".join(map(str, settings.ports)) if "already in use" in text or "no port" in text else None,
-            "AFFINITY": ",".join(map(str, settings.affinity)) if "communication thread" in text else None,
+            "PROVIDER": (settings.provider, rf"no provider {re.escape(settings.provider or '')} "),
+            "IFNAME": (settings.ifname, rf"matches '{re.escape(settings.ifname or '')}'"),
+            "LIBFABRIC": (settings.library, rf"(?<!\S){re.escape(settings.library or '')}(?![^\s:])"),
+            "CONGESTION": (settings.congestion, rf"congestion control '{re.escape(settings.congestion or '')}'"),
+            "PORTS": (low and f"{low}-{high}", rf"no port of {low}-{high} |port {low}: .*already in use"),
+            "AFFINITY": (",".join(map(str, settings.affinity)), "communication thread"),
         }
-        for name, value in variables.items():
-            if value and (name in ("PORTS", "AFFINITY") or value.lstrip("=^") in text):
-                raise type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}") from error
+        for name, (value, words) in variables.items():
+            if value and re.search(words, text):
+                named = type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}")
+                named.peer = error.peer
+                raise named from error
         raise
 
 
@@ -141,7 +146,7 @@ def _connect(
     where: Mapping[str, str] | rendezvous.Rendezvous,
 ) -> "_core.Comm":
     """Connect all ranks through `where`: a given rendezvous, or the environment that selects one."""
-    module = core()
+    module, settings = core(), settings.with_secret()
     options = {
         "tag": settings.tag(__version__),
         "transport": transport,
@@ -187,16 +192,41 @@ def _meet_directly(
 ) -> "_core.Comm":
     """Connect without a channel: all ranks know the address and the secret, or run insecurely by the user's choice."""
     secret = settings.secret or f"insecure {address}".encode().ljust(16)
-    listener = _listen(module, settings, address, None) if place.rank == 0 else None
+    reached = _address_of_rank_0(settings, place, address)
+    listener = None
+    if place.rank == 0:
+        host = _host(reached)
+        if reached != resolved(address):  # which of this host's addresses the name has on other hosts is not known
+            host = "[::]" if host.startswith("[") else "0.0.0.0"
+            logger.info("%s is a loopback address on this host: rank 0 listens at all addresses", _host(address))
+        listener = _listen(module, settings, f"{host}:{_port(reached)}", None)
     comm: _core.Comm = module.Comm(
-        place.rank,
-        place.size,
-        secret=secret,
-        listener=listener,
-        address=None if listener else resolved(address),
-        **options,
+        place.rank, place.size, secret=secret, listener=listener, address=None if listener else reached, **options
     )
     return comm
+
+
+def _address_of_rank_0(settings: Settings, place: Place, address: str) -> str:
+    """Return `resolved`, or this host's interface if the address has its own name and other hosts have ranks.
+
+    Such a name may have a loopback address here, to which lanes to other hosts could not be bound.
+    """
+    host = _host(address)
+    if rendezvous.is_loopback(host, one_host=True) and not rendezvous.is_loopback(host, place.one_host):
+        return f"{_bracketed(_interface(settings))}:{_port(address)}"
+    return resolved(address)
+
+
+def host_of_rank_0(settings: Settings, place: Place) -> str:
+    """Rank 0: return an address of this host, without brackets, at which the other ranks reach it."""
+    if settings.master is None:
+        return _interface(settings)
+    return _host(_address_of_rank_0(settings, place, settings.master)).strip("[]")
+
+
+def _interface(settings: Settings) -> str:
+    """Return the address of the settings' first interface. Raises Error if there is none."""
+    return str(core().interfaces(settings.ifname)[0][1]).strip("[]")
 
 
 def _accept_all(
@@ -249,6 +279,14 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0]
 
 
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _join(
     module: ModuleType,
     settings: Settings,
@@ -295,4 +333,4 @@ def resolved(address: str) -> str:
         six = socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET6)[0][4][0]
     except OSError as error:
         raise ValueError(f"{address}: no such host: {error}") from error
-    return f"[{six}]:{port}"
+    return f"{_bracketed(str(six))}:{port}"

@@ -1,6 +1,7 @@
 """Rendezvous of a job's ranks under each launcher: the choice of channel and address, and the stores behind them."""
 
 import contextlib
+import errno
 import functools
 import hashlib
 import http.client
@@ -229,7 +230,10 @@ class Folder:
         """Return the value, or None."""
         try:
             value = (self._path / key.replace("/", ".")).read_bytes()
-        except FileNotFoundError:
+        except OSError as error:
+            # ESTALE: on NFS another host has just replaced the file.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
             return None
         if not self._private:
             return value
@@ -463,7 +467,7 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     and the variables to set.
     """
     if settings.master is not None:
-        return _at_address(settings.master, settings)
+        return _at_address(settings.master, settings, place)
     if settings.rendezvous is not None:
         return Rendezvous(Folder(Path(settings.rendezvous)))
     store = initialised_store(place)
@@ -483,8 +487,9 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
 def secret_source(settings: Settings, place: "Place", environ: Mapping[str, str] = os.environ) -> str:
     """Return the source of this job's secret and who can read it in transit; makes no connection.
 
-    A store that the script may initialise later is not considered.
+    A store that the script may initialise later is not considered. Raises ValueError if the secret's file is unusable.
     """
+    settings = settings.with_secret()
     if settings.secret is not None:
         return f"set by {settings.sources.get('secret', 'an argument')}"
     if place.size == 1:
@@ -493,7 +498,7 @@ def secret_source(settings: Settings, place: "Place", environ: Mapping[str, str]
     if settings.master is not None:
         if settings.insecure:
             return "none: NETBOTTLENECK_INSECURE=1, anyone can join the job"
-        near = is_loopback(settings.master.rpartition(":")[0])
+        near = is_loopback(settings.master.rpartition(":")[0], place.one_host)
         return f"{generated}, stored in a folder private to this user" if near else f"missing: {ADVICE}"
     if settings.rendezvous is not None:
         return f"{generated}, stored in {settings.rendezvous}, in a file private to this user"
@@ -556,7 +561,7 @@ def _at_first_host(settings: Settings, place: "Place", environ: Mapping[str, str
     if not job or not nodes:
         return "no SLURM_STEP_NODELIST"
     port = settings.ports[0] or 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 10000
-    return _at_address(f"{first_host(nodes)}:{port}", settings)
+    return _at_address(f"{first_host(nodes)}:{port}", settings, place)
 
 
 # Ways by the names in topology.LAUNCHERS.
@@ -581,11 +586,11 @@ def _job(place: "Place", environ: Mapping[str, str]) -> str:
     return " ".join(values)
 
 
-def _at_address(address: str, settings: Settings) -> Rendezvous:
+def _at_address(address: str, settings: Settings, place: "Place") -> Rendezvous:
     host = address.rpartition(":")[0]
     if settings.secret is not None or settings.insecure:
         return Rendezvous(None, address)
-    if is_loopback(host):
+    if is_loopback(host, place.one_host):
         return Rendezvous(private_folder(address), address)
     raise ValueError(
         f"the rendezvous at {address} has no secret, and no channel to share one: "
@@ -600,10 +605,23 @@ def _port(name: str, environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine's loopback."""
+def is_loopback(host: str, one_host: bool = False) -> bool:
+    """Return whether a host name or address is the loopback of every rank's machine.
+
+    one_host: all ranks are on this host. Else a name other than localhost is not: Debian's /etc/hosts gives a host's
+    own name a loopback address, which the name does not have on other hosts.
+    """
     try:
-        return host == "[::1]" or socket.gethostbyname(host).startswith("127.")
+        named = not one_host and host != "localhost" and not _is_address(host)
+        return host == "[::1]" or (not named and socket.gethostbyname(host).startswith("127."))
+    except OSError:
+        return False
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host is an address of IPv4."""
+    try:
+        return bool(socket.inet_aton(host))
     except OSError:
         return False
 

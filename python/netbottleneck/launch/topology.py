@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import site
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +125,23 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name not in JOB_VARIABLES and not name.startswith(JOB_PREFIXES)
     }
+
+
+PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains this package
+
+
+def with_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process that this one starts finds this package.
+
+    site-packages is found anyway. On PYTHONPATH it would precede the standard library, and an old backport in it would
+    replace a module of Python's own.
+    """
+    given = environ.get("PYTHONPATH", "")
+    own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    found = [*given.split(os.pathsep), *site.getsitepackages(), *own]
+    if any(entry and Path(entry).resolve() == PACKAGES for entry in found):
+        return dict(environ)
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGES), given]))}
 
 
 def launcher_named(name: str) -> Launcher:
@@ -320,8 +338,10 @@ def _agree(chosen: tuple[Launcher, Place], other: tuple[Launcher, Place], enviro
         return True
     if outer.name in inner.may_run_inside and (not inner.inside_marker or environ.get(inner.inside_marker)):
         return True
-    # A task of srun may start several ranks itself, as torch.multiprocessing does.
-    return outer.name == "srun" and place.size > theirs.size and place.size % theirs.size == 0
+    # A task of srun, to which --mpi=pmi2 gives PMI's variables too, may start several ranks itself, as
+    # torch.multiprocessing does.
+    task = outer.name == "srun" or (outer.name == "pmi" and _is_present(launcher_named("srun"), environ))
+    return task and place.size > theirs.size and place.size % theirs.size == 0
 
 
 def _found_variables(environ: Mapping[str, str]) -> str:

@@ -296,23 +296,29 @@ def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[by
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     limit = timedelta(seconds=settings.timeout_s) if "timeout_s" in settings.sources else default_pg_timeout
-    store = gloo_store(place, exchange, timedelta(seconds=settings.start_timeout_s))
+    store = gloo_store(settings, place, exchange, timedelta(seconds=settings.start_timeout_s))
     return ProcessGroupGloo(store, place.rank, place.size, limit)
 
 
-def gloo_store(place: connect.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:
-    """Return a store for a gloo group of all ranks. Every rank calls it. limit: of a wait for a value."""
-    import socket
+WHERE_BYTES = 320  # of HOST:PORT; a host's name has up to 253
 
+
+def gloo_store(
+    settings: Settings, place: connect.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta
+) -> Any:
+    """Return a store for a gloo group of all ranks. Every rank calls it. limit: of a wait for a value.
+
+    Rank 0 has it at MASTER_ADDR, else at an address of its own: other hosts may not know the name of its host.
+    """
     from torch._C._distributed_c10d import HashStore, TCPStore
 
     if place.size == 1:
         return HashStore()
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     if place.rank == 0:
+        host = os.environ.get("MASTER_ADDR") or connect.host_of_rank_0(settings, place)
         store = TCPStore(host, 0, place.size, is_master=True, timeout=limit, wait_for_workers=False)
-        exchange(f"{host}:{store.port}".encode().ljust(128))
+        exchange(f"{host}:{store.port}".encode().ljust(WHERE_BYTES))
         return store
-    where = exchange(b" " * 128)[0].decode().strip()
+    where = exchange(b" " * WHERE_BYTES)[0].decode().strip()
     host, _, port = where.rpartition(":")
     return TCPStore(host, int(port), place.size, is_master=False, timeout=limit, wait_for_workers=False)

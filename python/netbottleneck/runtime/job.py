@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.config import Settings, describe
 from netbottleneck.config import settings as read_settings
-from netbottleneck.errors import FAILURES, DeadlineError, Error, HorovodInternalError
+from netbottleneck.errors import FAILURES, DeadlineError, HorovodInternalError
 from netbottleneck.launch import connect, topology
 from netbottleneck.launch.connect import core
 
@@ -215,6 +215,7 @@ class _Process:
     observer: Observer = field(default_factory=Observer)
     lock: Any = field(default_factory=threading.RLock)  # a signal handler may call stop while start waits for ranks
     handler: logging.Handler | None = None  # our handler of the package's logger
+    refused: str = ""  # why there is no log file, which is logged once
     left: SystemExit | None = None  # the exit that ends the process
 
 
@@ -321,8 +322,8 @@ def failure() -> BaseException | None:
 def set_up_log(settings: Settings, place: connect.Place) -> None:
     """Send the package's log from LOG_LEVEL on to LOG_FILE, else to stderr.
 
-    If the program has handlers of its own, they replace stderr. Raises Error naming the variable if the file cannot be
-    opened.
+    If the program has handlers of its own, they replace stderr. If the file cannot be opened, the log goes where it
+    goes without one, and its first line names the variable, the path and the reason: no training ends for its log.
     """
     former, _process.handler = _process.handler, None
     if former is not None:
@@ -330,23 +331,31 @@ def set_up_log(settings: Settings, place: connect.Place) -> None:
         former.close()
     if logger.level == logging.NOTSET or "log_level" in settings.sources:
         logger.setLevel(LEVELS[settings.log_level])
-    if settings.log_file is None and logger.hasHandlers():
-        return
-    host = platform.node()
-    handler: logging.Handler = logging.StreamHandler()
-    if settings.log_file is not None:
-        meant = {"%h": host, "%p": str(os.getpid()), "%r": str(place.rank)}
-        path = re.sub("%[hpr]", lambda found: meant[found.group()], settings.log_file)
-        try:
-            handler = logging.FileHandler(path, encoding="utf-8")
-        except OSError as error:
-            raise Error(error.errno or 0, f"NETBOTTLENECK_LOG_FILE={settings.log_file}: {error.strerror}") from error
-    host = host.replace("%", "%%")
-    handler.setFormatter(
-        logging.Formatter(f"[rank {place.rank}/{place.size} {host}] netbottleneck %(levelname)s: %(message)s")
-    )
-    logger.addHandler(handler)
-    _process.handler = handler
+    handler, refused = _log_file(settings, place)
+    if handler is None and not logger.hasHandlers():
+        handler = logging.StreamHandler()
+    if handler is not None:
+        host = platform.node().replace("%", "%%")
+        handler.setFormatter(
+            logging.Formatter(f"[rank {place.rank}/{place.size} {host}] netbottleneck %(levelname)s: %(message)s")
+        )
+        logger.addHandler(handler)
+        _process.handler = handler
+    if refused and refused != _process.refused:
+        logger.warning("%s", refused)
+    _process.refused = refused
+
+
+def _log_file(settings: Settings, place: connect.Place) -> tuple[logging.Handler | None, str]:
+    """Return the handler of LOG_FILE, None if there is none; and the reason if its file cannot be opened, else ""."""
+    if settings.log_file is None:
+        return None, ""
+    meant = {"%h": platform.node(), "%p": str(os.getpid()), "%r": str(place.rank)}
+    path = re.sub("%[hpr]", lambda found: meant[found.group()], settings.log_file)
+    try:
+        return logging.FileHandler(path, encoding="utf-8"), ""
+    except OSError as error:
+        return None, f"NETBOTTLENECK_LOG_FILE={path}: {error.strerror}: this rank does not log to it"
 
 
 def _log_settings(settings: Settings, place: connect.Place) -> None:

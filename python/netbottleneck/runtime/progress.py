@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from netbottleneck.config import Settings
+from netbottleneck.launch import topology
 
 LOG_EVERY = 6  # lines of progress for one in the log
 TERMINAL = 80  # columns of a terminal that does not tell
@@ -83,9 +84,7 @@ class Progress:
 
     def _begin(self) -> "subprocess.Popen[str]":
         values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-        package = str(Path(__file__).resolve().parents[2])
-        values["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [values.get("PYTHONPATH")])])
-        values |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        values = topology.with_package(values) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         arguments = ["top", str(self._folder), f"--refresh={self._period_s}", f"--of={self._pid}"]
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "netbottleneck", *arguments],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings
-from netbottleneck.launch import connect
+from netbottleneck.launch import connect, topology
 from netbottleneck.runtime import job
 
 if TYPE_CHECKING:
@@ -128,14 +128,12 @@ class Timeline:
     def _begin(self, fd: int) -> subprocess.Popen[bytes]:
         """Start the writer: a separate process, so it never takes the GIL from the training loop."""
         values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-        package = str(Path(__file__).resolve().parents[2])
-        values["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [values.get("PYTHONPATH")])])
         arguments = [str(fd), str(os.getpid()), str(self._rank), self._network]
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "netbottleneck.runtime.timeline_writer", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=values,
+            env=topology.with_package(values),
             pass_fds=(fd,),
             start_new_session=True,  # no signal to the rank's process group stops it before the end is written
         )

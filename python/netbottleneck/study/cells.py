@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -217,29 +217,55 @@ class StudyRequest:
     strict: bool
 
 
-def parse_request(args: argparse.Namespace, arguments: Sequence[str], size: int = 1) -> StudyRequest:
-    """Return the study that a command line requests, for `size` ranks of a launcher; writes nothing.
+_ALONE = connect.Place(0, 1)
 
-    Raises OSError, and ValueError for an invalid file or for a folder with another study.
+
+def parse_request(args: argparse.Namespace, arguments: Sequence[str], place: connect.Place = _ALONE) -> StudyRequest:
+    """Return the study that a command line requests, for the ranks of a launcher; writes nothing.
+
+    Raises OSError, and ValueError for an invalid file, for options without an effect, or for a folder with another
+    study. Rank 0 alone compares with the folder, which other hosts need not have.
     """
     folder = StudyFolder(Path(args.directory or f"study-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     path = _path(args, folder)
-    text = _text(path, args, size)
+    text = _text(path, args, place.size)
     named = "transports" in spec.load(text, str(path))
     transports, notes = ((), ()) if named else default_transports(args.provider)
 
     def parsed(text: str) -> spec.StudySpec:
-        hosts = size if size > 1 else 0
-        return spec.parse(text, str(path), transports=transports, hosts=hosts, done=folder.done)
+        hosts = place.size if place.size > 1 else 0
+        done = folder.done if place.rank == 0 else _elsewhere
+        return spec.parse(text, str(path), transports=transports, hosts=hosts, done=done)
 
+    if text != _read(path):
+        text, lost = _without_lost_fit(text, str(path), parsed)
+        notes = (*notes, *lost)
     found = parsed(text)
-    if folder.file.exists() and path != folder.file and parsed(_read(folder.file)) != found:
+    if place.rank == 0 and folder.file.exists() and path != folder.file and parsed(_read(folder.file)) != found:
         raise ValueError(
             f"{folder.path} holds another study: pass another --directory, or only --directory to resume it"
         )
     return StudyRequest(
         _stored_text(text, path), found, folder, notes, ("netbottleneck", "study", *arguments), args.strict
     )
+
+
+def _elsewhere(_key: str) -> bool:
+    """Return True: whether a cell is complete is for rank 0 to judge."""
+    return True
+
+
+def _without_lost_fit(text: str, path: str, parsed: Callable[[str], spec.StudySpec]) -> tuple[str, tuple[str, ...]]:
+    """Return a changed study's text without a `fit` whose cell the options removed, and a note on it."""
+    raw = spec.load(text, path)
+    if "fit" not in raw:
+        return text, ()
+    without = spec.dump({key: value for key, value in raw.items() if key != "fit"})
+    found = parsed(without)
+    if raw["fit"] in {cell.key for cell in found.cells}:
+        return text, ()
+    instead = f"forecasts are fitted to {found.fit_key}" if found.fit_key else "there are no forecasts"
+    return without, (f"these options and ranks leave no cell {raw['fit']} (fit in {Path(path).name}): {instead}",)
 
 
 def _path(args: argparse.Namespace, folder: StudyFolder) -> Path:
@@ -267,6 +293,11 @@ def _text(path: Path, args: argparse.Namespace, size: int) -> str:
     """Return the study's text with the options applied; without options, the text of the file."""
     text = _read(path)
     raw = spec.load(text, str(path))
+    if size > 1 and args.networks is not None and "interface" not in raw:
+        raise ValueError(
+            f"--networks {','.join(args.networks)}: the ranks of a launcher use the network between them as it is: "
+            'leave out --networks, or pass a file that names the interface to cap, such as interface = "eth0"'
+        )
     if _given_options(args):
         spec.parse(text, str(path))  # first, so that an error names a line of the file
         text = spec.dump(_with_options(raw, _given_options(args)))
@@ -293,19 +324,38 @@ def _stored_text(text: str, path: Path) -> str:
 
 
 def _with_options(raw: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables with the options applied."""
-    over_all = {key: value for key, value in options.items() if key not in ("jobs", "model", "compute", "compute_ms")}
-    names = {"model": "name", "compute": "compute", "compute_ms": "compute_ms"}
-    of_replays = {names[key]: value for key, value in options.items() if key in names}
+    """Return the tables with the options applied. Raises ValueError for an option that no table takes."""
+    over_all = {key: value for key, value in options.items() if key not in ("jobs", *_OF_SOME_MODELS)}
+    tables = _models_of_jobs(raw["model"], options.get("jobs"))
+    takers = {key: _takers(key, tables) for key in _OF_SOME_MODELS if key in options}
     models: list[dict[str, Any]] = []
-    for table in _models_of_jobs(raw["model"], options.get("jobs")):
+    for number, table in enumerate(tables):
         made = {key: value for key, value in table.items() if key not in over_all}
-        if "file" not in made and made.get("job", spec.REPLAY) == spec.REPLAY:
-            made |= of_replays
+        made |= {_OF_SOME_MODELS[key]: options[key] for key, taking in takers.items() if taking[number]}
         if made not in models:
             models.append(made)
-    top = {key: value for key, value in raw.items() if key != "model" and (key != "fit" or not options)}
+    top = {key: value for key, value in raw.items() if key != "model"}
     return {**top, **over_all, "model": models}
+
+
+_OF_SOME_MODELS = {"model": "name", "compute": "compute", "compute_ms": "compute_ms"}  # options, and keys of a model
+
+
+def _takers(option: str, tables: Sequence[dict[str, Any]]) -> list[bool]:
+    """Return which tables take an option: replays, by name except for `compute`; else inflation takes a model.
+
+    Raises ValueError if there is none.
+    """
+    jobs = [table.get("job", spec.REPLAY) for table in tables]
+    own = [job == spec.REPLAY and (option == "compute" or "file" not in t) for job, t in zip(jobs, tables, strict=True)]
+    if option == "model" and not any(own):
+        own = [job == spec.INFLATION for job in jobs]
+    if not any(own):
+        raise ValueError(
+            f"--{option.replace('_', '-')}: no model of this study takes it (jobs: {', '.join(dict.fromkeys(jobs))}; a "
+            f"replayed file has its own model and times): leave it out, or add --jobs {spec.REPLAY}"
+        )
+    return own
 
 
 def _models_of_jobs(models: Sequence[dict[str, Any]], jobs: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -324,5 +374,5 @@ def _with_ranks(raw: dict[str, Any], size: int) -> dict[str, Any]:
         made = {key: value for key, value in table.items() if key not in ("ranks", "networks")}
         if made not in models:
             models.append(made)
-    top = {key: value for key, value in raw.items() if key not in ("model", "fit")}
+    top = {key: value for key, value in raw.items() if key != "model"}
     return {**top, "ranks": [size], "model": models}

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         detected = connect.detect(config.settings())
         request, lacking = None, ""
         if detected.rank == 0 or cells.names_study(args):  # a study that is resumed may be on rank 0's host alone
-            request = parse_request(args, arguments, detected.size)
+            request = parse_request(args, arguments, detected)
             report.check_replay_files(request.spec)
             lacking = cells.missing_packages(request.spec)
     except (ValueError, OSError) as error:
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--transports", type=_listed(STUDIED), help="arms that take turns; default: stock,ofi")
     add("--jobs", type=_listed(spec.JOBS), help=f"jobs to run, from {','.join(spec.JOBS)}")
-    add("--model", help="model whose gradients are replayed")
+    add("--model", help="model whose gradients are replayed; without a replay by name: the one of the job inflation")
     add("--compute", choices=("sleep", "spin"), help="how the replayed model computes")
     add("--compute-ms", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"))
     add("--block-steps", type=_count, help="steps per block")

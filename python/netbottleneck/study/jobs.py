@@ -109,7 +109,7 @@ def _replay(task: Task, rank: int, _size: int) -> Work:
 def _init_torch(session: Session) -> None:
     """Initialise torch.distributed, as a script with DDP does."""
     limit = timedelta(seconds=session.settings.timeout_s)
-    store = gloo_store(session.place, session.control.exchange, limit)
+    store = gloo_store(session.settings, session.place, session.control.exchange, limit)
     place = session.place
     distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
 

@@ -158,6 +158,7 @@ class CellRecorder:
 # Result of a study: reads run folders, writes text.
 
 VERSION = 2
+WRITTEN = ("report.html", "figures/", "evidence.json", "study.json")  # in the study's folder; without facts the last
 BASE = STOCK
 LEGEND = (
     "bare: untouched DDP; single: one rank alone. step: median; in transfer: achieved rate, one way; achievable: by a "
@@ -391,9 +392,9 @@ def finish(study: Study, reporter: Reporter) -> int:
     for key, why in study.failed.items():
         sys.stderr.write(f"netbottleneck study: {key} failed: {why.splitlines()[0]}\n")
     folder = study.request.folder.path
-    reporter.message(
-        f"Written: {folder / 'report.html'}, figures/, evidence.json, study.json; a report in each cell's run/."
-    )
+    first, *others = [name for name in WRITTEN if (folder / name).exists()]
+    reports = "; a report in each cell's run/" if any(one.done.cell.job != INFLATION for one in study.found) else ""
+    reporter.message(f"Written: {', '.join([str(folder / first), *others])}{reports}.")
     return study.code
 
 

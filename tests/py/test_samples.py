@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.analysis import usage
+from netbottleneck.analysis import traffic, usage
 from netbottleneck.analysis.intervals import intervals
 from netbottleneck.config import settings
 from netbottleneck.launch import connect
@@ -354,10 +354,10 @@ def test_bytes_are_compared_with_the_operations_of_the_steps_that_were_read(fore
     trace = Trace("r", 2, (Arm("tcp"),), ranks=ranks, steps=steps, collectives=tuple(moved))
     (found,) = uses = usage.hosts(trace, [Samples(0, net)])
     assert {use.bytes for use in found.interfaces} == {3 * (1000 + foreign)}  # steps 7 to 9
-    unseen = usage.unseen(trace, Arm("tcp"), uses)
+    unseen = traffic.unseen(trace, Arm("tcp"), uses)
     assert unseen is not None
     assert unseen.part == pytest.approx(foreign / (1000 + foreign))
-    assert usage._carriers(trace, Arm("tcp"), uses) == {("i", "e")}
+    assert traffic.carriers(trace, Arm("tcp"), uses) == {("i", "e")}
 
 
 def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:

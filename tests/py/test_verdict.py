@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck.analysis import findings, intervals, rule_facts, rules, usage, verdict
+from netbottleneck.analysis import findings, intervals, rule_facts, rules, traffic, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN, STEPS_MIN
@@ -311,9 +311,9 @@ def test_a_slow_interface_counts_only_if_the_gradients_travel_there(tmp_path, pr
             )
             for rank, part in enumerate(bytes_moved)
         ]
-        predicted = usage.faster(numbers.trace, Arm("stock"), uses)
+        predicted = traffic.faster(numbers.trace, Arm("stock"), uses)
         found = rules.configuration(rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), uses))
-        assert (usage.FASTER_INTERFACE in predicted) == found.applies
+        assert (traffic.FASTER_INTERFACE in predicted) == found.applies
         return found
 
     assert configured(1.0, 1.0).fired
@@ -349,7 +349,7 @@ def test_unseen_bytes_are_those_of_the_counted_steps(tmp_path):
     sent = 5 * sum(bucket["bytes"] for bucket in BUCKETS)  # the first step of a block is not counted
     interface = usage.Use("eth0", "tx", 0.0, None, sent / 0.65, 0.0)
     use = usage.HostUse(0, "host0", Arm("stock"), 1.0, 1.0, 10.0, (interface,))
-    found = usage.unseen(run, Arm("stock"), [use])
+    found = traffic.unseen(run, Arm("stock"), [use])
     assert found.part == pytest.approx(0.35, abs=0.001)
     assert found.surely == pytest.approx(1 - 0.65 * 1.1, abs=0.001)
 
@@ -363,7 +363,7 @@ def test_received_bytes_are_compared_with_received_ones(tmp_path):
     def surely(trace, **ways):
         interfaces = tuple(usage.Use("eth0", way, 0.0, None, nbytes, 0.0) for way, nbytes in ways.items())
         use = usage.HostUse(0, "host0", Arm("stock"), 1.0, 1.0, 10.0, interfaces)
-        found = usage.unseen(trace, Arm("stock"), [use])
+        found = traffic.unseen(trace, Arm("stock"), [use])
         return None if found is None else found.surely
 
     assert surely(receives, rx=moved, tx=0.0) == 0
@@ -829,7 +829,7 @@ def test_latency_is_fitted_to_counted_steps(tmp_path, monkeypatch):
 def test_small_operations_are_not_judged_if_rates_are_not_known(unexplained):
     parts = replace(unexplained.parts["stock"], operations=60, tensor_bytes=60 * 4096)
     small = replace(unexplained, parts={"stock": parts}, latency_share=None)
-    others = usage.Unseen("host0", "eth0", 1e9, 0.4, 0.4)
+    others = traffic.Unseen("host0", "eth0", 1e9, 0.4, 0.4)
     assert rule_of("LATENCY_LIMITED", small).applies
     assert not rule_of("LATENCY_LIMITED", small, unseen=others).applies
     assert rule_of("LATENCY_LIMITED", small, unseen=others).rests.startswith("unseen: ")

@@ -12,7 +12,8 @@ from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import missing_ranks
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, packet_loss
+from netbottleneck.analysis.traffic import Unseen
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, packet_loss
 from netbottleneck.trace.transports import SINGLE, Arm
 from netbottleneck.units import listed, ms, percent
 

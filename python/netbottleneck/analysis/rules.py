@@ -26,13 +26,8 @@ from netbottleneck.analysis.rule_facts import (
     more_steps,
     steps_to_decide,
 )
-from netbottleneck.analysis.usage import (
-    FASTER_INTERFACE,
-    NO_OTHERS,
-    limited,
-    rating,
-    slow_interface,
-)
+from netbottleneck.analysis.traffic import FASTER_INTERFACE, NO_OTHERS, rating, slow_interface
+from netbottleneck.analysis.usage import limited
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 

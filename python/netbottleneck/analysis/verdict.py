@@ -21,7 +21,8 @@ from netbottleneck.analysis.rule_facts import (
     steps_to_decide,
 )
 from netbottleneck.analysis.rules import beside, judge, without_traffic
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
+from netbottleneck.analysis.traffic import unseen
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
 from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import listed, percent

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from netbottleneck.analysis import usage, verdict
+from netbottleneck.analysis import traffic, usage, verdict
 from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.intervals import missing_ranks
@@ -361,7 +361,7 @@ class Run:
         except ImportError:
             return Predicted(refused="the what-if engine is not available: the C module is missing")
         trace, base = self.findings.trace, self.findings.base
-        faster = {} if base is None else usage.faster(trace, base, self.hosts)
+        faster = {} if base is None else traffic.faster(trace, base, self.hosts)
         return sweeps.savings(trace, base, self.findings.link_bps, faster)
 
     @cached_property

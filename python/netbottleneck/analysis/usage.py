@@ -432,11 +432,14 @@ def _all_connections(trace: Trace, samples: Sequence[Samples]) -> list[Connectio
     return [one for one in found if len(one.time_ns) > 1]
 
 
-def _all_hosts(trace: Trace, samples: Sequence[Samples]) -> bool:
-    """True if the connections of every host were recorded."""
-    recorded = {sample.rank for sample in samples if sample.tcp is not None}
-    hosts = {rank.host_id for rank in trace.ranks if rank.rank in recorded}
-    return all(rank.host_id in hosts for rank in trace.ranks)
+def _all_ranks(trace: Trace, samples: Sequence[Samples]) -> bool:
+    """True if connections of every rank were recorded.
+
+    A host's sampler does not see those of a rank of another user or in another PID namespace.
+    """
+    tables = [sample.tcp for sample in samples if sample.tcp is not None and "rank" in sample.tcp.columns]
+    recorded = {rank for table in tables for rank in np.unique(table.column("rank")).tolist()}
+    return recorded >= set(range(trace.size))
 
 
 def _between_ranks(found: Sequence[Connection], complete: bool) -> list[tuple[Connection, Connection | None]]:
@@ -457,14 +460,14 @@ def _left_out(tcp: Counters) -> int:
 def connections(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> Connected:
     """Use of the ranks' TCP connections, by arm, in the counted steps.
 
-    The peer of a connection is the rank that recorded the same addresses from the other end. If every host was
+    The peer of a connection is the rank that recorded the same addresses from the other end. If every rank was
     recorded completely, a connection without one is not between ranks, and is left out.
     """
     left_out = sum(_left_out(sample.tcp) for sample in samples if sample.tcp is not None)
     arms = _Arms(trace, warmup)
     ends = [
         _end_of(one, peer, arm, arms.spans[one.rank, arm], arms.seconds(one.rank, arm))
-        for one, peer in _between_ranks(_all_connections(trace, samples), left_out == 0 and _all_hosts(trace, samples))
+        for one, peer in _between_ranks(_all_connections(trace, samples), left_out == 0 and _all_ranks(trace, samples))
         for arm in arms.of(one, peer)
     ]
     sent: dict[tuple[int, Arm], float] = defaultdict(float)

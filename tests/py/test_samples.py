@@ -376,5 +376,6 @@ def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:
     (host,) = run.hosts
     assert host.seconds > 0
     assert run.summary["hosts"][0]["samples_per_s"] > 0
+    assert run.trace.ranks[0].machine_id == connect.boot_digest().hex() != connect.machine_digest().hex()
     run.write_all()
     assert Run(session.folder).hosts == run.hosts

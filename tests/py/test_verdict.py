@@ -686,7 +686,8 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
     [
         (1.9, {"cores": [2, 3]}, 0.95, True),  # a machine each
         (1.0, {"cores": [2, 3]}, 0.5, False),
-        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, True),
+        (1.0, {"cores": [2, 3], "machine_id": "one machine"}, 1.0, True),
+        (1.0, {"cores": [2, 3], "hostname": "localhost"}, 0.5, False),  # two machines of one name
         (1.9, {}, None, False),  # no rank recorded its cores
         (None, {"cores": [2, 3]}, None, False),  # nor of their processor time
     ],

@@ -310,12 +310,11 @@ def _cores_used(trace: Trace, steps: Sequence[Step]) -> dict[int, float]:
 def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     """Part of a machine's cores, of those its ranks may run on, that the ranks keep busy during `steps`.
 
-    The value of the busiest machine; None if any rank did not record it. Hostnames identify machines: the hosts of a
-    lab share one.
+    The value of the busiest machine; None if any rank did not record it. The hosts of a lab share one machine.
     """
     machines: dict[str, list[Rank]] = defaultdict(list)
     for rank in trace.ranks:
-        machines[rank.hostname].append(rank)
+        machines[rank.machine].append(rank)
     shares = []
     for ranks in machines.values():
         used = [busy for busy in (_busy(rank.rank, steps) for rank in ranks) if busy is not None]

@@ -304,6 +304,7 @@ class Session:
             "size": self.place.size,
             "hostname": platform.node(),
             "host_id": connect.host_digest(self.settings).hex(),
+            "machine_id": connect.boot_digest().hex(),
             "pid": os.getpid(),
             "pid_namespace": sampler.pid_namespace(),
             "finished": finished,

@@ -144,6 +144,7 @@ class Clock:
 class Rank:
     """A process of the run, and the missing parts of its record. cores: the cores in its affinity mask.
 
+    machine_id: equal for all hosts of one machine, such as its containers or network namespaces; "" if not recorded.
     device_error_ns: the training's times are those of its GPU, on the host's clock within so much; None: the host's.
     """
 
@@ -159,6 +160,12 @@ class Rank:
     cores: tuple[int, ...] = ()
     transports: tuple[TransportInfo, ...] = ()
     device_error_ns: int | None = None
+    machine_id: str = ""
+
+    @property
+    def machine(self) -> str:
+        """What tells its machine from others, as far as it was recorded. Machines may have equal hostnames."""
+        return self.machine_id or self.host_id or self.hostname
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck.analysis import traffic, usage
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, _moved
 from netbottleneck.analysis.intervals import intervals
 from netbottleneck.config import settings
 from netbottleneck.launch import connect
@@ -358,6 +359,25 @@ def test_bytes_are_compared_with_the_operations_of_the_steps_that_were_read(fore
     assert unseen is not None
     assert unseen.part == pytest.approx(foreign / (1000 + foreign))
     assert traffic.carriers(trace, Arm("tcp"), uses) == {("i", "e")}
+
+
+def test_counters_are_compared_with_steps_on_the_aligned_clock(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, transports=("stock",)).write() / "ranks"
+    times = range(0, 60 * 10**9, 10**7)
+    columns = ["time_ns", "eth0:rx_bytes", "eth0:rx_packets", "eth0:tx_bytes", "eth0:tx_packets"]
+    body = b"".join(struct.pack("<5q", at, *(4 * [at])) for at in times)
+    written(ranks / "1.net.counters", {"rank": 1, "hostname": "host1", "host_id": "h1", "columns": columns}, body)
+    run = Run(tmp_path)
+    right = run.hosts
+    # The clock of rank 1 as its wall time gives it, 100 s from the one that the operations show.
+    wrong = _moved(run.trace, 1, -100 * 10**9, 0)
+    clock = replace(wrong.ranks[1].clock, method="wall", error_ns=None)
+    moved = Run(tmp_path)
+    moved.trace = replace(wrong, ranks=(wrong.ranks[0], replace(wrong.ranks[1], clock=clock)))
+    assert moved.findings.trace.ranks[1].clock.method == BY_OPERATIONS
+    assert [host.recorded for host in moved.hosts] == [host.recorded for host in right]
+    base = right[0].arm
+    assert traffic.unseen(moved.findings.trace, base, moved.hosts) == traffic.unseen(run.findings.trace, base, right)
 
 
 def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:

@@ -367,12 +367,12 @@ class Run:
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:
         """Use of each host's interfaces and cores, where recorded."""
-        return usage.hosts(self.trace, self._samples)
+        return usage.hosts(self.findings.trace, self._samples)
 
     @cached_property
     def connections(self) -> usage.Connected:
         """Use of the ranks' TCP connections, where recorded."""
-        return usage.connections(self.trace, self._samples)
+        return usage.connections(self.findings.trace, self._samples)
 
     @cached_property
     def _samples(self) -> tuple[tr.Samples, ...]:

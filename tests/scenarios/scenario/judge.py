@@ -46,7 +46,7 @@ def judge(job: Job, seed: int) -> Judged:
     """Run a job and decide, as a report does."""
     trace = trace_of(job, seed)
     found = findings.find(trace)
-    return decide(found, usage.hosts(trace, samples_of(job, trace)), connected_of(job))
+    return decide(found, usage.hosts(found.trace, samples_of(job, trace)), connected_of(job))
 
 
 def decide(

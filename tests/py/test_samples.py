@@ -74,9 +74,9 @@ def rows(folder: Path, kind: str = "net") -> int:
         return 0
 
 
-def watching(folder: Path, **limits: int) -> Callable[[], None]:
+def watching(folder: Path, **options: Any) -> Callable[[], None]:
     """Record to a folder, at a high rate."""
-    return monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, folder, **limits)
+    return monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, folder, **options)
 
 
 def test_counters_rise_at_true_times_until_the_rank_ends_it(tmp_path: Path) -> None:
@@ -277,6 +277,54 @@ def test_a_report_is_made_without_counters_that_cannot_be_read(tmp_path: Path) -
     assert sorted(note.split(": ")[1] for note in notes) == sorted(map(str, damaged))
     (sample,) = model.of_run(tmp_path)
     assert (sample.rank, sample.host, sample.tcp) == (0, None, None)
+
+
+def test_counters_that_were_reset_go_on_from_their_last_value(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, size=2, blocks=1).write() / "ranks"
+    rising = [100, 300, 10, 60, 60]
+    body = b"".join(struct.pack("<3q", 10 * at, value, at) for at, value in enumerate(rising))
+    columns = ["time_ns", "eth0:rx_bytes", "eth0:tx_bytes"]
+    written(ranks / "0.net.counters", {"hostname": "host0", "columns": columns}, body)
+    (sample,) = model.of_run(tmp_path)
+    assert sample.net is not None
+    assert sample.net.column("eth0:rx_bytes").tolist() == [100, 300, 300, 350, 350]
+    assert sample.net.column("eth0:tx_bytes").tolist() == [0, 1, 2, 3, 4]
+    (note,) = (note for note in Run(tmp_path).findings.trace.notes if "backwards" in note)
+    assert note == "counters of host0 went backwards, and count as 0 there: eth0:rx_bytes"
+
+
+def covering(folder: Path, part: float, left_out: int = 0) -> tuple[str, ...]:
+    """Return the notes of a run whose host 0 has readings over a part of its time."""
+    ranks = FakeRun(folder, size=2, blocks=2).write() / "ranks"
+    steps = [step for step in Run(folder).trace.steps if step.rank == 0]
+    begin, end = min(step.begin_ns for step in steps), max(step.end_ns for step in steps)
+    body = b"".join(struct.pack("<2q", at, 0) for at in (begin, begin + round(part * (end - begin))))
+    written(ranks / "0.net.counters", {"hostname": "host0", "left_out": left_out}, body)
+    return Run(folder).findings.trace.notes
+
+
+def test_a_report_says_what_the_counters_of_a_host_lack(tmp_path: Path) -> None:
+    assert covering(tmp_path / "whole", 0.98) == ()
+    (note,) = covering(tmp_path / "half", 0.5)
+    assert note.startswith("the counters of host0 cover 50 % of its steps' time")
+    assert covering(tmp_path / "many", 1.0, 3) == ("3 interfaces of host0 are not recorded",)
+
+
+def test_a_sampler_that_ended_before_the_run_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notes: list[str] = []
+    end = monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, tmp_path, note=notes.append)
+    wait_for(lambda: rows(tmp_path) > 0, "the first row")
+    (process,) = sampling(tmp_path)
+    os.kill(process, signal.SIGKILL)
+    wait_for(lambda: sampling(tmp_path) == [], "its end")
+    wait_for(lambda: Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "a zombie")
+    end()
+    (note,) = notes
+    assert note.endswith("counters ended before the run: its process was killed by signal 9")
+    assert note in caplog.text
+    notes.clear()
+    watching(tmp_path / "well", note=notes.append)()
+    assert notes == []
 
 
 def counters(columns: dict[str, list[int]], time_ns: list[int], offset_ns: int = 0) -> Counters:

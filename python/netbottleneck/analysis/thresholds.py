@@ -69,6 +69,10 @@ STRAGGLER_STEPS_MIN = 7
 IMBALANCE_STEPS_MIN = 20
 # Headers and acknowledgements add at most this part to the recorded bytes.
 HEADERS = 0.10
+# Each message of an operation adds at most this number of bytes beside: headers of small packets, control messages.
+MESSAGE_BYTES = 512
+# Readings of a host that cover less of the time of its steps than this part are named.
+COVERED_MIN = 0.95
 # Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.
 QUEUE_RATIO = 2.0
 # Packet loss is named from this share of sent segments on.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.intervals import Intervals, counted, intersection, intervals, total
-from netbottleneck.analysis.thresholds import LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
+from netbottleneck.analysis.thresholds import COVERED_MIN, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
 from netbottleneck.trace.model import (
     Clock,
     Connection,
@@ -187,6 +187,34 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
             own = [s for s in steps if s.rank in local and s.arm == arm]
             uses.append(_host(mine, arm, own, _moved(trace, local, arm)))
     return tuple(uses)
+
+
+def _covered(trace: Trace, samples: Samples) -> float:
+    """The part of the steps' time, of the rank that recorded a host's counters, that its readings cover."""
+    tables = [table for table in (samples.net, samples.host) if table is not None]
+    steps = intervals((step.begin_ns, step.end_ns) for step in trace.steps if step.rank == samples.rank)
+    if not tables or not total(steps):
+        return 1.0
+    return min(total(intersection(steps, recorded_span(table))) for table in tables) / total(steps)
+
+
+def notes(trace: Trace, samples: Sequence[Samples], *, whole: bool) -> list[str]:
+    """What the counters of the hosts lack. whole: they are all readings of a run that has ended."""
+    clocks = {rank.rank: rank.clock for rank in trace.ranks}
+    found = []
+    for sample in samples:
+        mine = sample.on_rank_0(clocks.get(sample.rank, Clock()))
+        host = next((table.hostname for table in (sample.net, sample.host) if table is not None and table.hostname), "")
+        name = host or f"rank {sample.rank}'s host"
+        covered = _covered(trace, mine) if whole else 1.0
+        if covered < COVERED_MIN:
+            found.append(f"the counters of {name} cover {percent(covered)} of its steps' time: the rest is not known")
+        if sample.net is not None and sample.net.left_out:
+            found.append(f"{sample.net.left_out} interfaces of {name} are not recorded")
+        if sample.net is not None and sample.net.backwards:  # the kernel's iowait may go backwards at any time
+            back = ", ".join(sample.net.backwards)
+            found.append(f"counters of {name} went backwards, and count as 0 there: {back}")
+    return found
 
 
 def steps_inside(steps: Iterable[Step], span: tuple[int, int] | None) -> list[Step]:

@@ -340,6 +340,8 @@ class Run:
         else:
             self.trace = tr.read(self.path)
         notes = [*self.trace.notes, *(model.unreadable(self._folder) if self._folder is not None else ())]
+        # Of a run in progress, only the last readings are read.
+        notes += usage.notes(self.trace, self._samples, whole=part is None and not self.trace.in_progress)
         # They may hold names of files.
         self.trace = replace(self.trace, id=printable(self.trace.id), notes=tuple(map(printable, notes)))
 

@@ -38,12 +38,18 @@ def processor_ns() -> int:
 
 
 def watch(
-    settings: Settings, place: connect.Place, folder: Path, *, limit_bytes: int = LIMIT_BYTES
+    settings: Settings,
+    place: connect.Place,
+    folder: Path,
+    *,
+    limit_bytes: int = LIMIT_BYTES,
+    note: Callable[[str], object] = lambda _: None,
 ) -> Callable[[], None]:
     """Record this host's counters into `folder`, MONITOR_HZ times a second. Returns a function that stops it.
 
     Local rank 0 starts a sampler process, which ends when that rank ends for any reason. If the counters cannot be
-    recorded, a warning is logged and training continues.
+    recorded, a warning is logged and training continues. note: called with a sentence when the sampler is stopped, if
+    it had ended before.
     """
     if not settings.monitor_hz or place.local_rank not in (0, None):
         return lambda: None
@@ -66,13 +72,19 @@ def watch(
     except OSError as error:
         logger.warning("the host's counters are not recorded: %s", error)
         return lambda: None
-    return lambda: _end(process, request["parent"])
+    return lambda: _end(process, request["parent"], note)
 
 
-def _end(process: subprocess.Popen[bytes], parent: object) -> None:
+def _end(process: subprocess.Popen[bytes], parent: object, note: Callable[[str], object]) -> None:
     """Stop the sampler by closing its stdin, which serves no other purpose."""
     if os.getpid() != parent or process.stdin is None:
         return
+    code = process.poll()
+    if code is not None:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        text = f"the recording of {socket.gethostname()}'s counters ended before the run: its process {how}"
+        logger.warning("%s", text)
+        note(text)
     process.stdin.close()
     try:
         process.wait(END_S)

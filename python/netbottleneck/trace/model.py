@@ -594,8 +594,9 @@ NET, HOST, TCP = "net", "host", "tcp"
 class Counters:
     """One file of counters: values[i] are the columns' values at time_ns[i] of this host's monotonic clock.
 
-    Counters never decrease. hz: the requested rate; time_ns has the actual times. Columns: "eth0:rx_bytes",
-    "cpu3:softirq" (in ticks), "tcp:…".
+    hz: the requested rate; time_ns has the actual times. Columns: "eth0:rx_bytes", "cpu3:softirq" (in ticks), "tcp:…".
+    Counters of a host never decrease: one that was reset or wrapped goes on from its last value, and backwards names
+    it. left_out: interfaces without columns.
     """
 
     hostname: str
@@ -606,6 +607,8 @@ class Counters:
     columns: tuple[str, ...]
     time_ns: NDArray[np.int64]
     values: NDArray[np.int64]
+    left_out: int = 0
+    backwards: tuple[str, ...] = ()
 
     def column(self, name: str) -> NDArray[np.int64]:
         """Return one column. Raises ValueError for an unknown name."""
@@ -614,6 +617,16 @@ class Counters:
     def owners(self, what: str) -> tuple[str, ...]:
         """Return the owners of the columns that end in `what`: interfaces for "rx_bytes", cores for "user"."""
         return tuple(name.rpartition(":")[0] for name in self.columns if name.rpartition(":")[2] == what)
+
+    def rising(self) -> Counters:
+        """Return the counters with 0 for each increase between two readings that is negative."""
+        steps = np.diff(self.values, axis=0)
+        went_back = tuple(self.columns[place] for place in np.unique(np.nonzero(steps < 0)[1]))
+        if not went_back:
+            return self
+        rest = np.cumsum(np.maximum(steps, 0), axis=0)
+        values = np.concatenate([self.values[:1], self.values[:1] + rest])
+        return replace(self, values=values, backwards=went_back)
 
     def on_rank_0(self, clock: Clock) -> Counters:
         """Return the counters on rank 0's clock. clock: that of the rank that recorded them."""
@@ -661,6 +674,7 @@ def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:
             rows = np.frombuffer(file.read(there - left_out), "<i8")
             rows = rows.reshape(-1, len(columns)).astype(np.int64)
             head = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
+            head["left_out"] = int(about.get("left_out", 0))
         except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{path}: damaged head: {error}") from error
     return Counters(**head, columns=columns[1:], time_ns=rows[:, 0], values=rows[:, 1:])
@@ -676,7 +690,7 @@ def of_run(run_dir: Path | str, last_bytes: int | None = None) -> tuple[Samples,
         with contextlib.suppress(OSError, ValueError):
             counters = read_samples(path, last_bytes)
             if len(counters.time_ns):
-                samples.setdefault(counters.rank, {})[kind] = counters
+                samples.setdefault(counters.rank, {})[kind] = counters if kind == TCP else counters.rising()
     return tuple(Samples(rank, **samples[rank]) for rank in sorted(samples))
 
 

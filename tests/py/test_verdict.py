@@ -368,7 +368,7 @@ def test_received_bytes_are_compared_with_received_ones(tmp_path):
 
     assert surely(receives, rx=moved, tx=0.0) == 0
     assert surely(receives, rx=2 * moved, tx=0.0) == pytest.approx(0.45, abs=0.01)
-    assert surely(receives, rx=moved, tx=moved) == 1  # none of the sent bytes are recorded
+    assert surely(receives, rx=moved, tx=moved) == 0  # it sends nothing that the other bytes compare with
     assert surely(run, rx=2 * moved, tx=moved) == pytest.approx(0.45, abs=0.01)
     assert surely(gathers, rx=9 * moved) is None  # what a rank receives is not known
     assert surely(gathers, rx=9 * moved, tx=moved / 2) == 0
@@ -830,7 +830,7 @@ def test_latency_is_fitted_to_counted_steps(tmp_path, monkeypatch):
 def test_small_operations_are_not_judged_if_rates_are_not_known(unexplained):
     parts = replace(unexplained.parts["stock"], operations=60, tensor_bytes=60 * 4096)
     small = replace(unexplained, parts={"stock": parts}, latency_share=None)
-    others = traffic.Unseen("host0", "eth0", 1e9, 0.4, 0.4)
+    others = traffic.Unseen("host0", "eth0", 1e9, 0.4, 0.4, 1e10)
     assert rule_of("LATENCY_LIMITED", small).applies
     assert not rule_of("LATENCY_LIMITED", small, unseen=others).applies
     assert rule_of("LATENCY_LIMITED", small, unseen=others).rests.startswith("unseen: ")

@@ -21,13 +21,22 @@ from netbottleneck.analysis.rule_facts import (
     Facts,
     RuleResult,
     as_good_sentence,
+    carrier_text,
     clock_text,
     handicap_sentence,
     more_steps,
     steps_to_decide,
 )
-from netbottleneck.analysis.traffic import FASTER_INTERFACE, NO_OTHERS, rating, slow_interface
-from netbottleneck.analysis.usage import limited
+from netbottleneck.analysis.traffic import (
+    FASTER_INTERFACE,
+    NO_OTHERS,
+    in_memory,
+    on_interface,
+    rating,
+    slow_interface,
+)
+from netbottleneck.analysis.usage import LOOPBACK, limited
+from netbottleneck.trace.model import TransportInfo
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
@@ -123,8 +132,14 @@ def link(facts: Facts) -> RuleResult:
     )
 
 
-def _limit(f: Findings) -> tuple[float | None, str]:
-    """The link's rate and what it is of; None and why if it is not known."""
+def _limit(facts: Facts) -> tuple[float | None, str]:
+    """The link's rate and what it is of; None and why if it is not known.
+
+    Without the interface that an arm uses, a probe over that interface is no limit of the arm, either.
+    """
+    f = facts.f
+    if facts.link_unproven:
+        return None, f"the link's speed is not known: {facts.link_unproven}"
     if f.link_bps:
         return f.link_bps, "link"
     if f.achievable is None or len(f.achievable.points) < 2:
@@ -490,7 +505,7 @@ def _buffers(facts: Facts) -> RuleResult:
         perhaps = slow_interface(facts.f.trace, facts.base)
         rests = "no faster interface is recorded"
         if perhaps is not None:
-            rests = f"no bytes on {perhaps[0].interface} show that {facts.base} uses it (NETBOTTLENECK_MONITOR_HZ=10)"
+            rests = carrier_text(perhaps[0].interface or "", facts.base)
         return facts.evidence("configuration", "MISCONFIGURED", rests=rests)
     saving, share = facts.moving.scaled(found.share), percent(found.share)
     return facts.evidence(
@@ -510,24 +525,41 @@ def other_traffic(facts: Facts) -> RuleResult:
     """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
     more = facts.unseen
     if more is None:
-        return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
+        return facts.evidence("other traffic", "OTHER_TRAFFIC", rests=_not_compared(facts))
     surely, part, interface, name = more.surely, more.part, more.interface, more.hostname
+    speed = facts.speed_of(more)
+    full = speed is not None and more.active_bps >= limits.LINK_UTILISATION * speed
     predicted = facts.predicted.savings_ns.get(NO_OTHERS)
     saving = predicted or facts.moving.scaled(part)
-    saving = replace(saving, low=saving.low * surely / part if part else 0.0)
+    saving = replace(saving, low=saving.low * surely / part if part and full else min(saving.low, 0.0))
+    used = (
+        "the link's speed is not known" if speed is None else f"{percent(more.active_bps / speed)} of the link is used"
+    )
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
-        applies=surely >= limits.OTHER_TRAFFIC,
+        applies=facts.others is not None,
         saving=saving,
-        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; "
+        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; {used}; "
         f"{'predicted' if predicted else 'exposed x that part'}",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
         f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
-        next="Find what else sends: another job or a copy on this host, or communication of this job outside of its "
-        "gradients.",
-        needs="Measure while nothing else uses the network.",
+        next="Find what else uses the network of this host: another job, a copy, data loading or checkpoints over the "
+        "network, or communication of this job outside of its gradients.",
+        needs="Measure while nothing else uses the network: no other job, and data from a local disk or memory."
+        if speed is not None or interface == LOOPBACK
+        else "Measure while nothing else uses the network, or set NETBOTTLENECK_LINK_GBPS to the link's speed, which "
+        "tells whether these bytes fill it.",
     )
+
+
+def _not_compared(facts: Facts) -> str:
+    """Why an interface's bytes are not compared with those of the operations."""
+    if not any(host.interfaces for host in facts.hosts if host.arm == facts.base):
+        return "no interface's bytes were recorded"
+    if any(in_memory(one) for one in facts.f.trace.collectives if one.arm == facts.base):
+        return "operations moved their bytes through shared memory"
+    return "not known how many of the operations' bytes are on an interface"
 
 
 def loss(facts: Facts) -> RuleResult:

@@ -94,9 +94,9 @@ def _end(process: subprocess.Popen[bytes], parent: object, note: Callable[[str],
 
 
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what is known about a transport before its first transfer: `streams_asked`, `interface`, `link_bps`.
+    """Return what is known about a transport before its first transfer.
 
-    link_bps: as declared, else as the interface states.
+    That is `streams_asked`, `interface`, `link_bps`: as declared, else as the interface states; and `declared` if so.
     streams_asked: the setting, 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain.
     For our lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the
     one that has the host's own address.
@@ -108,7 +108,9 @@ def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.env
     elif transport == "stock":
         name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _of_own_address()
     declared = None if settings.link_gbps is None else round(settings.link_gbps * 1e9)
-    return {"streams_asked": lanes, "interface": name, "link_bps": declared or (link_bps(name) if name else None)}
+    rated = link_bps(name) if name and not declared else None
+    stated = {"link_bps": declared, "declared": True} if declared else {"link_bps": rated}
+    return {"streams_asked": lanes, "interface": name, **stated}
 
 
 def link_bps(interface: str) -> int | None:

@@ -39,6 +39,8 @@ NOT_TIMED = "its buckets are not timed"
 NOT_RECORDED = "what it communicates is not in this record"
 # Begin of a note that arms no longer take turns, and that no step is recorded from there on.
 STAYS = "all further steps use"
+# The lane of an operation's bytes between ranks that share memory: csrc/engine/shared.h.
+MEMORY_LANE = 64
 # Tables of a trace whose rows each belong to one rank.
 BY_RANK = ("ranks", "steps", "collectives", "nccl", "faults")
 
@@ -85,10 +87,10 @@ class Probe:
 class TransportInfo:
     """A transport as one rank recorded it.
 
-    streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and the reason. cpu: the
-    core that its thread is pinned to. costs: ns per step, per byte on the wire, per byte added; then, of two levels, a
-    fixed ns and ns per byte beyond its time on the wire; empty if not measured. ports: at which its lanes accept TCP
-    connections; empty if not known."""
+    streams_asked: 0: auto. link_bps: of `interface`; declared: stated by the user, of the network in use. shm:
+    "on", "on: " and ranks, or "off: " and the reason. cpu: the core that its thread is pinned to. costs: ns per
+    step, per byte on the wire, per byte added; then, of two levels, a fixed ns and ns per byte beyond its time on
+    the wire; empty if not measured. ports: at which its lanes accept TCP connections; empty if not known."""
 
     name: str
     provider: str | None = None
@@ -104,6 +106,7 @@ class TransportInfo:
     probe: tuple[Probe, ...] = ()
     costs: tuple[float, ...] = ()
     ports: tuple[int, ...] = ()
+    declared: bool = False
 
     @property
     def interface_known(self) -> bool:

@@ -472,11 +472,14 @@ def configuration(facts: Facts) -> RuleResult:
     slow = slow_interface(f.trace, base, facts.hosts)
     if slow is None:
         return _buffers(facts)
-    used, there = rating(slow[0]), rating(slow[1])
+    used, there, moved = rating(slow[0]), rating(slow[1]), _moved_bps(facts, slow[0])
+    full = moved is not None and moved >= limits.LINK_UTILISATION * used
     predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
     saving = predicted or facts.moving.scaled(1 - used / there)
+    saving = saving if full else replace(saving, low=min(saving.low, 0.0))
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
-    whose, then, needs = "", f"Set {variable}={slow[1].interface}.", "Measure over the faster interface."
+    whose, then = "", f"Set {variable}={slow[1].interface}."
+    needs = f"Measure over the faster interface: {variable}={slow[1].interface}."
     own, others = ([rank for rank in f.trace.ranks if info in rank.transports] for info in slow)
     ranks = ", ".join(str(rank.rank) for rank in own)
     if not {rank.host_id for rank in own} & {rank.host_id for rank in others}:
@@ -490,12 +493,35 @@ def configuration(facts: Facts) -> RuleResult:
         "MISCONFIGURED",
         applies=True,
         saving=saving,
-        rests=f"ratings of the interfaces; {'predicted' if predicted else 'exposed x their ratio'}",
+        rests=f"ratings of the interfaces; {_part_of_rating(moved, used)}; "
+        f"{'predicted' if predicted else 'exposed x their ratio'}",
         why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} {whose}has "
         f"{gbit(there)}. At that rate the step would be up to {facts.share(saving)} shorter.",
         next=then,
         needs=needs,
     )
+
+
+def _moved_bps(facts: Facts, info: TransportInfo) -> float | None:
+    """The rate on an interface of the base while operations are in flight; None if it is not known.
+
+    The larger one of its counters and of the time in transfer: counters have the bytes of others too.
+    """
+    did = facts.f.achieved.get(facts.base)
+    known = did is not None and not facts.transfer_unknown
+    rates = [did.active_bps * on_interface(facts.f.trace, facts.base)] if did is not None and known else []
+    ids = {rank.rank: rank.host_id for rank in facts.f.trace.ranks}
+    own = {rank.host_id for rank in facts.f.trace.ranks if info in rank.transports}
+    hosts = [host for host in facts.hosts if host.arm == facts.base and ids.get(host.rank) in own]
+    uses = [use for host in hosts for use in host.interfaces]
+    rates += [use.active_bps for use in uses if use.interface == info.interface and use.active_bps is not None]
+    return max(rates, default=None)
+
+
+def _part_of_rating(moved_bps: float | None, rated_bps: int) -> str:
+    """How full an interface is while operations are in flight."""
+    how = "at an unknown rate" if moved_bps is None else f"{percent(moved_bps / rated_bps)} full"
+    return f"the used one is {how}"
 
 
 def _buffers(facts: Facts) -> RuleResult:

@@ -653,6 +653,21 @@ def others_beside_several_ranks_of_a_host(draw: Draw) -> Case[Job]:
 
 
 @case
+def flow_cap_on_a_slow_interface(draw: Draw) -> Case[Job]:
+    ratings = {"stock": ("eno1", 1e10), "tcp": ("eth1", 4e10)}
+    cap = draw.uniform(2e9, 4e9)
+    job = replace(_big(draw), link_known=False, flow_bps=cap, streams=1, interfaces=ratings, arms=("stock", "tcp"))
+    return Case(
+        "flow cap far below the rating of a slow interface",
+        replace(job, blocks=2),
+        ("INCONCLUSIVE",),
+        never=("MISCONFIGURED",),
+        says="the used one is",
+        advises="Measure over the faster interface: GLOO_SOCKET_IFNAME",
+    )
+
+
+@case
 def packets_lost(draw: Draw) -> Case[Job]:
     job = replace(NOISY, blocks=8, lost=draw.uniform(0.05, 0.15))
     return Case(

@@ -107,14 +107,15 @@ def link(facts: Facts) -> RuleResult:
     """The link itself is full while data move."""
     f, did = facts.f, facts.f.achieved.get(facts.base)
     unknown = facts.rates_known
-    limit, what = _limit(f)
+    limit, what = _limit(facts)
     if limit is None:
         return facts.evidence("link", "LINK_LIMITED", rests=what)
     if did is None or unknown:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
-    used = did.active_bps / limit
+    shared = on_interface(f.trace, facts.base) if f.link_bps else 1.0
+    used = shared * did.active_bps / limit
     part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}"
     predicted = facts.predicted.savings_ns
     saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
@@ -124,8 +125,8 @@ def link(facts: Facts) -> RuleResult:
         applies=used >= limits.LINK_UTILISATION,
         saving=saving,
         rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
-        why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {part}; "
-        f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
+        why=f"In transfer {gbit(shared * did.active_bps)} of {gbit(limit)}, {part}; "
+        f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
         needs=MORE_STEPS,
@@ -167,7 +168,7 @@ def _small_share(facts: Facts) -> tuple[Estimate, str] | None:
     each = parts.tensor_bytes / max(parts.operations, 1)
     if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
         return None
-    limit = f.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
+    limit = facts.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
     share = max(0.0, 1 - did.active_bps / limit)
     return Estimate(share, share, share), f"operations of {nbytes(each)}, far below the link's rate"
 
@@ -542,7 +543,7 @@ def _buffers(facts: Facts) -> RuleResult:
         rests=f"full {found.what}: {share} of communication time; exposed x that part",
         why=f"The {found.what} limits {facts.base}'s connections for {share} of communication time (round trip "
         f"{ms(found.rtt_s * 1e9)}). Without that the step would be {facts.share(saving)} shorter (predicted).",
-        next=found.remedy(facts.f.link_bps),
+        next=found.remedy(facts.link_bps),
         needs=MORE_STEPS,
     )
 

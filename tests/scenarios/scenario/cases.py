@@ -668,6 +668,49 @@ def flow_cap_on_a_slow_interface(draw: Draw) -> Case[Job]:
 
 
 @case
+def nccl_beside_the_rated_interface(draw: Draw) -> Case[Job]:
+    rate = draw.uniform(1e9, 3e9)
+    job = replace(
+        _big(draw),
+        link_known=False,
+        link_bps=rate,
+        flow_bps=rate,
+        providers=("nccl",),
+        interfaces={"stock": ("eth0", rate)},
+    )
+    return Case(
+        "NCCL may use another network than the rated interface", job, ("INCONCLUSIVE",), never=("LINK_LIMITED",)
+    )
+
+
+@case
+def nccl_on_a_full_interface(draw: Draw) -> Case[Job]:
+    job = replace(nccl_beside_the_rated_interface(draw).job, other_share=0.0)
+    return Case("NCCL fills the rated interface, by its bytes", job, ("LINK_LIMITED",))
+
+
+@case
+def all_to_all_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), ranks=16, ranks_per_host=8, kind="alltoall", link_bps=1e10, block_steps=8)
+    job = replace(job, buckets=tuple(size // 8 for size in job.buckets))
+    return Case(
+        "two hosts of eight ranks, all-to-all on a full link",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+    )
+
+
+@case
+def machines_of_one_name(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=2e9, shared_cores=2, busy=draw.uniform(0.95, 1.2), hostname="localhost")
+    return Case(
+        "full link between machines of one name", job, ("LINK_LIMITED",), silent=("cores",), never=("HOST_LIMITED",)
+    )
+
+
+@case
 def packets_lost(draw: Draw) -> Case[Job]:
     job = replace(NOISY, blocks=8, lost=draw.uniform(0.05, 0.15))
     return Case(

@@ -58,6 +58,9 @@ def test_the_interface_is_the_known_one_or_the_one_with_the_fewest_unseen_bytes(
     found = unseen(trace_of("ab"), **storage)
     assert found is not None
     assert found.interface == "eth0"
+    inexact = unseen(trace_of("ab"), **storage | {"eth0": 0.97 * MOVED})
+    assert inexact is not None
+    assert (inexact.interface, inexact.part) == ("eth0", 0.0)
     known = unseen(trace_of("ab", TransportInfo("tcp", interface="eth1", link_bps=10**10)), **storage)
     assert known is not None
     assert (known.interface, known.link_bps) == ("eth1", 10**10)

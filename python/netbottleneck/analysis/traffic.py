@@ -157,10 +157,10 @@ def _link(use_of: HostUse, way: str, known: _Known, names: Collection[str]) -> U
     """The use of the interface that carries a host's operations; None if none has traffic.
 
     names: the interfaces that may. Of several that moved enough bytes, the one with the fewest: its unseen bytes are
-    the fewest.
+    the fewest. Readings are not exact at the ends of steps, so a few bytes may lack.
     """
     uses = [use for use in use_of.interfaces if use.way == way and use.interface in names and use.bytes > 0]
-    enough = [use for use in uses if use.bytes >= known.least]
+    enough = [use for use in uses if use.bytes >= (1 - HEADERS) * known.least]
     if known.exact and enough:
         return min(enough, key=lambda use: use.bytes)
     return max(uses, key=lambda use: use.bytes, default=None)

@@ -623,6 +623,15 @@ def test_a_connection_that_is_not_between_ranks_is_left_out() -> None:
     assert sorted((end.remote[1], end.peer, end.reader_late) for end in ends) == [(443, None, None), (GLOO, None, None)]
 
 
+def test_a_connection_to_a_rank_that_the_sampler_does_not_see_is_kept() -> None:
+    gloo, hidden = both_ends((40001, GLOO), 0, **SENT), end_rows(0, (40002, 7777), 0, **SENT)
+    samples, whole = samples_of(*gloo, hidden), run_of()
+    assert len(usage.connections(whole, samples, warmup=0).ends) == 1
+    third = replace(whole.ranks[1], rank=2)  # on a recorded host, as another user or in another PID namespace
+    more = replace(whole, size=3, ranks=(*whole.ranks, third))
+    assert sorted(end.remote[1] for end in usage.connections(more, samples, warmup=0).ends) == [GLOO, 7777]
+
+
 def test_connections_with_few_bytes_do_not_count() -> None:
     gloo, control = both_ends((40001, GLOO), 0, **SENT), both_ends((40003, 6002), 0, acked_bytes=90_000)
     assert [end.remote[1] for end in usage.connections(run_of(), samples_of(*gloo, *control), warmup=0).ends] == [GLOO]

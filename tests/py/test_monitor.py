@@ -52,7 +52,8 @@ def test_an_interface_is_named_only_if_it_is_certain(host: dict[str, int], monke
     monkeypatch.setattr(connect, "core", lambda: SimpleNamespace(interfaces=lambda _: there))
     only = monitor.wire(settings(environ={}), "ofi")
     assert only == {"streams_asked": 0, "interface": "eth0", "link_bps": 25 * 10**9}
-    assert monitor.wire(settings({"link_gbps": "12.5"}, {}), "ofi")["link_bps"] == 12_500_000_000
+    declared = monitor.wire(settings({"link_gbps": "12.5"}, {}), "ofi")
+    assert (declared["link_bps"], declared["declared"]) == (12_500_000_000, True)
     there.append(("veth0", "198.51.100.1"))
     assert monitor.wire(settings(environ={}), "ofi")["interface"] is None
 

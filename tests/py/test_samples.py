@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.analysis import usage
+from netbottleneck.analysis import traffic, usage
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, _moved
 from netbottleneck.analysis.intervals import intervals
 from netbottleneck.config import settings
 from netbottleneck.launch import connect
@@ -73,9 +74,9 @@ def rows(folder: Path, kind: str = "net") -> int:
         return 0
 
 
-def watching(folder: Path, **limits: int) -> Callable[[], None]:
+def watching(folder: Path, **options: Any) -> Callable[[], None]:
     """Record to a folder, at a high rate."""
-    return monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, folder, **limits)
+    return monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, folder, **options)
 
 
 def test_counters_rise_at_true_times_until_the_rank_ends_it(tmp_path: Path) -> None:
@@ -278,6 +279,54 @@ def test_a_report_is_made_without_counters_that_cannot_be_read(tmp_path: Path) -
     assert (sample.rank, sample.host, sample.tcp) == (0, None, None)
 
 
+def test_counters_that_were_reset_go_on_from_their_last_value(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, size=2, blocks=1).write() / "ranks"
+    rising = [100, 300, 10, 60, 60]
+    body = b"".join(struct.pack("<3q", 10 * at, value, at) for at, value in enumerate(rising))
+    columns = ["time_ns", "eth0:rx_bytes", "eth0:tx_bytes"]
+    written(ranks / "0.net.counters", {"hostname": "host0", "columns": columns}, body)
+    (sample,) = model.of_run(tmp_path)
+    assert sample.net is not None
+    assert sample.net.column("eth0:rx_bytes").tolist() == [100, 300, 300, 350, 350]
+    assert sample.net.column("eth0:tx_bytes").tolist() == [0, 1, 2, 3, 4]
+    (note,) = (note for note in Run(tmp_path).findings.trace.notes if "backwards" in note)
+    assert note == "counters of host0 went backwards, and count as 0 there: eth0:rx_bytes"
+
+
+def covering(folder: Path, part: float, left_out: int = 0) -> tuple[str, ...]:
+    """Return the notes of a run whose host 0 has readings over a part of its time."""
+    ranks = FakeRun(folder, size=2, blocks=2).write() / "ranks"
+    steps = [step for step in Run(folder).trace.steps if step.rank == 0]
+    begin, end = min(step.begin_ns for step in steps), max(step.end_ns for step in steps)
+    body = b"".join(struct.pack("<2q", at, 0) for at in (begin, begin + round(part * (end - begin))))
+    written(ranks / "0.net.counters", {"hostname": "host0", "left_out": left_out}, body)
+    return Run(folder).findings.trace.notes
+
+
+def test_a_report_says_what_the_counters_of_a_host_lack(tmp_path: Path) -> None:
+    assert covering(tmp_path / "whole", 0.98) == ()
+    (note,) = covering(tmp_path / "half", 0.5)
+    assert note.startswith("the counters of host0 cover 50 % of its steps' time")
+    assert covering(tmp_path / "many", 1.0, 3) == ("3 interfaces of host0 are not recorded",)
+
+
+def test_a_sampler_that_ended_before_the_run_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notes: list[str] = []
+    end = monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, tmp_path, note=notes.append)
+    wait_for(lambda: rows(tmp_path) > 0, "the first row")
+    (process,) = sampling(tmp_path)
+    os.kill(process, signal.SIGKILL)
+    wait_for(lambda: sampling(tmp_path) == [], "its end")
+    wait_for(lambda: Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "a zombie")
+    end()
+    (note,) = notes
+    assert note.endswith("counters ended before the run: its process was killed by signal 9")
+    assert note in caplog.text
+    notes.clear()
+    watching(tmp_path / "well", note=notes.append)()
+    assert notes == []
+
+
 def counters(columns: dict[str, list[int]], time_ns: list[int], offset_ns: int = 0) -> Counters:
     """Return counters by column."""
     return Counters(
@@ -354,10 +403,29 @@ def test_bytes_are_compared_with_the_operations_of_the_steps_that_were_read(fore
     trace = Trace("r", 2, (Arm("tcp"),), ranks=ranks, steps=steps, collectives=tuple(moved))
     (found,) = uses = usage.hosts(trace, [Samples(0, net)])
     assert {use.bytes for use in found.interfaces} == {3 * (1000 + foreign)}  # steps 7 to 9
-    unseen = usage.unseen(trace, Arm("tcp"), uses)
+    unseen = traffic.unseen(trace, Arm("tcp"), uses)
     assert unseen is not None
     assert unseen.part == pytest.approx(foreign / (1000 + foreign))
-    assert usage._carriers(trace, Arm("tcp"), uses) == {("i", "e")}
+    assert traffic.carriers(trace, Arm("tcp"), uses) == {("i", "e")}
+
+
+def test_counters_are_compared_with_steps_on_the_aligned_clock(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, transports=("stock",)).write() / "ranks"
+    times = range(0, 60 * 10**9, 10**7)
+    columns = ["time_ns", "eth0:rx_bytes", "eth0:rx_packets", "eth0:tx_bytes", "eth0:tx_packets"]
+    body = b"".join(struct.pack("<5q", at, *(4 * [at])) for at in times)
+    written(ranks / "1.net.counters", {"rank": 1, "hostname": "host1", "host_id": "h1", "columns": columns}, body)
+    run = Run(tmp_path)
+    right = run.hosts
+    # The clock of rank 1 as its wall time gives it, 100 s from the one that the operations show.
+    wrong = _moved(run.trace, 1, -100 * 10**9, 0)
+    clock = replace(wrong.ranks[1].clock, method="wall", error_ns=None)
+    moved = Run(tmp_path)
+    moved.trace = replace(wrong, ranks=(wrong.ranks[0], replace(wrong.ranks[1], clock=clock)))
+    assert moved.findings.trace.ranks[1].clock.method == BY_OPERATIONS
+    assert [host.recorded for host in moved.hosts] == [host.recorded for host in right]
+    base = right[0].arm
+    assert traffic.unseen(moved.findings.trace, base, moved.hosts) == traffic.unseen(run.findings.trace, base, right)
 
 
 def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:
@@ -376,5 +444,6 @@ def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:
     (host,) = run.hosts
     assert host.seconds > 0
     assert run.summary["hosts"][0]["samples_per_s"] > 0
+    assert run.trace.ranks[0].machine_id == connect.boot_digest().hex() != connect.machine_digest().hex()
     run.write_all()
     assert Run(session.folder).hosts == run.hosts

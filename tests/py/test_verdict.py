@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck.analysis import findings, intervals, rule_facts, rules, usage, verdict
+from netbottleneck.analysis import findings, intervals, rule_facts, rules, traffic, usage, verdict
 from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.thresholds import GAIN_MIN, NETWORK_SHARE_MIN, STEPS_MIN
@@ -277,6 +277,7 @@ def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
             return meta
 
     settings = {"transports": ("stock",), "run": {"network": None}, "blocks": 1, "block_steps": 12}
+    settings["transfer_ms"] = {"stock": (18, 62)}  # 0.95 Gbit/s
     v = verdict.decide(findings.find(ring_reader.load(Mixed(tmp_path / "two", **settings).write())))
     assert v.code == "MISCONFIGURED"
     assert "stock uses eth0 (1.00 Gbit/s) on rank 1; eth0 on rank 0 has 10.0 Gbit/s" in v.why
@@ -291,7 +292,7 @@ def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):
 )
 def test_a_slow_interface_counts_only_if_the_gradients_travel_there(tmp_path, provider, certain):
     about = {
-        "stock": {"provider": provider, "interface": "eno1", "link_bps": 10**9},
+        "stock": {"provider": provider, "interface": "eno1", "link_bps": 5 * 10**8},
         "tcp": {"interface": "eth1", "link_bps": 10**11},
     }
     settings = {"transports": ("stock", "tcp"), "blocks": 4, "run": {"network": None}, "about": about, "probe": []}
@@ -311,9 +312,9 @@ def test_a_slow_interface_counts_only_if_the_gradients_travel_there(tmp_path, pr
             )
             for rank, part in enumerate(bytes_moved)
         ]
-        predicted = usage.faster(numbers.trace, Arm("stock"), uses)
+        predicted = traffic.faster(numbers.trace, Arm("stock"), uses)
         found = rules.configuration(rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), uses))
-        assert (usage.FASTER_INTERFACE in predicted) == found.applies
+        assert (traffic.FASTER_INTERFACE in predicted) == found.applies
         return found
 
     assert configured(1.0, 1.0).fired
@@ -349,7 +350,7 @@ def test_unseen_bytes_are_those_of_the_counted_steps(tmp_path):
     sent = 5 * sum(bucket["bytes"] for bucket in BUCKETS)  # the first step of a block is not counted
     interface = usage.Use("eth0", "tx", 0.0, None, sent / 0.65, 0.0)
     use = usage.HostUse(0, "host0", Arm("stock"), 1.0, 1.0, 10.0, (interface,))
-    found = usage.unseen(run, Arm("stock"), [use])
+    found = traffic.unseen(run, Arm("stock"), [use])
     assert found.part == pytest.approx(0.35, abs=0.001)
     assert found.surely == pytest.approx(1 - 0.65 * 1.1, abs=0.001)
 
@@ -363,12 +364,12 @@ def test_received_bytes_are_compared_with_received_ones(tmp_path):
     def surely(trace, **ways):
         interfaces = tuple(usage.Use("eth0", way, 0.0, None, nbytes, 0.0) for way, nbytes in ways.items())
         use = usage.HostUse(0, "host0", Arm("stock"), 1.0, 1.0, 10.0, interfaces)
-        found = usage.unseen(trace, Arm("stock"), [use])
+        found = traffic.unseen(trace, Arm("stock"), [use])
         return None if found is None else found.surely
 
     assert surely(receives, rx=moved, tx=0.0) == 0
     assert surely(receives, rx=2 * moved, tx=0.0) == pytest.approx(0.45, abs=0.01)
-    assert surely(receives, rx=moved, tx=moved) == 1  # none of the sent bytes are recorded
+    assert surely(receives, rx=moved, tx=moved) == 0  # it sends nothing that the other bytes compare with
     assert surely(run, rx=2 * moved, tx=moved) == pytest.approx(0.45, abs=0.01)
     assert surely(gathers, rx=9 * moved) is None  # what a rank receives is not known
     assert surely(gathers, rx=9 * moved, tx=moved / 2) == 0
@@ -686,10 +687,12 @@ def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
     [
         (1.9, {"cores": [2, 3]}, 0.95, True),  # a machine each
         (1.0, {"cores": [2, 3]}, 0.5, False),
-        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, True),
+        (1.0, {"cores": [2, 3], "machine_id": "one machine"}, 1.0, True),
+        (1.0, {"cores": [2, 3], "hostname": "localhost"}, 0.5, False),  # two machines of one name
         (0.48, {"cores": [2, 3], "quota_cores": 0.5, "quota_group": "/a"}, 0.96, True),
         (0.48, {"cores": [2, 3], "quota_cores": 4.0, "quota_group": "/a"}, 0.24, False),
-        (0.48, {"cores": [2, 3], "quota_cores": 1.0, "quota_group": "/a", "hostname": "one machine"}, 0.96, True),
+        # Two containers of one machine: each rank's group is the top one of its container.
+        (0.48, {"cores": [2, 3], "quota_cores": 0.5, "quota_group": "/", "machine_id": "one machine"}, 0.96, True),
         (1.9, {}, None, False),  # no rank recorded its cores
         (None, {"cores": [2, 3]}, None, False),  # nor of their processor time
     ],
@@ -832,7 +835,7 @@ def test_latency_is_fitted_to_counted_steps(tmp_path, monkeypatch):
 def test_small_operations_are_not_judged_if_rates_are_not_known(unexplained):
     parts = replace(unexplained.parts["stock"], operations=60, tensor_bytes=60 * 4096)
     small = replace(unexplained, parts={"stock": parts}, latency_share=None)
-    others = usage.Unseen("host0", "eth0", 1e9, 0.4, 0.4)
+    others = traffic.Unseen("host0", "eth0", 1e9, 0.4, 0.4, 1e10)
     assert rule_of("LATENCY_LIMITED", small).applies
     assert not rule_of("LATENCY_LIMITED", small, unseen=others).applies
     assert rule_of("LATENCY_LIMITED", small, unseen=others).rests.startswith("unseen: ")

@@ -329,7 +329,7 @@ def _cores_used(trace: Trace, steps: Sequence[Step]) -> dict[int, float]:
 def _usable_cores(ranks: Sequence[Rank]) -> float:
     """The cores that the ranks of a machine may use together."""
     cores = float(len({core for rank in ranks for core in rank.cores}))
-    quotas = {rank.quota_group: rank.quota_cores for rank in ranks}
+    quotas = {(rank.hostname, rank.quota_group): rank.quota_cores for rank in ranks}  # containers have names
     allowed = [quota for quota in quotas.values() if quota is not None]
     return min(cores, sum(allowed)) if len(allowed) == len(quotas) else cores
 
@@ -337,14 +337,12 @@ def _usable_cores(ranks: Sequence[Rank]) -> float:
 def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     """Part of a machine's cores, of those its ranks may run on, that the ranks keep busy during `steps`.
 
-    Quotas of all its ranks' control groups, if they allow less, count as so many cores.
-
-    The value of the busiest machine; None if any rank did not record it. Hostnames identify machines: the hosts of a
-    lab share one.
+    Quotas of all its ranks' control groups, if they allow less, count as so many cores. The value of the busiest
+    machine; None if any rank did not record it. The hosts of a lab share one machine.
     """
     machines: dict[str, list[Rank]] = defaultdict(list)
     for rank in trace.ranks:
-        machines[rank.hostname].append(rank)
+        machines[rank.machine].append(rank)
     shares = []
     for ranks in machines.values():
         used = [busy for busy in (_busy(rank.rank, steps) for rank in ranks) if busy is not None]

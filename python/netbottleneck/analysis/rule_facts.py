@@ -12,7 +12,9 @@ from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import missing_ranks
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, packet_loss
+from netbottleneck.analysis.traffic import Unseen
+from netbottleneck.analysis.usage import LOOPBACK, NO_CONNECTIONS, Connected, HostUse, packet_loss
+from netbottleneck.trace.model import TransportInfo
 from netbottleneck.trace.transports import SINGLE, Arm
 from netbottleneck.units import listed, ms, percent
 
@@ -112,7 +114,8 @@ def as_good_sentence(findings: Findings) -> str:
 class Facts:
     """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts and connections.
 
-    unseen: bytes on an interface that no recorded operation of the base explains; None without counters.
+    unseen: bytes on an interface that no recorded operation of the base explains; None if they are not known.
+    unproven: a rated interface that the base may not use; None without one.
     """
 
     f: Findings
@@ -121,6 +124,7 @@ class Facts:
     hosts: Sequence[HostUse]
     unseen: Unseen | None = None
     connected: Connected = NO_CONNECTIONS
+    unproven: TransportInfo | None = None
 
     @property
     def step_ns(self) -> float:
@@ -162,14 +166,42 @@ class Facts:
         return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer" if ranks else ""
 
     @property
-    def rates_known(self) -> str:
-        """Why rates may not be judged; "" if they may."""
+    def link_unproven(self) -> str:
+        """Why the stated speed of the link may be of an interface that the base does not use; "" if it is not."""
+        return "" if self.unproven is None else carrier_text(self.unproven.interface or "", self.base)
+
+    @property
+    def link_bps(self) -> float | None:
+        """The speed of the link that the base uses in bits a second; None if it is not known."""
+        return None if self.link_unproven else self.f.link_bps
+
+    @property
+    def others(self) -> Unseen | None:
+        """Unseen bytes that are surely a large part of the interface's, at a rate that can matter; None if not."""
+        more = self.unseen
+        if more is None or more.surely < limits.OTHER_TRAFFIC:
+            return None
+        least_bps = limits.OTHER_TRAFFIC_RATE * (self.speed_of(more) or limits.SLOWEST_LINK_BPS)
+        return more if more.unseen_bps >= least_bps else None
+
+    def speed_of(self, more: Unseen) -> float | None:
+        """The speed of the interface of unseen bytes in bits a second; None if it is not known."""
+        return None if more.interface == LOOPBACK else more.link_bps or self.link_bps
+
+    @property
+    def transfer_unknown(self) -> str:
+        """Why the rate in transfer is not known; "" if it is."""
         if self.missing:
             return self.missing
-        if self.coarse_clocks:
-            return clock_text(self.f)
-        more = self.unseen
-        if more is not None and more.surely >= limits.OTHER_TRAFFIC:
+        return clock_text(self.f) if self.coarse_clocks else ""
+
+    @property
+    def rates_known(self) -> str:
+        """Why rates may not be judged; "" if they may."""
+        if self.transfer_unknown:
+            return self.transfer_unknown
+        more = self.others
+        if more is not None:
             return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
         return self.not_recorded
 
@@ -234,6 +266,11 @@ def clock_text(f: Findings) -> str:
     if math.isinf(f.clock_error_ns):
         return "the clocks of the ranks were not compared"
     return f"clocks may differ by {ms(f.clock_error_ns)}"
+
+
+def carrier_text(interface: str, arm: Arm) -> str:
+    """Say that an arm may not use an interface, and how to know it."""
+    return f"no bytes on {interface} show that {arm} uses it (NETBOTTLENECK_MONITOR_HZ=10)"
 
 
 def steps_to_decide(f: Findings, pair: Paired) -> int:

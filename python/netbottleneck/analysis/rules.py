@@ -21,18 +21,22 @@ from netbottleneck.analysis.rule_facts import (
     Facts,
     RuleResult,
     as_good_sentence,
+    carrier_text,
     clock_text,
     handicap_sentence,
     more_steps,
     steps_to_decide,
 )
-from netbottleneck.analysis.usage import (
+from netbottleneck.analysis.traffic import (
     FASTER_INTERFACE,
     NO_OTHERS,
-    limited,
+    in_memory,
+    on_interface,
     rating,
     slow_interface,
 )
+from netbottleneck.analysis.usage import LOOPBACK, limited
+from netbottleneck.trace.model import TransportInfo
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
@@ -103,14 +107,15 @@ def link(facts: Facts) -> RuleResult:
     """The link itself is full while data move."""
     f, did = facts.f, facts.f.achieved.get(facts.base)
     unknown = facts.rates_known
-    limit, what = _limit(f)
+    limit, what = _limit(facts)
     if limit is None:
         return facts.evidence("link", "LINK_LIMITED", rests=what)
     if did is None or unknown:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
-    used = did.active_bps / limit
+    shared = on_interface(f.trace, facts.base) if f.link_bps else 1.0
+    used = shared * did.active_bps / limit
     part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}"
     predicted = facts.predicted.savings_ns
     saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
@@ -120,16 +125,22 @@ def link(facts: Facts) -> RuleResult:
         applies=used >= limits.LINK_UTILISATION,
         saving=saving,
         rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
-        why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {part}; "
-        f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
+        why=f"In transfer {gbit(shared * did.active_bps)} of {gbit(limit)}, {part}; "
+        f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
         needs=MORE_STEPS,
     )
 
 
-def _limit(f: Findings) -> tuple[float | None, str]:
-    """The link's rate and what it is of; None and why if it is not known."""
+def _limit(facts: Facts) -> tuple[float | None, str]:
+    """The link's rate and what it is of; None and why if it is not known.
+
+    Without the interface that an arm uses, a probe over that interface is no limit of the arm, either.
+    """
+    f = facts.f
+    if facts.link_unproven:
+        return None, f"the link's speed is not known: {facts.link_unproven}"
     if f.link_bps:
         return f.link_bps, "link"
     if f.achievable is None or len(f.achievable.points) < 2:
@@ -157,7 +168,7 @@ def _small_share(facts: Facts) -> tuple[Estimate, str] | None:
     each = parts.tensor_bytes / max(parts.operations, 1)
     if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
         return None
-    limit = f.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
+    limit = facts.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
     share = max(0.0, 1 - did.active_bps / limit)
     return Estimate(share, share, share), f"operations of {nbytes(each)}, far below the link's rate"
 
@@ -485,11 +496,14 @@ def configuration(facts: Facts) -> RuleResult:
     slow = slow_interface(f.trace, base, facts.hosts)
     if slow is None:
         return _buffers(facts)
-    used, there = rating(slow[0]), rating(slow[1])
+    used, there, moved = rating(slow[0]), rating(slow[1]), _moved_bps(facts, slow[0])
+    full = moved is not None and moved >= limits.LINK_UTILISATION * used
     predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
     saving = predicted or facts.moving.scaled(1 - used / there)
+    saving = saving if full else replace(saving, low=min(saving.low, 0.0))
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
-    whose, then, needs = "", f"Set {variable}={slow[1].interface}.", "Measure over the faster interface."
+    whose, then = "", f"Set {variable}={slow[1].interface}."
+    needs = f"Measure over the faster interface: {variable}={slow[1].interface}."
     own, others = ([rank for rank in f.trace.ranks if info in rank.transports] for info in slow)
     ranks = ", ".join(str(rank.rank) for rank in own)
     if not {rank.host_id for rank in own} & {rank.host_id for rank in others}:
@@ -503,12 +517,35 @@ def configuration(facts: Facts) -> RuleResult:
         "MISCONFIGURED",
         applies=True,
         saving=saving,
-        rests=f"ratings of the interfaces; {'predicted' if predicted else 'exposed x their ratio'}",
+        rests=f"ratings of the interfaces; {_part_of_rating(moved, used)}; "
+        f"{'predicted' if predicted else 'exposed x their ratio'}",
         why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} {whose}has "
         f"{gbit(there)}. At that rate the step would be up to {facts.share(saving)} shorter.",
         next=then,
         needs=needs,
     )
+
+
+def _moved_bps(facts: Facts, info: TransportInfo) -> float | None:
+    """The rate on an interface of the base while operations are in flight; None if it is not known.
+
+    The larger one of its counters and of the time in transfer: counters have the bytes of others too.
+    """
+    did = facts.f.achieved.get(facts.base)
+    known = did is not None and not facts.transfer_unknown
+    rates = [did.active_bps * on_interface(facts.f.trace, facts.base)] if did is not None and known else []
+    ids = {rank.rank: rank.host_id for rank in facts.f.trace.ranks}
+    own = {rank.host_id for rank in facts.f.trace.ranks if info in rank.transports}
+    hosts = [host for host in facts.hosts if host.arm == facts.base and ids.get(host.rank) in own]
+    uses = [use for host in hosts for use in host.interfaces]
+    rates += [use.active_bps for use in uses if use.interface == info.interface and use.active_bps is not None]
+    return max(rates, default=None)
+
+
+def _part_of_rating(moved_bps: float | None, rated_bps: int) -> str:
+    """How full an interface is while operations are in flight."""
+    how = "at an unknown rate" if moved_bps is None else f"{percent(moved_bps / rated_bps)} full"
+    return f"the used one is {how}"
 
 
 def _buffers(facts: Facts) -> RuleResult:
@@ -518,7 +555,7 @@ def _buffers(facts: Facts) -> RuleResult:
         perhaps = slow_interface(facts.f.trace, facts.base)
         rests = "no faster interface is recorded"
         if perhaps is not None:
-            rests = f"no bytes on {perhaps[0].interface} show that {facts.base} uses it (NETBOTTLENECK_MONITOR_HZ=10)"
+            rests = carrier_text(perhaps[0].interface or "", facts.base)
         return facts.evidence("configuration", "MISCONFIGURED", rests=rests)
     saving, share = facts.moving.scaled(found.share), percent(found.share)
     return facts.evidence(
@@ -529,7 +566,7 @@ def _buffers(facts: Facts) -> RuleResult:
         rests=f"full {found.what}: {share} of communication time; exposed x that part",
         why=f"The {found.what} limits {facts.base}'s connections for {share} of communication time (round trip "
         f"{ms(found.rtt_s * 1e9)}). Without that the step would be {facts.share(saving)} shorter (predicted).",
-        next=found.remedy(facts.f.link_bps),
+        next=found.remedy(facts.link_bps),
         needs=MORE_STEPS,
     )
 
@@ -538,24 +575,41 @@ def other_traffic(facts: Facts) -> RuleResult:
     """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
     more = facts.unseen
     if more is None:
-        return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
+        return facts.evidence("other traffic", "OTHER_TRAFFIC", rests=_not_compared(facts))
     surely, part, interface, name = more.surely, more.part, more.interface, more.hostname
+    speed = facts.speed_of(more)
+    full = speed is not None and more.active_bps >= limits.LINK_UTILISATION * speed
     predicted = facts.predicted.savings_ns.get(NO_OTHERS)
     saving = predicted or facts.moving.scaled(part)
-    saving = replace(saving, low=saving.low * surely / part if part else 0.0)
+    saving = replace(saving, low=saving.low * surely / part if part and full else min(saving.low, 0.0))
+    used = (
+        "the link's speed is not known" if speed is None else f"{percent(more.active_bps / speed)} of the link is used"
+    )
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
-        applies=surely >= limits.OTHER_TRAFFIC,
+        applies=facts.others is not None,
         saving=saving,
-        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; "
+        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; {used}; "
         f"{'predicted' if predicted else 'exposed x that part'}",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
         f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
-        next="Find what else sends: another job or a copy on this host, or communication of this job outside of its "
-        "gradients.",
-        needs="Measure while nothing else uses the network.",
+        next="Find what else uses the network of this host: another job, a copy, data loading or checkpoints over the "
+        "network, or communication of this job outside of its gradients.",
+        needs="Measure while nothing else uses the network: no other job, and data from a local disk or memory."
+        if speed is not None or interface == LOOPBACK
+        else "Measure while nothing else uses the network, or set NETBOTTLENECK_LINK_GBPS to the link's speed, which "
+        "tells whether these bytes fill it.",
     )
+
+
+def _not_compared(facts: Facts) -> str:
+    """Why an interface's bytes are not compared with those of the operations."""
+    if not any(host.interfaces for host in facts.hosts if host.arm == facts.base):
+        return "no interface's bytes were recorded"
+    if any(in_memory(one) for one in facts.f.trace.collectives if one.arm == facts.base):
+        return "operations moved their bytes through shared memory"
+    return "not known how many of the operations' bytes are on an interface"
 
 
 def loss(facts: Facts) -> RuleResult:

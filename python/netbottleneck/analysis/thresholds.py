@@ -6,7 +6,7 @@
 GAIN_MIN = 0.03
 # NOT_NETWORK below this, if no cause counts: exposed communication and waiting, as a part of the step.
 NETWORK_SHARE_MIN = 0.10
-# The link rule applies from this on: rate in transfer, over the link's rate.
+# A link is full from this on, for the rules of the link, of interfaces and of other traffic: its rate, over its speed.
 LINK_UTILISATION = 0.80
 # Above this, a stated rate of the link is wrong: rate over whole steps, over the link's. No burst lasts that long.
 LINK_EXCEEDED = 1.05
@@ -32,6 +32,8 @@ INPUT_SHARE = 0.10
 OPTIMIZER_SHARE = 0.20
 # The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
 OTHER_TRAFFIC = 0.20
+# The rule of other traffic applies from this on: rate of these bytes, over the link's, or over SLOWEST_LINK_BPS.
+OTHER_TRAFFIC_RATE = 0.05
 # An interface of the stock path, unless that is gloo's, is known from this on: its bytes, over those between hosts.
 INTERFACE_CARRIES = 0.5
 # The configuration rule applies to buffers from this on: time in which they limit connections, over communication time.
@@ -71,6 +73,10 @@ IMBALANCE_STEPS_MIN = 20
 DELAYED_STEPS_MIN = 5
 # Headers and acknowledgements add at most this part to the recorded bytes.
 HEADERS = 0.10
+# Each message of an operation adds at most this number of bytes beside: headers of small packets, control messages.
+MESSAGE_BYTES = 512
+# Readings of a host that cover less of the time of its steps than this part are named.
+COVERED_MIN = 0.95
 # Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.
 QUEUE_RATIO = 2.0
 # Packet loss is named from this share of sent segments on.

@@ -13,20 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
-from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
+from netbottleneck.analysis.intervals import Intervals, counted, intersection, intervals, total
+from netbottleneck.analysis.thresholds import COVERED_MIN, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
 from netbottleneck.trace.model import (
     Clock,
-    Collective,
     Connection,
     Counters,
     End,
-    Rank,
     Samples,
     Step,
     Trace,
-    TransportInfo,
 )
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
@@ -193,146 +189,37 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
     return tuple(uses)
 
 
-@dataclass(frozen=True, slots=True)
-class Unseen:
-    """Bytes on a host's busiest interface in one direction, in an arm's steps, that no recorded operation explains.
-
-    part: of the interface's bytes; surely: the same if headers and acknowledgements add HEADERS to the recorded ones.
-    """
-
-    hostname: str
-    interface: str
-    bytes: float
-    part: float
-    surely: float
+def _covered(trace: Trace, samples: Samples) -> float:
+    """The part of the steps' time, of the rank that recorded a host's counters, that its readings cover."""
+    tables = [table for table in (samples.net, samples.host) if table is not None]
+    steps = intervals((step.begin_ns, step.end_ns) for step in trace.steps if step.rank == samples.rank)
+    if not tables or not total(steps):
+        return 1.0
+    return min(total(intersection(steps, recorded_span(table))) for table in tables) / total(steps)
 
 
-# Operations in which each rank receives as many bytes as it sends.
-EVEN = ("allreduce", "allgather", "reducescatter", "barrier")
-
-
-def _sent(operation: Collective, size: int, hosts: int | None) -> float:
-    """Bytes that a rank sends in an operation: recorded, else by the operation's kind."""
-    if operation.wire_bytes is not None:
-        return float(operation.wire_bytes)
-    factor = bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
-    return operation.known_bytes * factor
-
-
-def _received(operation: Collective, sent: float) -> float | None:
-    """Bytes that a rank receives in an operation; None if that is not known, as of a gather's root."""
-    if operation.kind in EVEN:
-        return sent
-    if operation.lanes is not None:
-        return float(sum(received for _, _, received in operation.lanes))
-    return {"send": 0.0, "recv": float(operation.known_bytes)}.get(operation.kind)
-
-
-def _inside(steps: Iterable[Step], span: tuple[int, int] | None) -> list[Step]:
-    """The steps that lie inside a time; all if it is None."""
-    return [step for step in steps if span is None or (span[0] <= step.begin_ns and step.end_ns <= span[1])]
-
-
-def _recorded(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int) -> dict[int, list[Collective]]:
-    """By the rank of each use: the operations of its host's ranks in the counted steps of an arm that it covers."""
-    hosts = {rank.rank: rank.host_id or str(rank.rank) for rank in trace.ranks}
-    of_host = {hosts[use.rank]: use for use in uses if use.arm == arm and use.rank in hosts}
-    by_host: dict[str, list[Step]] = defaultdict(list)
-    for step in counted(trace, warmup):
-        if step.arm == arm:
-            by_host[hosts.get(step.rank, "")].append(step)
-    steps = {(s.rank, s.index) for host, use in of_host.items() for s in _inside(by_host[host], use.recorded)}
-    found: dict[int, list[Collective]] = {use.rank: [] for use in of_host.values()}
-    for c in trace.collectives:
-        if c.arm == arm and (c.rank, c.step) in steps:
-            found[of_host[hosts[c.rank]].rank].append(c)
+def notes(trace: Trace, samples: Sequence[Samples], *, whole: bool) -> list[str]:
+    """What the counters of the hosts lack. whole: they are all readings of a run that has ended."""
+    clocks = {rank.rank: rank.clock for rank in trace.ranks}
+    found = []
+    for sample in samples:
+        mine = sample.on_rank_0(clocks.get(sample.rank, Clock()))
+        host = next((table.hostname for table in (sample.net, sample.host) if table is not None and table.hostname), "")
+        name = host or f"rank {sample.rank}'s host"
+        covered = _covered(trace, mine) if whole else 1.0
+        if covered < COVERED_MIN:
+            found.append(f"the counters of {name} cover {percent(covered)} of its steps' time: the rest is not known")
+        if sample.net is not None and sample.net.left_out:
+            found.append(f"{sample.net.left_out} interfaces of {name} are not recorded")
+        if sample.net is not None and sample.net.backwards:  # the kernel's iowait may go backwards at any time
+            back = ", ".join(sample.net.backwards)
+            found.append(f"counters of {name} went backwards, and count as 0 there: {back}")
     return found
 
 
-def _ways(trace: Trace, operations: Sequence[Collective]) -> dict[str, float | None]:
-    """Bytes of a host's operations by way; None if not known."""
-    count = host_count(trace)
-    sent = [_sent(c, trace.size, count) for c in operations]
-    received = [_received(c, each) for c, each in zip(operations, sent, strict=True)]
-    known = [each for each in received if each is not None]
-    return {"tx": sum(sent), "rx": sum(known) if len(known) == len(received) else None}
-
-
-def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> Unseen | None:
-    """The largest unseen part among the hosts, in an arm's counted steps; None if no interface's bytes were recorded.
-
-    uses: of the same steps. What an interface sent is compared with what the operations sent, and what it received
-    with what they received, if that is known.
-    """
-    recorded = _recorded(trace, arm, uses, warmup)
-    found = []
-    for use_of in (use for use in uses if use.arm == arm and use.rank in recorded):
-        for way, known in _ways(trace, recorded[use_of.rank]).items():
-            use = max((one for one in use_of.interfaces if one.way == way), key=lambda one: one.bytes, default=None)
-            if use is not None and use.bytes > 0 and known is not None:
-                surely, part = (max(0.0, 1 - known * times / use.bytes) for times in (1 + HEADERS, 1.0))
-                found.append(Unseen(use_of.hostname, use.interface, part * use.bytes, part, surely))
-    return max(found, key=lambda one: (one.surely, one.part), default=None)
-
-
-def rating(info: TransportInfo) -> int:
-    """The rated speed of a transport's interface in bits a second; 0 if it is not known."""
-    return info.link_bps or 0
-
-
-def _carriers(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> set[tuple[str, str]]:
-    """(host, interface) of the interfaces whose bytes, in the counted steps of an arm, show that its data travel there.
-
-    An interface must have moved INTERFACE_CARRIES of the bytes that an algorithm sends from host to host at least.
-    """
-    count = host_count(trace) or 0
-    hosts = {rank.rank: rank.host_id for rank in trace.ranks}
-    recorded = _recorded(trace, arm, uses, warmup)
-    least = {
-        rank: sum(c.known_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank)
-        for rank, own in recorded.items()
-    }
-    return {
-        (hosts[of.rank], use.interface)
-        for of in uses
-        for use in of.interfaces
-        if of.arm == arm and 0 < INTERFACE_CARRIES * least.get(of.rank, 0.0) <= use.bytes
-    }
-
-
-def _rated(rank: Rank) -> list[TransportInfo]:
-    """A rank's transports whose interface has a rated speed."""
-    return [info for info in rank.transports if info.link_bps and info.interface]
-
-
-def slow_interface(
-    trace: Trace, arm: Arm, uses: Sequence[HostUse] | None = None
-) -> tuple[TransportInfo, TransportInfo] | None:
-    """An arm's interface on one rank, and a faster one: of another transport there, else of this arm elsewhere.
-
-    uses: of the hosts. An interface that is not known for certain counts if its bytes show that the arm uses it; None:
-    it counts anyway.
-    """
-    own = [(rank, info) for rank in trace.ranks for info in _rated(rank) if info.name == arm.transport]
-    if uses is not None:
-        seen = _carriers(trace, arm, uses)
-        own = [(rank, info) for rank, info in own if info.interface_known or (rank.host_id, info.interface) in seen]
-    for rank, info in own:
-        there = max(_rated(rank), key=rating)
-        if rating(there) > rating(info):
-            return info, there
-    infos = sorted((info for _, info in own), key=rating)
-    return (infos[0], infos[-1]) if infos and rating(infos[0]) < rating(infos[-1]) else None
-
-
-FASTER_INTERFACE, NO_OTHERS = "faster interface", "no other traffic"
-
-
-def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
-    """By change, the largest factor of an arm's rate: over the faster interface; without the traffic of others."""
-    slow, others = slow_interface(trace, arm, uses), unseen(trace, arm, uses)
-    found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
-    return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}
+def steps_inside(steps: Iterable[Step], span: tuple[int, int] | None) -> list[Step]:
+    """The steps that lie inside a time; all if it is None."""
+    return [step for step in steps if span is None or (span[0] <= step.begin_ns and step.end_ns <= span[1])]
 
 
 def _moved(trace: Trace, ranks: Collection[int], arm: Arm) -> Intervals:
@@ -361,7 +248,7 @@ def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals) ->
     active = intersection(moved, whole)
     short = net is not None and len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
     recorded = None if net is None else (int(net.time_ns[0]), int(net.time_ns[-1]))
-    inside = intervals((s.begin_ns, s.end_ns) for s in _inside(steps, recorded))
+    inside = intervals((s.begin_ns, s.end_ns) for s in steps_inside(steps, recorded))
     return HostUse(
         sample.rank,
         "" if some is None else some.hostname,
@@ -573,11 +460,14 @@ def _all_connections(trace: Trace, samples: Sequence[Samples]) -> list[Connectio
     return [one for one in found if len(one.time_ns) > 1]
 
 
-def _all_hosts(trace: Trace, samples: Sequence[Samples]) -> bool:
-    """True if the connections of every host were recorded."""
-    recorded = {sample.rank for sample in samples if sample.tcp is not None}
-    hosts = {rank.host_id for rank in trace.ranks if rank.rank in recorded}
-    return all(rank.host_id in hosts for rank in trace.ranks)
+def _all_ranks(trace: Trace, samples: Sequence[Samples]) -> bool:
+    """True if connections of every rank were recorded.
+
+    A host's sampler does not see those of a rank of another user or in another PID namespace.
+    """
+    tables = [sample.tcp for sample in samples if sample.tcp is not None and "rank" in sample.tcp.columns]
+    recorded = {rank for table in tables for rank in np.unique(table.column("rank")).tolist()}
+    return recorded >= set(range(trace.size))
 
 
 def _between_ranks(found: Sequence[Connection], complete: bool) -> list[tuple[Connection, Connection | None]]:
@@ -598,14 +488,14 @@ def _left_out(tcp: Counters) -> int:
 def connections(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> Connected:
     """Use of the ranks' TCP connections, by arm, in the counted steps.
 
-    The peer of a connection is the rank that recorded the same addresses from the other end. If every host was
+    The peer of a connection is the rank that recorded the same addresses from the other end. If every rank was
     recorded completely, a connection without one is not between ranks, and is left out.
     """
     left_out = sum(_left_out(sample.tcp) for sample in samples if sample.tcp is not None)
     arms = _Arms(trace, warmup)
     ends = [
         _end_of(one, peer, arm, arms.spans[one.rank, arm], arms.seconds(one.rank, arm))
-        for one, peer in _between_ranks(_all_connections(trace, samples), left_out == 0 and _all_hosts(trace, samples))
+        for one, peer in _between_ranks(_all_connections(trace, samples), left_out == 0 and _all_ranks(trace, samples))
         for arm in arms.of(one, peer)
     ]
     sent: dict[tuple[int, Arm], float] = defaultdict(float)

@@ -21,7 +21,8 @@ from netbottleneck.analysis.rule_facts import (
     steps_to_decide,
 )
 from netbottleneck.analysis.rules import beside, judge, without_traffic
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, unseen
+from netbottleneck.analysis.traffic import unproven, unseen
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
 from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import listed, percent
@@ -196,7 +197,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         "INCONCLUSIVE",
         f"Exposed communication and waiting are {lost}, and no rule explains them."
         + (f" {withheld}" if withheld else ""),
-        *((ALL_RECORDS, evidence, None) if facts.missing else _unmeasured(f, evidence)),
+        *((ALL_RECORDS, evidence, None) if facts.missing else _unmeasured(facts, evidence)),
     )
 
 
@@ -242,19 +243,21 @@ def _bound(f: Findings) -> str:
     return f": its share does not include compute that traffic slows{compare}"
 
 
-def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tuple[RuleResult, ...], int | None]:
+def _unmeasured(facts: Facts, evidence: tuple[RuleResult, ...]) -> tuple[str, tuple[RuleResult, ...], int | None]:
     """The first measurement that this run does not have, the evidence, and the steps of that measurement if known."""
+    f = facts.f
     short = next((pair for pair in f.comparisons if not pair.enough), None)
     if short is not None:
         return more_steps(f, short), evidence, steps_to_decide(f, short)
-    return _missing(f), evidence, None
+    return _missing(facts), evidence, None
 
 
-def _missing(f: Findings) -> str:
+def _missing(facts: Facts) -> str:
     """The first measurement that this run does not have, if every comparison has enough pairs."""
+    f = facts.f
     others = {arm for arm in f.trace.arms if arm.real and arm != f.base}
     if not f.trace.buckets:  # no transport of ours can move its gradients
-        asked = f.link_bps is None and len({rank.host_id for rank in f.trace.ranks}) > 1
+        asked = facts.link_bps is None and len({rank.host_id for rank in f.trace.ranks}) > 1
         return LINK_SPEED if asked else QUIET
     if not others:
         arms = ",".join(beside(f, "tcp"))
@@ -290,7 +293,9 @@ def decide(
     if findings.script_ns > limits.GAIN_MIN * findings.parts_ns["step"].value:
         # The engine predicts the gradients alone: formulas over all that is exposed count the script's own calls too.
         predicted = replace(predicted, savings_ns={k: v for k, v in predicted.savings_ns.items() if k == "buckets"})
-    facts = Facts(findings, findings.base, predicted, hosts, unseen(findings.trace, findings.base, hosts), connected)
+    trace, base = findings.trace, findings.base
+    others, perhaps = unseen(trace, base, hosts), unproven(trace, base, hosts)
+    facts = Facts(findings, base, predicted, hosts, others, connected, perhaps)
     evidence = judge(facts)
     first = evidence[0]
     return Verdict(first.code, first.why, first.next, evidence) if first.fired else _nothing(facts, evidence)

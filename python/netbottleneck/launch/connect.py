@@ -21,6 +21,7 @@ from netbottleneck.launch.rendezvous import secret_source
 from netbottleneck.launch.topology import (
     Place,
     Topology,
+    boot_digest,
     detect,
     export_place,
     host_digest,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Place",
     "Topology",
+    "boot_digest",
     "connect",
     "core",
     "detect",

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from netbottleneck.analysis import usage, verdict
+from netbottleneck.analysis import traffic, usage, verdict
 from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.intervals import missing_ranks
@@ -340,6 +340,8 @@ class Run:
         else:
             self.trace = tr.read(self.path)
         notes = [*self.trace.notes, *(model.unreadable(self._folder) if self._folder is not None else ())]
+        # Of a run in progress, only the last readings are read.
+        notes += usage.notes(self.trace, self._samples, whole=part is None and not self.trace.in_progress)
         # They may hold names of files.
         self.trace = replace(self.trace, id=printable(self.trace.id), notes=tuple(map(printable, notes)))
 
@@ -361,18 +363,18 @@ class Run:
         except ImportError:
             return Predicted(refused="the what-if engine is not available: the C module is missing")
         trace, base = self.findings.trace, self.findings.base
-        faster = {} if base is None else usage.faster(trace, base, self.hosts)
+        faster = {} if base is None else traffic.faster(trace, base, self.hosts)
         return sweeps.savings(trace, base, self.findings.link_bps, faster)
 
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:
         """Use of each host's interfaces and cores, where recorded."""
-        return usage.hosts(self.trace, self._samples)
+        return usage.hosts(self.findings.trace, self._samples)
 
     @cached_property
     def connections(self) -> usage.Connected:
         """Use of the ranks' TCP connections, where recorded."""
-        return usage.connections(self.trace, self._samples)
+        return usage.connections(self.findings.trace, self._samples)
 
     @cached_property
     def _samples(self) -> tuple[tr.Samples, ...]:

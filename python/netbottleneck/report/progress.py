@@ -79,7 +79,7 @@ def verdict_line(verdict: Verdict) -> str:
 
 
 def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:
-    machines = len({rank.hostname for rank in trace.ranks})
+    machines = len({rank.machine for rank in trace.ranks})
     begins, ends = [step.begin_ns for step in trace.steps], [step.end_ns for step in trace.steps]
     about = [state[0], f"{trace.size} ranks", f"{machines} host{'s' * (machines != 1)}", trace.model]
     lines = [f"Run {trace.id}: {', '.join(part for part in about if part)}"]

@@ -73,12 +73,18 @@ def processor_ns() -> int:
 
 
 def watch(
-    settings: Settings, place: connect.Place, folder: Path, *, limit_bytes: int = LIMIT_BYTES
+    settings: Settings,
+    place: connect.Place,
+    folder: Path,
+    *,
+    limit_bytes: int = LIMIT_BYTES,
+    note: Callable[[str], object] = lambda _: None,
 ) -> Callable[[], None]:
     """Record this host's counters into `folder`, MONITOR_HZ times a second. Returns a function that stops it.
 
     Local rank 0 starts a sampler process, which ends when that rank ends for any reason. If the counters cannot be
-    recorded, a warning is logged and training continues.
+    recorded, a warning is logged and training continues. note: called with a sentence when the sampler is stopped, if
+    it had ended before.
     """
     if not settings.monitor_hz or place.local_rank not in (0, None):
         return lambda: None
@@ -101,13 +107,19 @@ def watch(
     except OSError as error:
         logger.warning("the host's counters are not recorded: %s", error)
         return lambda: None
-    return lambda: _end(process, request["parent"])
+    return lambda: _end(process, request["parent"], note)
 
 
-def _end(process: subprocess.Popen[bytes], parent: object) -> None:
+def _end(process: subprocess.Popen[bytes], parent: object, note: Callable[[str], object]) -> None:
     """Stop the sampler by closing its stdin, which serves no other purpose."""
     if os.getpid() != parent or process.stdin is None:
         return
+    code = process.poll()
+    if code is not None:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        text = f"the recording of {socket.gethostname()}'s counters ended before the run: its process {how}"
+        logger.warning("%s", text)
+        note(text)
     process.stdin.close()
     try:
         process.wait(END_S)
@@ -117,9 +129,9 @@ def _end(process: subprocess.Popen[bytes], parent: object) -> None:
 
 
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what is known about a transport before its first transfer: `streams_asked`, `interface`, `link_bps`.
+    """Return what is known about a transport before its first transfer.
 
-    link_bps: as declared, else as the interface states.
+    That is `streams_asked`, `interface`, `link_bps`: as declared, else as the interface states; and `declared` if so.
     streams_asked: the setting, 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain.
     For our lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the
     one that has the host's own address.
@@ -131,7 +143,9 @@ def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.env
     elif transport == "stock":
         name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _of_own_address()
     declared = None if settings.link_gbps is None else round(settings.link_gbps * 1e9)
-    return {"streams_asked": lanes, "interface": name, "link_bps": declared or (link_bps(name) if name else None)}
+    rated = link_bps(name) if name and not declared else None
+    stated = {"link_bps": declared, "declared": True} if declared else {"link_bps": rated}
+    return {"streams_asked": lanes, "interface": name, **stated}
 
 
 def link_bps(interface: str) -> int | None:

@@ -304,6 +304,7 @@ class Session:
             "size": self.place.size,
             "hostname": platform.node(),
             "host_id": connect.host_digest(self.settings).hex(),
+            "machine_id": connect.boot_digest().hex(),
             "pid": os.getpid(),
             "pid_namespace": sampler.pid_namespace(),
             "finished": finished,
@@ -601,7 +602,8 @@ def _meet(session: Session, control: "_core.Comm") -> None:
     limit_s = session.settings.start_timeout_s
     together(control, b"written", limit_s)
     session.shared = run_folder.is_shared(control, session.folder, limit_s)
-    session.on_close.append(monitor.watch(session.settings, session.place, session.folder / run_folder.RANKS))
+    folder = session.folder / run_folder.RANKS
+    session.on_close.append(monitor.watch(session.settings, session.place, folder, note=session.notes.append))
     if session.place.rank == 0 and progress.is_shown(session.settings):
         session.on_close.append(progress.Progress(session.folder, session.settings.progress_s).close)
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # the run may be closed by now

@@ -39,6 +39,8 @@ NOT_TIMED = "its buckets are not timed"
 NOT_RECORDED = "what it communicates is not in this record"
 # Begin of a note that arms no longer take turns, and that no step is recorded from there on.
 STAYS = "all further steps use"
+# The lane of an operation's bytes between ranks that share memory: csrc/engine/shared.h.
+MEMORY_LANE = 64
 # Tables of a trace whose rows each belong to one rank.
 BY_RANK = ("ranks", "steps", "collectives", "nccl", "faults")
 
@@ -85,10 +87,10 @@ class Probe:
 class TransportInfo:
     """A transport as one rank recorded it.
 
-    streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and the reason. cpu: the
-    core that its thread is pinned to. costs: ns per step, per byte on the wire, per byte added; then, of two levels, a
-    fixed ns and ns per byte beyond its time on the wire; empty if not measured. ports: at which its lanes accept TCP
-    connections; empty if not known."""
+    streams_asked: 0: auto. link_bps: of `interface`; declared: stated by the user, of the network in use. shm:
+    "on", "on: " and ranks, or "off: " and the reason. cpu: the core that its thread is pinned to. costs: ns per
+    step, per byte on the wire, per byte added; then, of two levels, a fixed ns and ns per byte beyond its time on
+    the wire; empty if not measured. ports: at which its lanes accept TCP connections; empty if not known."""
 
     name: str
     provider: str | None = None
@@ -104,6 +106,7 @@ class TransportInfo:
     probe: tuple[Probe, ...] = ()
     costs: tuple[float, ...] = ()
     ports: tuple[int, ...] = ()
+    declared: bool = False
 
     @property
     def interface_known(self) -> bool:
@@ -144,6 +147,7 @@ class Clock:
 class Rank:
     """A process of the run, and the missing parts of its record. cores: the cores in its affinity mask.
 
+    machine_id: equal for all hosts of one machine, such as its containers or network namespaces; "" if not recorded.
     quota_cores: the cores' worth of processor time that its control group allows, None without a quota; quota_group:
     the group, whose processes share it. device_error_ns: the training's times are those of its GPU, on the host's clock
     within so much; None: the host's.
@@ -163,6 +167,12 @@ class Rank:
     device_error_ns: int | None = None
     quota_cores: float | None = None
     quota_group: str = ""
+    machine_id: str = ""
+
+    @property
+    def machine(self) -> str:
+        """What tells its machine from others, as far as it was recorded. Machines may have equal hostnames."""
+        return self.machine_id or self.host_id or self.hostname
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,8 +601,9 @@ NET, HOST, TCP = "net", "host", "tcp"
 class Counters:
     """One file of counters: values[i] are the columns' values at time_ns[i] of this host's monotonic clock.
 
-    Counters never decrease. hz: the requested rate; time_ns has the actual times. Columns: "eth0:rx_bytes",
-    "cpu3:softirq" (in ticks), "tcp:…".
+    hz: the requested rate; time_ns has the actual times. Columns: "eth0:rx_bytes", "cpu3:softirq" (in ticks), "tcp:…".
+    Counters of a host never decrease: one that was reset or wrapped goes on from its last value, and backwards names
+    it. left_out: interfaces without columns.
     """
 
     hostname: str
@@ -603,6 +614,8 @@ class Counters:
     columns: tuple[str, ...]
     time_ns: NDArray[np.int64]
     values: NDArray[np.int64]
+    left_out: int = 0
+    backwards: tuple[str, ...] = ()
 
     def column(self, name: str) -> NDArray[np.int64]:
         """Return one column. Raises ValueError for an unknown name."""
@@ -611,6 +624,16 @@ class Counters:
     def owners(self, what: str) -> tuple[str, ...]:
         """Return the owners of the columns that end in `what`: interfaces for "rx_bytes", cores for "user"."""
         return tuple(name.rpartition(":")[0] for name in self.columns if name.rpartition(":")[2] == what)
+
+    def rising(self) -> Counters:
+        """Return the counters with 0 for each increase between two readings that is negative."""
+        steps = np.diff(self.values, axis=0)
+        went_back = tuple(self.columns[place] for place in np.unique(np.nonzero(steps < 0)[1]))
+        if not went_back:
+            return self
+        rest = np.cumsum(np.maximum(steps, 0), axis=0)
+        values = np.concatenate([self.values[:1], self.values[:1] + rest])
+        return replace(self, values=values, backwards=went_back)
 
     def on_rank_0(self, clock: Clock) -> Counters:
         """Return the counters on rank 0's clock. clock: that of the rank that recorded them."""
@@ -658,6 +681,7 @@ def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:
             rows = np.frombuffer(file.read(there - left_out), "<i8")
             rows = rows.reshape(-1, len(columns)).astype(np.int64)
             head = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
+            head["left_out"] = int(about.get("left_out", 0))
         except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{path}: damaged head: {error}") from error
     return Counters(**head, columns=columns[1:], time_ns=rows[:, 0], values=rows[:, 1:])
@@ -673,7 +697,7 @@ def of_run(run_dir: Path | str, last_bytes: int | None = None) -> tuple[Samples,
         with contextlib.suppress(OSError, ValueError):
             counters = read_samples(path, last_bytes)
             if len(counters.time_ns):
-                samples.setdefault(counters.rank, {})[kind] = counters
+                samples.setdefault(counters.rank, {})[kind] = counters if kind == TCP else counters.rising()
     return tuple(Samples(rank, **samples[rank]) for rank in sorted(samples))
 
 

@@ -488,6 +488,7 @@ class _Described:
 
     hostname: str = ""
     host_id: str = ""
+    machine_id: str = ""
     pid: int = 0
     finished: bool = False
     error: str | None = None
@@ -645,6 +646,7 @@ def _rank_trace(
         files.rank,
         hostname=about.hostname,
         host_id=about.host_id,
+        machine_id=about.machine_id,
         pid=next((ring.pid for ring in files.rings.values()), about.pid),
         finished=about.finished,
         error=about.error,

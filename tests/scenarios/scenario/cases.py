@@ -588,7 +588,7 @@ def slow_interface(draw: Draw) -> Case[Job]:
 @case
 def traffic_of_others(draw: Draw) -> Case[Job]:
     share = draw.uniform(0.4, 0.6)
-    job = replace(_big(draw), link_bps=1e10, flow_bps=4e9 * (1 - share), other_share=share)
+    job = replace(_big(draw), link_bps=4e9, flow_bps=4e9 * (1 - share), other_share=share)
     return Case(
         "another job's traffic",
         job,
@@ -611,6 +611,157 @@ def unseen_on_a_full_link(draw: Draw) -> Case[Job]:
         never=("LINK_LIMITED", "TRANSPORT_LIMITED"),
         says="belong to no recorded operation",
     )
+
+
+@case
+def unseen_on_a_link_with_room(draw: Draw) -> Case[Job]:
+    share = draw.uniform(0.4, 0.6)
+    job = replace(_big(draw), link_bps=1e10, flow_bps=3e9 * (1 - share), other_share=share)
+    return Case(
+        "bytes that are not recorded on a link with room",
+        job,
+        ("INCONCLUSIVE",),
+        never=("OTHER_TRAFFIC", "LINK_LIMITED"),
+        says="Other traffic may cost",
+        advises="Measure while nothing else uses the network",
+    )
+
+
+@case
+def unseen_on_a_link_of_unknown_speed(draw: Draw) -> Case[Job]:
+    share = draw.uniform(0.4, 0.6)
+    job = replace(_big(draw), link_known=False, flow_bps=4e9 * (1 - share), other_share=share)
+    return Case(
+        "bytes that are not recorded on a link of unknown speed",
+        job,
+        ("INCONCLUSIVE",),
+        never=("OTHER_TRAFFIC", "LINK_LIMITED"),
+        says="the link's speed is not known",
+        advises="NETBOTTLENECK_LINK_GBPS",
+    )
+
+
+@case
+def headers_of_small_operations(draw: Draw) -> Case[Job]:
+    small = replace(NOISY, backward_ms=20, buckets=(4096,) * 60, latency_ms=draw.uniform(0.8, 1.5), block_steps=20)
+    job = replace(small, link_known=False, other_share=0.0, headers=draw.randrange(1600, 2200))
+    return Case("headers of many small operations", job, ("LATENCY_LIMITED",), never=("OTHER_TRAFFIC",))
+
+
+@case
+def little_traffic_beside_small_operations(draw: Draw) -> Case[Job]:
+    small = replace(NOISY, backward_ms=20, buckets=(4096,) * 60, latency_ms=draw.uniform(0.8, 1.5), block_steps=20)
+    job = replace(small, other_share=0.0, other_bps=draw.uniform(2e7, 1e8))
+    return Case("little traffic beside small operations", job, ("LATENCY_LIMITED",), never=("OTHER_TRAFFIC",))
+
+
+@case
+def loopback_beside_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9), other_share=0.0, loopback_bps=3e10)
+    return Case(
+        "full link, and much on the loopback",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        never=("OTHER_TRAFFIC",),
+    )
+
+
+@case
+def shared_memory(draw: Draw) -> Case[Job]:
+    job = replace(
+        _big(draw),
+        ranks=4,
+        ranks_per_host=4,
+        arms=("tcp",),
+        algorithm="shared memory",
+        link_known=False,
+        link_bps=5e9,
+        other_share=0.0,
+        other_bps=draw.uniform(1e6, 1e8),
+        loopback_bps=draw.uniform(1e6, 1e8),
+    )
+    return Case("shared memory, and a remote shell", job, ("INCONCLUSIVE",), never=("OTHER_TRAFFIC",))
+
+
+@case
+def others_beside_several_ranks_of_a_host(draw: Draw) -> Case[Job]:
+    share = draw.uniform(0.4, 0.6)
+    job = replace(
+        _big(draw),
+        ranks=8,
+        ranks_per_host=4,
+        arms=("tcp",),
+        algorithm="ring all-reduce",
+        link_bps=4e9,
+        flow_bps=4e9 * (1 - share) / 8,
+        other_share=share,
+    )
+    return Case(
+        "another job's traffic, four ranks on each host",
+        job,
+        ("OTHER_TRAFFIC",),
+        replace(job, other_share=0.0, flow_bps=4e9),
+        "OTHER_TRAFFIC",
+        saves=True,
+    )
+
+
+@case
+def flow_cap_on_a_slow_interface(draw: Draw) -> Case[Job]:
+    ratings = {"stock": ("eno1", 1e10), "tcp": ("eth1", 4e10)}
+    cap = draw.uniform(2e9, 4e9)
+    job = replace(_big(draw), link_known=False, flow_bps=cap, streams=1, interfaces=ratings, arms=("stock", "tcp"))
+    return Case(
+        "flow cap far below the rating of a slow interface",
+        replace(job, blocks=2),
+        ("INCONCLUSIVE",),
+        never=("MISCONFIGURED",),
+        says="the used one is",
+        advises="Measure over the faster interface: GLOO_SOCKET_IFNAME",
+    )
+
+
+@case
+def nccl_beside_the_rated_interface(draw: Draw) -> Case[Job]:
+    rate = draw.uniform(1e9, 3e9)
+    job = replace(
+        _big(draw),
+        link_known=False,
+        link_bps=rate,
+        flow_bps=rate,
+        providers=("nccl",),
+        interfaces={"stock": ("eth0", rate)},
+    )
+    return Case(
+        "NCCL may use another network than the rated interface", job, ("INCONCLUSIVE",), never=("LINK_LIMITED",)
+    )
+
+
+@case
+def nccl_on_a_full_interface(draw: Draw) -> Case[Job]:
+    job = replace(nccl_beside_the_rated_interface(draw).job, other_share=0.0)
+    return Case("NCCL fills the rated interface, by its bytes", job, ("LINK_LIMITED",))
+
+
+@case
+def all_to_all_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), ranks=16, ranks_per_host=8, kind="alltoall", link_bps=4e9, block_steps=8)
+    job = replace(job, buckets=tuple(size // 8 for size in job.buckets))
+    return Case(
+        "two hosts of eight ranks, all-to-all on a full link",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+    )
+
+
+@case
+def machines_of_one_name(draw: Draw) -> Case[Job]:
+    job = replace(as_good(draw).job, shared_cores=2, busy=draw.uniform(0.95, 1.2), hostname="localhost")
+    return Case("machines of one name", job, ("DO_NOTHING",), never=("HOST_LIMITED",), advises="keep stock")
 
 
 @case

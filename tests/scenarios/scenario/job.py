@@ -28,6 +28,7 @@ from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 
 MS = 1_000_000
 MIB = 1 << 20
+READINGS = 600  # of a host's counters
 RESEND_MS = 200.0  # the least timeout of Linux
 
 
@@ -43,7 +44,9 @@ class Job:
     ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
     every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
     busy, of two of its own, or of the shared_cores of its host. other_share: part of the interface's bytes that is
-    not recorded. lost: part of the operations that wait RESEND_MS until a lost packet is sent again.
+    not recorded, while operations are in flight; None: no counters. other_bps, loopback_bps: rates of bytes that are
+    not recorded, of the interface and of the loopback, all the time. headers: of an operation, on the interface. lost:
+    part of the operations that wait RESEND_MS until a lost packet is sent again. hostname: of all hosts; "": of each.
     """
 
     ranks: int = 2
@@ -80,17 +83,28 @@ class Job:
     algorithm: str | None = None
     ranks_per_host: int = 1
     lost: float = 0.0
+    kind: str = "allreduce"
+    other_bps: float = 0.0
+    loopback_bps: float = 0.0
+    headers: int = 0
+    hostname: str = ""
 
     def rate_bps(self, arm: str) -> float:
         """Rate of an arm's flows together."""
         return min(self.link_bps, self.flow_bps * (1 if arm in ("stock", "bare") else self.streams))
 
     def bus_bytes(self, nbytes: int) -> float:
-        """Bytes of an all-reduce that cross the link, one way."""
+        """Bytes of an operation that cross the link of a host, one way."""
         count = self.ranks
+        if self.kind == "alltoall":
+            return self.ranks_per_host * (count - self.ranks_per_host) / count * nbytes
         if self.algorithm and "two_level" in self.algorithm:
             count = self.ranks // self.ranks_per_host
         return 2 * (count - 1) / count * nbytes if count > 1 else 0.0
+
+    def sent_bytes(self, nbytes: int) -> float:
+        """Bytes of an operation that a rank counts as sent."""
+        return 0.0 if self.algorithm and "shared memory" in self.algorithm else self.bus_bytes(nbytes)
 
 
 class Clockwork:
@@ -228,7 +242,8 @@ class Clockwork:
                     start_ns=ns(start) if native else ns(at[rank]),
                     agreed_ns=ns(start) if native else None,
                     done_ns=ns(done),
-                    wire_bytes=round(self.job.bus_bytes(self.job.buckets[place])) if native else None,
+                    wire_bytes=round(self.job.sent_bytes(self.job.buckets[place])) if native else None,
+                    kind=self.job.kind,
                     algorithm=self.job.algorithm,
                 )
             )
@@ -261,7 +276,7 @@ def _rank(job: Job, rank: int) -> Rank:
     host = rank // job.ranks_per_host
     return Rank(
         rank,
-        f"host{host}",
+        job.hostname or f"host{host}",
         f"h{host}",
         finished=True,
         clock=clock,
@@ -316,16 +331,22 @@ def connected_of(job: Job) -> Connected:
 
 
 def samples_of(job: Job, trace: Trace) -> tuple[Samples, ...]:
-    """The counters of each host's interface: the recorded bytes, and `other_share` of all."""
+    """The counters of each host's interfaces: the recorded bytes while operations are in flight, and the others."""
     if job.other_share is None:
         return ()
     low, high = min(s.begin_ns for s in trace.steps), max(s.end_ns for s in trace.steps)
-    times = np.linspace(low, high, 200).astype(np.int64)
-    own = sum(job.bus_bytes(c.tensor_bytes) for c in trace.collectives if c.rank == 0)
-    moved = (np.linspace(0, own / (1 - job.other_share), 200)).astype(np.int64)
-    columns = tuple(f"eth0:{name}" for name in ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets"))
-    values = np.stack([moved, moved // 1500, moved, moved // 1500], axis=1)
-    return tuple(
-        Samples(rank.rank, Counters(rank.hostname, rank.host_id, rank.rank, 50, 100, columns, times, values))
-        for rank in trace.ranks
-    )
+    times = np.linspace(low, high, READINGS).astype(np.int64)
+    found = []
+    for rank in trace.ranks[:: job.ranks_per_host]:
+        eth0 = (times - low) / 8e9 * job.other_bps
+        for one in (c for c in trace.collectives if c.rank == rank.rank):
+            moved = job.sent_bytes(one.known_bytes) / (1 - job.other_share) + job.headers
+            eth0 += np.interp(times, [one.start_ns or 0, one.done_ns or 0], [0, moved])
+        columns, values = [], []
+        for name, moved in (("eth0", eth0), ("lo", (times - low) / 8e9 * job.loopback_bps)):
+            columns += [f"{name}:{way}_{what}" for way in ("rx", "tx") for what in ("bytes", "packets")]
+            values += 2 * [moved, moved // 1500]
+        table = np.stack(values, axis=1).astype(np.int64)
+        net = Counters(rank.hostname, rank.host_id, rank.rank, 50, 100, tuple(columns), times, table)
+        found.append(Samples(rank.rank, net))
+    return tuple(found)

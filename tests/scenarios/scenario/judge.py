@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from netbottleneck.analysis import findings, usage, verdict
+from netbottleneck.analysis import findings, traffic, usage, verdict
 from netbottleneck.analysis.intervals import counted
 from netbottleneck.report import text
 from netbottleneck.whatif import sweeps
@@ -46,7 +46,7 @@ def judge(job: Job, seed: int) -> Judged:
     """Run a job and decide, as a report does."""
     trace = trace_of(job, seed)
     found = findings.find(trace)
-    return decide(found, usage.hosts(trace, samples_of(job, trace)), connected_of(job))
+    return decide(found, usage.hosts(found.trace, samples_of(job, trace)), connected_of(job))
 
 
 def decide(
@@ -55,7 +55,7 @@ def decide(
     connected: usage.Connected = usage.NO_CONNECTIONS,
 ) -> Judged:
     """Decide, as a report does."""
-    faster = {} if found.base is None else usage.faster(found.trace, found.base, hosts)
+    faster = {} if found.base is None else traffic.faster(found.trace, found.base, hosts)
     predicted = sweeps.savings(found.trace, found.base, found.link_bps, faster)
     return Judged(found, verdict.decide(found, predicted, hosts, connected))
 

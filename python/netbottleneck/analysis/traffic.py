@@ -1,0 +1,312 @@
+"""Bytes between hosts: of the recorded operations, and on the interfaces that carry them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.intervals import counted, host_count
+from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, MESSAGE_BYTES, OTHER_TRAFFIC
+from netbottleneck.analysis.usage import LOOPBACK, WAYS, HostUse, Use, by_link, steps_inside
+from netbottleneck.trace.model import MEMORY_LANE, Collective, Rank, Step, Trace, TransportInfo
+from netbottleneck.trace.transports import Arm
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Bytes on a host's interface in one direction, in an arm's steps, that no recorded operation explains.
+
+    part: of the interface's bytes; surely: the same if headers, acknowledgements and control messages add what they may
+    to the recorded ones. active_bps: rate of all bytes on the interface while operations are in flight, or over the
+    steps if that is higher. link_bps: rated speed of the interface; None if it is not known.
+    """
+
+    hostname: str
+    interface: str
+    bytes: float
+    part: float
+    surely: float
+    active_bps: float = 0.0
+    link_bps: float | None = None
+
+    @property
+    def unseen_bps(self) -> float:
+        """Rate of the unseen bytes."""
+        return self.part * self.active_bps
+
+
+# Operations in which each rank receives as many bytes as it sends.
+EVEN = ("allreduce", "allgather", "reducescatter", "barrier")
+
+
+def in_memory(operation: Collective) -> bool:
+    """True if an operation moved its bytes through shared memory alone."""
+    return "shared memory" in (operation.algorithm or "")
+
+
+class _Places:
+    """The ranks of a run by host. A rank that did not record its host has one of its own."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.size = trace.size
+        self.count = host_count(trace)
+        self.hosts = {rank.rank: rank.host_id or str(rank.rank) for rank in trace.ranks}
+        self._local = Counter(self.hosts.values())
+
+    def local(self, rank: int) -> int:
+        """Return the number of ranks on the host of a rank."""
+        return self._local[self.hosts[rank]]
+
+    def most_local(self) -> int:
+        """Return the largest number of ranks on a host."""
+        return max(self._local.values(), default=1)
+
+    def outside(self, operation: Collective, to: int) -> tuple[float, float]:
+        """Return the least and the most part of a rank's bytes in an operation that pass between hosts.
+
+        If all ranks are on one host, these are the bytes on its loopback.
+        to: 1 for what it sends, -1 for what it receives. A ring passes from each rank to the next one.
+        """
+        rank, algorithm = operation.rank, operation.algorithm or ""
+        if in_memory(operation):
+            return 0.0, 0.0
+        if "two_level" in algorithm or self.local(rank) == 1 or self.count == 1:
+            return 1.0, 1.0
+        if operation.ranks in (None, self.size):
+            if operation.kind == "alltoall":
+                part = (self.size - self.local(rank)) / (self.size - 1)
+                return part, part
+            if algorithm.startswith(("ring", "chain")):
+                part = float(self.hosts.get((rank + to) % self.size) != self.hosts[rank])
+                return part, part
+        return 0.0, 1.0
+
+
+def _sent(operation: Collective, places: _Places) -> float:
+    """Bytes that a rank sends in an operation: recorded, else by the operation's kind."""
+    if operation.wire_bytes is not None:
+        return float(operation.wire_bytes)
+    factor = bus_factor(operation.kind, operation.ranks or places.size, operation.algorithm, places.count)
+    return operation.known_bytes * factor
+
+
+def _received(operation: Collective, sent: float) -> float | None:
+    """Bytes that a rank receives in an operation; None if that is not known, as of a gather's root."""
+    if operation.kind in EVEN:
+        return sent
+    if operation.lanes is not None:
+        return float(sum(received for lane, _, received in operation.lanes if lane != MEMORY_LANE))
+    return {"send": 0.0, "recv": float(operation.known_bytes)}.get(operation.kind)
+
+
+def _recorded(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int) -> dict[int, list[Collective]]:
+    """By the rank of each use: the operations of its host's ranks in the counted steps of an arm that it covers."""
+    hosts = {rank.rank: rank.host_id or str(rank.rank) for rank in trace.ranks}
+    of_host = {hosts[use.rank]: use for use in uses if use.arm == arm and use.rank in hosts}
+    by_host: dict[str, list[Step]] = defaultdict(list)
+    for step in counted(trace, warmup):
+        if step.arm == arm:
+            by_host[hosts.get(step.rank, "")].append(step)
+    steps = {(s.rank, s.index) for host, use in of_host.items() for s in steps_inside(by_host[host], use.recorded)}
+    found: dict[int, list[Collective]] = {use.rank: [] for use in of_host.values()}
+    for c in trace.collectives:
+        if c.arm == arm and (c.rank, c.step) in steps:
+            found[of_host[hosts[c.rank]].rank].append(c)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Bytes that a host's operations move in one direction on its interface: at least, and at most.
+
+    more: what headers, acknowledgements and control messages add at most.
+    """
+
+    least: float
+    most: float
+    more: float
+
+    @property
+    def exact(self) -> bool:
+        """True if the bytes are known but for headers."""
+        return self.most - self.least <= HEADERS * self.most
+
+
+def _known(places: _Places, operations: Sequence[Collective], way: str) -> _Known | None:
+    """The recorded bytes of a host's operations in one direction; None if they are not known.
+
+    If ranks of one host share memory, their other bytes say nothing about its loopback.
+    """
+    if places.count == 1 and any(map(in_memory, operations)):
+        return None
+    least = most = messages = 0.0
+    for one in operations:
+        sent = _sent(one, places)
+        moved = sent if way == "tx" else _received(one, sent)
+        if moved is None:
+            return None
+        low, high = places.outside(one, 1 if way == "tx" else -1)
+        least, most = least + low * moved, most + high * moved
+        messages += high * 2 * ((one.ranks or places.size) - 1)
+    return _Known(least, most, HEADERS * most + MESSAGE_BYTES * messages)
+
+
+def _link(use_of: HostUse, way: str, known: _Known, names: Collection[str]) -> Use | None:
+    """The use of the interface that carries a host's operations; None if none has traffic.
+
+    names: the interfaces that may. Of several that moved enough bytes, the one with the fewest: its unseen bytes are
+    the fewest. Readings are not exact at the ends of steps, so a few bytes may lack.
+    """
+    uses = [use for use in use_of.interfaces if use.way == way and use.interface in names and use.bytes > 0]
+    enough = [use for use in uses if use.bytes >= (1 - HEADERS) * known.least]
+    if known.exact and enough:
+        return min(enough, key=lambda use: use.bytes)
+    return max(uses, key=lambda use: use.bytes, default=None)
+
+
+def _names(trace: Trace, use_of: HostUse, arm: Arm, host: Sequence[Rank], places: _Places) -> set[str]:
+    """The interfaces of a host that may carry an arm's operations: the loopback if all ranks are on one host."""
+    if places.count == 1:
+        return {LOOPBACK}
+    links = set(use_of.links) - {LOOPBACK}
+    infos = [info for rank in host for info in rank.transports if info.name == arm.transport]
+    sure = {info.interface for info in infos if info.interface and info.interface_known}
+    return links & sure or links
+
+
+def _unseen_of(use_of: HostUse, use: Use, known: _Known, host: Sequence[Rank]) -> Unseen:
+    """The unseen bytes of an interface."""
+    surely, part = (max(0.0, 1 - recorded / use.bytes) for recorded in (known.most + known.more, known.most))
+    rated = [info.link_bps for rank in host for info in rank.transports if info.interface == use.interface]
+    return Unseen(
+        use_of.hostname,
+        use.interface,
+        part * use.bytes,
+        part,
+        surely,
+        max(use.active_bps or 0.0, use.average_bps),
+        min((bps for bps in rated if bps), default=None),
+    )
+
+
+def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> Unseen | None:
+    """The largest unseen part among the hosts, in an arm's counted steps; None if it is not known.
+
+    uses: of the same steps. What an interface sent is compared with what the operations sent to other hosts, and what
+    it received with what they received, if that is known. Where it is not known how many bytes pass between hosts, all
+    of them are taken to, and the rest counts only if it surely does. Without recorded bytes, as in shared memory,
+    nothing is compared.
+    """
+    recorded, places = _recorded(trace, arm, uses, warmup), _Places(trace)
+    found = []
+    for use_of in by_link(trace, [use for use in uses if use.arm == arm and use.rank in recorded]):
+        host = [rank for rank in trace.ranks if places.hosts[rank.rank] == places.hosts[use_of.rank]]
+        names = _names(trace, use_of, arm, host, places)
+        for way in WAYS:
+            known = _known(places, recorded[use_of.rank], way)
+            use = None if known is None or known.most <= 0 else _link(use_of, way, known, names)
+            if use is not None and known is not None:
+                one = _unseen_of(use_of, use, known, host)
+                if known.exact or one.surely >= OTHER_TRAFFIC:
+                    found.append(one)
+    return max(found, key=lambda one: (one.surely, one.part), default=None)
+
+
+def on_interface(trace: Trace, arm: Arm, warmup: int = 1) -> float:
+    """Bytes on the interface of a host, one way, over those that bus_factor counts for a rank, by an arm's operations.
+
+    A ring enters and leaves each host once, so that a host's interface carries the bytes of one rank, however many
+    ranks share it. In an all-to-all each of its L ranks sends n - L of n parts to other hosts: L (n - L) / (n - 1). The
+    root of a gather or scatter exchanges n - L parts: (n - L) / (n - 1). Groups of some of the ranks count as 1,
+    because their hosts are not recorded.
+    """
+    places = _Places(trace)
+    local, size = places.most_local(), trace.size
+    if local == 1 or places.count == 1 or size < 2:
+        return 1.0
+    part = (size - local) / (size - 1)
+    factors = {"alltoall": local * part, "gather": part, "scatter": part}
+    steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
+    bus = interface = 0.0
+    for one in trace.collectives:
+        if one.arm == arm and (one.rank, one.step) in steps:
+            moved = one.known_bytes * bus_factor(one.kind, one.ranks or size, one.algorithm, places.count)
+            whole = one.ranks in (None, size)
+            bus, interface = bus + moved, interface + moved * (factors.get(one.kind, 1.0) if whole else 1.0)
+    return interface / bus if bus else 1.0
+
+
+def rating(info: TransportInfo) -> int:
+    """The rated speed of a transport's interface in bits a second; 0 if it is not known."""
+    return info.link_bps or 0
+
+
+def carriers(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> set[tuple[str, str]]:
+    """(host, interface) of the interfaces whose bytes, in the counted steps of an arm, show that its data travel there.
+
+    An interface must have moved INTERFACE_CARRIES of the bytes that an algorithm sends from host to host at least.
+    """
+    count = host_count(trace) or 0
+    hosts = {rank.rank: rank.host_id for rank in trace.ranks}
+    recorded = _recorded(trace, arm, uses, warmup)
+    least = {
+        rank: sum(c.known_bytes * bus_factor(c.kind, min(c.ranks or trace.size, count)) for c in own if c.rank == rank)
+        for rank, own in recorded.items()
+    }
+    return {
+        (hosts[of.rank], use.interface)
+        for of in uses
+        for use in of.interfaces
+        if of.arm == arm and 0 < INTERFACE_CARRIES * least.get(of.rank, 0.0) <= use.bytes
+    }
+
+
+def unproven(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> TransportInfo | None:
+    """A rated interface that an arm may not use, on any rank; None if each is known, or its bytes show the arm's data.
+
+    A declared rate is of the network that the arm uses.
+    """
+    if trace.network is not None:
+        return None
+    rated = [(rank, info) for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
+    named = [(rank, info) for rank, info in rated if info.link_bps and info.interface]
+    perhaps = [(rank, info) for rank, info in named if not (info.interface_known or info.declared)]
+    seen = carriers(trace, arm, uses) if perhaps else set()
+    return next((info for rank, info in perhaps if (rank.host_id, info.interface) not in seen), None)
+
+
+def _rated(rank: Rank) -> list[TransportInfo]:
+    """A rank's transports whose interface has a rated speed."""
+    return [info for info in rank.transports if info.link_bps and info.interface]
+
+
+def slow_interface(
+    trace: Trace, arm: Arm, uses: Sequence[HostUse] | None = None
+) -> tuple[TransportInfo, TransportInfo] | None:
+    """An arm's interface on one rank, and a faster one: of another transport there, else of this arm elsewhere.
+
+    uses: of the hosts. An interface that is not known for certain counts if its bytes show that the arm uses it; None:
+    it counts anyway.
+    """
+    own = [(rank, info) for rank in trace.ranks for info in _rated(rank) if info.name == arm.transport]
+    if uses is not None:
+        seen = carriers(trace, arm, uses)
+        own = [(rank, info) for rank, info in own if info.interface_known or (rank.host_id, info.interface) in seen]
+    for rank, info in own:
+        there = max(_rated(rank), key=rating)
+        if rating(there) > rating(info):
+            return info, there
+    infos = sorted((info for _, info in own), key=rating)
+    return (infos[0], infos[-1]) if infos and rating(infos[0]) < rating(infos[-1]) else None
+
+
+FASTER_INTERFACE, NO_OTHERS = "faster interface", "no other traffic"
+
+
+def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
+    """By change, the largest factor of an arm's rate: over the faster interface; without the traffic of others."""
+    slow, others = slow_interface(trace, arm, uses), unseen(trace, arm, uses)
+    found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
+    return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}

@@ -1,0 +1,123 @@
+"""Bytes between hosts: those of the operations are told from those of others, on the interface that carries both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from netbottleneck.analysis import traffic
+from netbottleneck.analysis.usage import HostUse, Use
+from netbottleneck.trace.model import MEMORY_LANE, Collective, Rank, Step, Trace, TransportInfo
+from netbottleneck.trace.transports import Arm
+
+TCP = Arm("tcp")
+MIB = 1 << 20
+MOVED = 64 * MIB  # by an operation of this size a ring of many ranks sends about twice as much
+
+
+def trace_of(hosts: str, info: TransportInfo | None = None, **operation: Any) -> Trace:
+    """A run with a rank on each of these hosts, each named by a letter: a counted step, with one operation."""
+    ranks = tuple(
+        Rank(number, hostname=host, host_id=host, transports=() if info is None else (info,))
+        for number, host in enumerate(hosts)
+    )
+    steps = tuple(Step(rank.rank, at, 0, TCP, at, at + 1) for rank in ranks for at in (0, 1))
+    about: dict[str, Any] = {"start_ns": 1, "done_ns": 2, "step": 1, **operation}
+    moved = tuple(Collective(rank.rank, TCP, 1, 1, 1, MOVED, **about) for rank in ranks)
+    return Trace("r", len(hosts), (TCP,), ranks=ranks, steps=steps, collectives=moved)
+
+
+def use_of(**sent: float) -> HostUse:
+    """The use of the first rank's host: bytes that each interface sent."""
+    uses = tuple(Use(name, "tx", 8e9, None, nbytes, 0.0) for name, nbytes in sent.items())
+    return HostUse(0, "a", TCP, 1.0, 1.0, 10.0, uses)
+
+
+def unseen(trace: Trace, **sent: float) -> traffic.Unseen | None:
+    """The unseen bytes of the first host."""
+    return traffic.unseen(trace, TCP, [use_of(**sent)])
+
+
+def part(trace: Trace, **sent: float) -> float | None:
+    """The unseen part of the first host's bytes; None if it is not known."""
+    found = unseen(trace, **sent)
+    return None if found is None else found.part
+
+
+def test_the_loopback_carries_operations_only_of_one_host() -> None:
+    two, one = trace_of("ab"), trace_of("aa")
+    assert part(two, lo=100 * MOVED, eth0=1.05 * MOVED) == pytest.approx(1 - 1 / 1.05)
+    assert part(two, lo=100 * MOVED) is None
+    assert part(one, lo=8 * MOVED, eth0=100 * MOVED) == pytest.approx(0.75)  # two ranks send MOVED each
+    assert part(one, eth0=100 * MOVED) is None
+
+
+def test_the_interface_is_the_known_one_or_the_one_with_the_fewest_unseen_bytes() -> None:
+    storage = {"eth1": 20.0 * MOVED, "eth0": 1.05 * MOVED, "eth2": 0.1 * MOVED}
+    found = unseen(trace_of("ab"), **storage)
+    assert found is not None
+    assert found.interface == "eth0"
+    inexact = unseen(trace_of("ab"), **storage | {"eth0": 0.97 * MOVED})
+    assert inexact is not None
+    assert (inexact.interface, inexact.part) == ("eth0", 0.0)
+    known = unseen(trace_of("ab", TransportInfo("tcp", interface="eth1", link_bps=10**10)), **storage)
+    assert known is not None
+    assert (known.interface, known.link_bps) == ("eth1", 10**10)
+    assert known.unseen_bps == pytest.approx(8e9 * 0.95)
+
+
+def test_shared_memory_says_nothing_about_an_interface() -> None:
+    for algorithm in ("shared memory", "staged shared memory"):
+        for hosts in ("aa", "ab"):
+            trace = trace_of(hosts, algorithm=algorithm, wire_bytes=0)
+            assert part(trace, lo=MOVED, eth0=MOVED) is None
+    lanes = ((0, 0, MOVED), (MEMORY_LANE, 0, 8 * MOVED))
+    two = trace_of("aabb", kind="broadcast", algorithm="two_level", wire_bytes=MOVED, lanes=lanes)
+    uses = (Use("eth0", "rx", 8e9, None, 4.0 * MOVED, 0.0),)
+    found = traffic.unseen(two, TCP, [HostUse(0, "a", TCP, 1.0, 1.0, 10.0, uses)])
+    assert found is not None
+    assert found.part == pytest.approx(0.5)
+
+
+def test_of_several_ranks_on_a_host_only_bytes_to_other_hosts_count() -> None:
+    bus = 2 * 7 / 8 * MOVED
+    ring = trace_of("aaaabbbb", algorithm="ring all-reduce", wire_bytes=round(bus))
+    assert part(ring, eth0=2 * bus) == pytest.approx(0.5)
+    interleaved = trace_of("abababab", algorithm="ring all-reduce", wire_bytes=round(bus))
+    assert part(interleaved, eth0=8 * bus) == pytest.approx(0.5)
+    everyone = trace_of("aaaabbbb", kind="alltoall")
+    assert part(everyone, eth0=4 * MOVED) == pytest.approx(0.5)  # four ranks send half of their bytes out
+
+
+def test_without_an_algorithm_only_what_all_bytes_together_do_not_explain_counts() -> None:
+    bus, unknown = 2 * 7 / 8 * MOVED, trace_of("aaaabbbb")
+    assert part(unknown, eth0=2 * bus) is None
+    assert part(unknown, eth0=4 * bus) is None
+    assert part(unknown, eth0=8 * bus) == pytest.approx(0.5)
+    groups = trace_of("aaaabbbb", kind="alltoall", ranks=2)
+    assert part(groups, eth0=MOVED) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kind", "factor"),
+    [
+        ("ab", "alltoall", 1.0),
+        ("aaaa", "alltoall", 1.0),
+        ("aaaaaaaabbbbbbbb", "allreduce", 1.0),
+        ("aaaaaaaabbbbbbbb", "alltoall", 64 / 15),
+        ("aaaaaaaabbbbbbbb", "gather", 8 / 15),
+    ],
+)
+def test_an_interface_carries_the_bytes_of_all_ranks_that_share_it(hosts: str, kind: str, factor: float) -> None:
+    assert traffic.on_interface(trace_of(hosts, kind=kind), TCP) == pytest.approx(factor)
+    if kind == "alltoall" and factor > 1:
+        assert traffic.on_interface(trace_of(hosts, kind=kind, ranks=2), TCP) == 1.0
+
+
+def test_a_declared_rate_is_of_the_network_in_use() -> None:
+    rated = {"provider": "nccl", "interface": "eth0", "link_bps": 10**9}
+    stock = Arm("stock")
+    assert traffic.unproven(trace_of("ab", TransportInfo("stock", **rated)), stock, ()) is not None
+    assert traffic.unproven(trace_of("ab", TransportInfo("stock", **rated, declared=True)), stock, ()) is None
+    assert traffic.unproven(trace_of("ab", TransportInfo("stock", **rated | {"provider": "gloo"})), stock, ()) is None

@@ -32,9 +32,10 @@ enum {
     SPIN_BYTES = 4 * 1024 * 1024 // largest awaited operation that is polled for
 };
 
+// Last first: the windows of a device operation, which write to its memory, are behind it.
 static void works_fail(struct nb_list *works, const struct nb_error *why) {
     while (!nb_list_empty(works)) {
-        struct nb_work *work = NB_CONTAINER(works->next, struct nb_work, link);
+        struct nb_work *work = NB_CONTAINER(works->prev, struct nb_work, link);
         nb_work_cancel(work);
         nb_work_finish(work, why);
     }

@@ -51,6 +51,7 @@ WRAPPED = {
     "test_lane_rate": ("clock_gettime",),
     "test_control": ("epoll_wait", "close", "nb_control_init", "nb_shared_sleep", "nb_shared_wake"),
     "test_cuda_cancel": ("nb_work_start", "nb_work_finish", "nb_watchdog_tick"),
+    "test_cuda_clock": ("clock_gettime",),
     "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
     "test_faults": ("nb_lanes_peer_open",),

@@ -425,7 +425,7 @@ static void rank_failed(struct nb_job *job, int rank, const unsigned char *body)
 }
 
 // False for what this rank could not have submitted.
-static bool desc_possible(const struct nb_job *job, int rank, const struct op_descriptor *desc) {
+static bool desc_possible(struct nb_job *job, int rank, const struct op_descriptor *desc) {
     const struct nb_group *group = nb_groups_find(job, desc->comm);
     bool known = desc->comm == 0 || (group != NULL && nb_group_has(group, rank));
     int size = group != NULL ? group->count : job->size;

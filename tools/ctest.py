@@ -57,6 +57,7 @@ WRAPPED = {
     "test_faults": ("nb_lanes_peer_open",),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
+    "test_many": ("nb_negotiation_flush",),
     "test_no_memory": ("calloc", "nb_autotune_guess"),
     "test_start_order": (
         "nb_negotiation_flush",

@@ -143,6 +143,8 @@ struct core_memory {
 // Parses a tensor, an object with the buffer protocol, (address, bytes), a sequence of those, or None. ValueError or TypeError
 // naming the position and the value. The size of every piece is a multiple of `element_bytes`.
 int core_memory_parse(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes);
+// The same. ValueError for memory of a device.
+int core_memory_parse_host(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes);
 // May run any Python code.
 void core_memory_release(struct core_memory *memory);
 int core_memory_visit(const struct core_memory *memory, visitproc visit, void *arg);

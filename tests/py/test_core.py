@@ -439,6 +439,16 @@ class Pinned:
         return self._line.itemsize
 
 
+class OnDevice(Pinned):
+    """A tensor of 16 bytes in the memory of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros(4, np.float32))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
 def test_pinned_memory_travels_as_memory_of_the_host(pair: list[_core.Comm]) -> None:
     def add(comm: _core.Comm) -> list[float]:
         lines = [np.full(3, comm.rank + 1, np.float32), np.full(2, comm.rank + 2, np.float32)]
@@ -1005,6 +1015,10 @@ def test_a_line_that_ranks_cannot_share_is_refused(pair: list[_core.Comm]) -> No
         (lambda: _core.reduce_pair(bytearray(4), bytearray(8), _core.FLOAT32, _core.SUM), "4 bytes and the other 8"),
         (lambda: _core.reduce_pair(bytearray(4), bytearray(4), _core.INT8, _core.MAX), "int8 .* by op max"),
         (lambda: _core.reduce_pair(bytearray(4), b"read", _core.FLOAT32, _core.SUM), "writable"),
+        (lambda: _core.reduce(OnDevice(), bytearray(16), _core.FLOAT32, _core.SUM), "memory of the host"),
+        (lambda: _core.reduce_pair(bytearray(16), OnDevice(), _core.FLOAT32, _core.SUM), "memory of the host"),
+        (lambda: _core.reduce_times(OnDevice(), bytearray(16), 16, _core.FLOAT32), "memory of the host"),
+        (lambda: _core.copy_times(bytearray(16), OnDevice(), 16), "memory of the host"),
         (lambda: _core.Listener(address="nowhere"), "nowhere"),
         (lambda: _core.Listener(ports=(9, 2)), r"ports .* not \(9, 2\)"),
         (lambda: _core.Recorder("ring", 0, 0), "capacity .* not 0"),

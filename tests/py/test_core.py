@@ -285,6 +285,21 @@ print(passed_ns, released_ns)
     assert found[_core.EVENTS["FORWARD_END"]][0] >= released_ns - error_ns
 
 
+def test_a_stamp_whose_stream_lookup_closes_the_recorder_is_dropped(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+def current_stream(number):
+    recorder.close()
+    return types.SimpleNamespace(cuda_stream=stream.value)
+
+sys.modules["torch.cuda"].current_stream = current_stream
+recorder.put(_core.EVENTS["STEP_BEGIN"])
+recorder.put(_core.EVENTS["STEP_END"])
+print(recorder.device_stream)
+"""
+    assert run_following(script, fake_driver, tmp_path / "ring") == "None\n"
+    assert not {_core.EVENTS["STEP_BEGIN"], _core.EVENTS["STEP_END"]} & {e[1] for e in events_of(tmp_path / "ring")}
+
+
 def test_stamps_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     recorder = _core.Recorder(str(path), 8, 3)

@@ -496,6 +496,11 @@ def test_an_exchange_with_a_name_that_ends_at_its_limit_leaves_the_others_in_ord
         assert found == [[b"0", b"1"]] * 2
 
 
+def test_a_limit_below_a_millisecond_is_a_limit(pair: list[_core.Comm]) -> None:
+    with pytest.raises(TimeoutError, match="'alone' has waited"):
+        pair[0].exchange(b"", limit_s=1e-6, name="alone")
+
+
 def test_a_barrier_and_a_broadcast(pair: list[_core.Comm]) -> None:
     def broadcast(comm: _core.Comm) -> bytes:
         comm.submit("barrier", _core.BARRIER, None, _core.UINT8).wait()

@@ -140,11 +140,13 @@ int core_comm_log_notices(PyObject *object) {
     struct core_comm *self = (struct core_comm *)object;
     char text[NB_ERROR_TEXT];
     while (self->job != NULL && nb_job_notice(self->job, text, sizeof text)) {
-        PyObject *logging = PyImport_ImportModule("logging");
+        PyObject *notice = core_text(text);
+        PyObject *logging = notice != NULL ? PyImport_ImportModule("logging") : NULL;
         PyObject *logger = logging != NULL ? PyObject_CallMethod(logging, "getLogger", "s", "netbottleneck") : NULL;
-        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siis", "[rank %d/%d] %s", self->rank,
-                                                              self->size, text)
+        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siiO", "[rank %d/%d] %s", self->rank,
+                                                              self->size, notice)
                                         : NULL;
+        Py_XDECREF(notice);
         Py_XDECREF(logging);
         Py_XDECREF(logger);
         if (done == NULL) {

@@ -105,6 +105,8 @@ PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs);
 
 // Raises the exception for `code`, with err's text and peer (err may be NULL or empty). Always returns NULL.
 PyObject *core_raise(const struct core_state *state, int code, const struct nb_error *err);
+// A text of the core. Bytes that are not UTF-8, as where a text was cut, are replaced.
+PyObject *core_text(const char *text);
 // Raises Error if another process made the object: 0, or -1.
 int core_here(const struct core_state *state, pid_t pid, const char *what);
 

@@ -695,6 +695,34 @@ def test_a_communicator_that_an_argument_closes_is_refused() -> None:
     assert run_python(CLOSED_MEANWHILE).splitlines() == ["communicator is closed"] * 6
 
 
+def test_a_close_in_which_the_collector_runs_another_close() -> None:
+    """The collector may run at any allocation of close(), and a finaliser may call it."""
+    source = """
+import gc
+from netbottleneck import _core
+
+class Closing:
+    def __init__(self, comm):
+        self.comm, self.myself = comm, self
+
+    def __del__(self):
+        self.comm.close()
+
+for allocations in range(1, 40):
+    comm = _core.Comm(0, 1, secret=b"")
+    gc.collect()
+    gc.disable()
+    Closing(comm)
+    gc.set_threshold(gc.get_count()[0] + allocations)
+    gc.enable()
+    comm.close()
+    gc.set_threshold(700)
+    assert comm.info()["streams_open"] == 0, comm.info()
+    assert comm.notices() == []
+"""
+    run_python(source)
+
+
 def test_nothing_grows_over_ten_thousand_operations() -> None:
     source = """
 import gc, resource, sys, tempfile, os

@@ -85,7 +85,7 @@ struct core_gradhook {
     struct gradhook_claims claims;
     struct gradhook_uses uses;
     bool native; // the target is a Comm
-    bool busy;   // waiting without the GIL
+    bool busy;   // submitting or waiting without the GIL
     bool paused; // gradients are only stamped
     bool began;  // on_first was called in this pass
     bool held;   // in this pass nothing is sent before flush()

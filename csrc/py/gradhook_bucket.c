@@ -48,11 +48,15 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
     op.streams = bucket->streams;
     op.stream_count = bucket->stream_count;
     hold->device = self->device;
-    bucket->stream_count = 0;
-    if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
+    const bool busy = self->busy;
+    self->busy = true; // memory of a device is submitted without the GIL
+    int rc = core_comm_submit(self->target, self->of, &op, hold);
+    self->busy = busy;
+    if (rc < 0) {
         core_hold_free(hold);
         return -1;
     }
+    bucket->stream_count = 0;
     bucket->hold = hold;
     return 0;
 }
@@ -92,6 +96,7 @@ int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
 // Resets a bucket to the start of a step.
 static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     bucket->left = bucket->member_count;
+    bucket->stream_count = 0;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
         struct gradhook_param *param = &self->params[bucket->members[i]];
         param->left = self->passes;

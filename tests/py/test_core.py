@@ -300,6 +300,48 @@ print(recorder.device_stream)
     assert not {_core.EVENTS["STEP_BEGIN"], _core.EVENTS["STEP_END"]} & {e[1] for e in events_of(tmp_path / "ring")}
 
 
+# Memory of the fake driver. `submitted` counts a stream's operations.
+MEMORY = """
+def control(name, result, *types):
+    return ctypes.CFUNCTYPE(result, *types)(driver.fake_controls()[names.index(name)])
+
+capture = control("capture", None, ctypes.c_void_p, ctypes.c_bool)
+submitted = control("submitted", ctypes.c_ulonglong, ctypes.c_void_p)
+address = ctypes.c_ulonglong()
+assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(16)) == 0
+OnDevice.data_ptr = lambda self: address.value
+tensor = OnDevice()
+"""
+ALONE = MEMORY + 'comm = _core.Comm(0, 1, secret=b"", cuda_library=library)\n'
+
+
+def test_a_refused_bucket_is_sent_again_on_the_streams_that_wrote_it(tmp_path: Path, fake_driver: Path) -> None:
+    script = ALONE + """
+class Parameter:
+    grad = tensor
+
+OnDevice.dtype, OnDevice.nbytes, OnDevice.is_cpu, OnDevice.is_sparse = "float32", 16, False, False
+OnDevice.requires_grad = False
+OnDevice.copy_ = lambda self, values: self
+OnDevice.detach = lambda self: self
+parameter = Parameter()
+hook = _core.GradHook([parameter], [OnDevice()], [0], [0], [("bucket", _core.FLOAT32, address.value, 16, 0)])
+hook.target(comm, prescale=2.0)
+capture(stream, True)
+try:
+    hook.hook(0)()
+except ValueError as error:
+    print("captured" in str(error))
+capture(stream, False)
+current = ctypes.c_void_p()
+before = submitted(stream)
+hook.flush()
+print(submitted(stream) > before)
+hook.wait()
+"""
+    assert run_following(script, fake_driver, tmp_path / "ring") == "True\nTrue\n"
+
+
 def test_stamps_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     recorder = _core.Recorder(str(path), 8, 3)

@@ -106,6 +106,17 @@ static int set_device(struct nb_op *op, const struct core_device *device, bool o
     return 0;
 }
 
+// Submits without the GIL: the first use of a device opens it, and one rank waits for its stream.
+static int submit_device(struct core_comm *self, struct nb_comm *of, const struct nb_op *op, struct nb_work **work,
+                         struct nb_error *err) {
+    self->waiters++;
+    PyThreadState *saved = PyEval_SaveThread();
+    int rc = nb_submit(of, op, work, err);
+    PyEval_RestoreThread(saved);
+    self->waiters--;
+    return rc;
+}
+
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
     const struct core_device *device = &hold->device;
     struct nb_op placed = *op;
@@ -127,7 +138,8 @@ int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op,
     if (core_comm_check(comm) < 0) { // last: the call above may run Python, and close it
         return -1;
     }
-    int rc = nb_submit(of, &placed, &work, &err);
+    int rc = placed.device == 0 ? nb_submit(of, &placed, &work, &err)
+                                : submit_device(comm_of(comm), of, &placed, &work, &err);
     if (rc < 0) {
         core_raise(core_state_of(comm), rc, &err);
         return -1;

@@ -171,7 +171,7 @@ int core_hold_visit(const struct core_hold *hold, visitproc visit, void *arg);
 // ---- comm_job.c
 
 // Submits op with hold as its owner: 0, or -1 with an exception (hold->work stays NULL). hold->device: where the memory
-// is. op->streams: those that wrote it; none: the current one.
+// is; its memory is submitted without the GIL. op->streams: those that wrote it; none: the current one.
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold);
 // Makes the current stream wait for the result of a device operation that is done: 0, or -1 with an exception.
 int core_comm_follow(PyObject *comm, const struct core_hold *hold);

@@ -308,38 +308,83 @@ def control(name, result, *types):
 capture = control("capture", None, ctypes.c_void_p, ctypes.c_bool)
 submitted = control("submitted", ctypes.c_ulonglong, ctypes.c_void_p)
 address = ctypes.c_ulonglong()
-assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(16)) == 0
+assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(32)) == 0
 OnDevice.data_ptr = lambda self: address.value
 tensor = OnDevice()
 """
 ALONE = MEMORY + 'comm = _core.Comm(0, 1, secret=b"", cuda_library=library)\n'
 
 
-def test_a_refused_bucket_is_sent_again_on_the_streams_that_wrote_it(tmp_path: Path, fake_driver: Path) -> None:
-    script = ALONE + """
+def test_other_threads_run_while_a_submission_waits_for_the_device(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+hold(stream, True)
+def release():  # it needs the GIL
+    while submitted(stream) == 0:
+        pass
+    hold(stream, False)
+
+other = threading.Thread(target=release)
+other.start()
+comm.submit("alone", _core.ALLREDUCE, tensor, _core.FLOAT32, prescale=2.0).wait()
+other.join()
+"""
+    run_following(ALONE + script, fake_driver, tmp_path / "ring")
+
+
+# A hook of two buckets over the memory of `tensor`.
+HOOK = """
 class Parameter:
     grad = tensor
+
+class View(OnDevice):
+    def __init__(self, offset):
+        self.data_ptr = lambda: address.value + offset
 
 OnDevice.dtype, OnDevice.nbytes, OnDevice.is_cpu, OnDevice.is_sparse = "float32", 16, False, False
 OnDevice.requires_grad = False
 OnDevice.copy_ = lambda self, values: self
 OnDevice.detach = lambda self: self
-parameter = Parameter()
-hook = _core.GradHook([parameter], [OnDevice()], [0], [0], [("bucket", _core.FLOAT32, address.value, 16, 0)])
+parameters = [Parameter(), Parameter()]
+buckets = [(f"bucket {i}", _core.FLOAT32, address.value + 16 * i, 16, 0) for i in range(2)]
+hook = _core.GradHook(parameters, [View(0), View(16)], [0, 1], [0, 0], buckets)
 hook.target(comm, prescale=2.0)
+"""
+
+
+def test_a_refused_bucket_is_sent_again_on_the_streams_that_wrote_it(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
 capture(stream, True)
 try:
     hook.hook(0)()
 except ValueError as error:
     print("captured" in str(error))
 capture(stream, False)
+hook.hook(1)()
 current = ctypes.c_void_p()
 before = submitted(stream)
 hook.flush()
 print(submitted(stream) > before)
 hook.wait()
 """
-    assert run_following(script, fake_driver, tmp_path / "ring") == "True\nTrue\n"
+    assert run_following(ALONE + HOOK + script, fake_driver, tmp_path / "ring") == "True\nTrue\n"
+
+
+def test_two_threads_may_send_buckets_at_the_same_time(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+hold(stream, True)
+threads = [threading.Thread(target=hook.hook(i)) for i in range(2)]
+for count, thread in enumerate(threads, 1):
+    thread.start()
+    while submitted(stream) < count:
+        pass
+hold(stream, False)
+for thread in threads:
+    thread.join()
+hook.wait()
+print(hook.pending)
+"""
+    for number in range(5):
+        assert run_following(ALONE + HOOK + script, fake_driver, tmp_path / f"ring{number}") == "0\n"
 
 
 def test_stamps_reach_the_file(tmp_path: Path) -> None:

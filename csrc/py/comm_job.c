@@ -2,6 +2,7 @@
 #include "py/comm.h"
 #include "py/tensor.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 static struct core_comm *comm_of(PyObject *object) {
@@ -63,7 +64,15 @@ int core_comm_follow(PyObject *comm, const struct core_hold *hold) {
     if (hold->device.stream(hold->device.type, hold->device.number, &now) != 0) {
         return -1;
     }
-    if (comm_of(comm)->job == NULL) { // last: the call above may run Python, and close it
+    while (comm_of(comm)->closing) { // last: the call above may run Python, and close it
+        PyThreadState *saved = PyEval_SaveThread();
+        (void)poll(NULL, 0, 1);
+        PyEval_RestoreThread(saved);
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+    }
+    if (comm_of(comm)->job == NULL) { // closed: its copies are over
         return 0;
     }
     int rc = nb_work_follow(hold->work, now, &err);

@@ -331,6 +331,69 @@ other.join()
     run_following(ALONE + script, fake_driver, tmp_path / "ring")
 
 
+def test_a_wait_beside_a_close_returns_once_the_copies_are_over(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+from netbottleneck import errors
+
+class Entry(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int), ("stream", ctypes.c_void_p), ("event", ctypes.c_void_p),
+        ("address", ctypes.c_ulonglong), ("bytes", ctypes.c_size_t),
+    ]
+
+log = control("log", ctypes.c_size_t, ctypes.c_size_t, ctypes.POINTER(Entry), ctypes.c_size_t)
+listener, comms, released, seen = _core.Listener(ifname="lo"), [None, None], False, []
+
+def join(rank):
+    door = {"address": listener.address} if rank else {"listener": listener}
+    options = {"secret": b"sixteen bytes...", "ifname": "lo", "streams": 1, "cuda_library": library}
+    comms[rank] = _core.Comm(rank, 2, **options, **door)
+
+def in_thread(call, *args):
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    return thread
+
+def run():
+    works = [comm.submit("sum", _core.ALLREDUCE, tensor, _core.FLOAT32) for comm in comms]
+    while not all(work.times()[-1] for work in works):
+        pass
+    return works
+
+def wait(work):
+    work.wait()
+    seen.append(released)
+
+joining = in_thread(join, 1)
+join(0)
+joining.join()
+works = run()
+assert driver.cuStreamSynchronize(stream) == 0  # it waits for the copies back
+entries = (Entry * 1000)()
+back = {each.stream for each in entries[: log(0, entries, 1000)] if each.kind == 1}
+for each in back:
+    hold(each, True)
+works = run()
+current = ctypes.c_void_p()
+closing = in_thread(comms[0].close)
+try:
+    while True:
+        comms[0].missing("sum")
+except errors.ClosedError:
+    pass
+waiting = in_thread(wait, works[0])
+waiting.join(0.2)  # to return too early
+released = True
+for each in back:
+    hold(each, False)
+waiting.join()
+closing.join()
+comms[1].close()
+print(len(back), seen)
+"""
+    assert run_following(MEMORY + script, fake_driver, tmp_path / "ring") == "2 [True]\n"
+
+
 # A hook of two buckets over the memory of `tensor`.
 HOOK = """
 class Parameter:

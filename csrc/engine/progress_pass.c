@@ -153,7 +153,7 @@ void nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sle
         nb_negotiation_flush(job);
     }
     int moved = nb_control_poll(job);
-    moved += nb_lanes_progress(job->lanes, 0);
+    moved += nb_lanes_progress(job->lanes);
     moved += nb_shared_progress(job);
     moved += nb_device_progress(job);
     bool stays =

@@ -104,7 +104,7 @@ static void step_send(struct nb_work *work, int index) {
     for (uint32_t i = 0; i < out->blocks; i++) {
         nb_lanes_ready(work->comm->job->lanes, out, i);
     }
-    nb_lanes_push(work->comm->job->lanes, out->peer, 0);
+    nb_lanes_push(work->comm->job->lanes, out->peer);
 }
 
 // Adds this rank's sum and its peer's, in the order of ranks on both. The sum that was sent is not overwritten.

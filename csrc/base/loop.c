@@ -107,7 +107,9 @@ int nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
 }
 
 void nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
-    struct epoll_event event; // level-triggered: nb_loop_wait() gets it again
+    // Requested events are level-triggered: nb_loop_wait() gets them again. The end of a connection that requests none is
+    // edge-triggered (tcp_stream.c), and reported again once it requests some.
+    struct epoll_event event;
     (void)epoll_wait(loop->epoll_fd, &event, 1, timeout_ms);
 }
 

@@ -89,6 +89,11 @@ static int gpu_time(const struct nb_cuda_clock *clock, struct CUevent_st *event,
     return rc;
 }
 
+// The driver rounds the time between the base and an event to a float.
+static double rounding_ns(const struct nb_cuda_clock *clock, double gpu_ns) {
+    return (gpu_ns - clock->base_gpu_ns) * FLT_EPSILON / 2;
+}
+
 // ---- the offset between the clocks
 
 // True if the moment bounds the offset better than the last one does by now.
@@ -102,7 +107,7 @@ static int take_probe(struct nb_cuda_clock *clock, int64_t seen_ns, struct nb_er
     struct moment found = {.host_ns = ((double)clock->probe_recorded_ns + (double)seen_ns) / 2,
                            .error_ns = (double)(seen_ns - clock->probe_recorded_ns) / 2 + RESOLUTION_NS};
     int rc = gpu_time(clock, clock->probe, &found.gpu_ns, err);
-    found.error_ns += (found.gpu_ns - clock->base_gpu_ns) * FLT_EPSILON / 2; // the driver rounds to a float
+    found.error_ns += rounding_ns(clock, found.gpu_ns);
     clock->probe_recorded_ns = 0;
     if (rc == 0 && is_better(clock, &found)) {
         clock->before = clock->last;
@@ -202,6 +207,9 @@ int nb_cuda_clock_look(struct nb_cuda_clock *clock, struct nb_error *err) {
 static void release_mark(struct nb_cuda_clock *clock, struct CUevent_st *event, double gpu_ns) {
     // A probe under way would lie before the new base, which the driver may refuse.
     if (gpu_ns - clock->base_gpu_ns > REBASE_NS && clock->probe_recorded_ns == 0) {
+        const double moved_ns = rounding_ns(clock, gpu_ns); // of later times against the moments
+        clock->last.error_ns += moved_ns;
+        clock->before.error_ns += clock->before.error_ns >= 0 ? moved_ns : 0;
         return_event(clock, clock->base);
         clock->base = event;
         clock->base_gpu_ns = gpu_ns;
@@ -214,7 +222,7 @@ static void release_mark(struct nb_cuda_clock *clock, struct CUevent_st *event, 
 static int64_t mark_time(struct nb_cuda_clock *clock, const struct queued *queued, double gpu_ns) {
     double error_ns;
     int64_t time_ns = (int64_t)llround(host_time(clock, gpu_ns, &error_ns));
-    clock->worst_ns = fmax(clock->worst_ns, error_ns);
+    clock->worst_ns = fmax(clock->worst_ns, error_ns + rounding_ns(clock, gpu_ns));
     int64_t now_ns = nb_now_ns();
     time_ns = time_ns > now_ns ? now_ns : time_ns < queued->recorded_ns ? queued->recorded_ns : time_ns;
     if (queued->in_order) {

@@ -4,11 +4,15 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <link.h>
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "base/error.h"
+
+enum { STREAM_PER_THREAD = 2 }; // CU_STREAM_PER_THREAD
 
 static const char usual_library[] = "libcuda.so.1";
 
@@ -181,6 +185,10 @@ int nb_cuda_enter_relaxed(const struct nb_cuda_device *device, unsigned *mode, s
 void nb_cuda_leave_relaxed(const struct nb_cuda_device *device, unsigned mode) {
     (void)device->driver->exchange_capture_mode(&mode);
     nb_cuda_leave(device);
+}
+
+bool nb_cuda_is_per_thread(const struct CUstream_st *stream) {
+    return (uintptr_t)stream == STREAM_PER_THREAD;
 }
 
 int nb_cuda_is_captured(const struct nb_cuda_device *device, struct CUstream_st *stream, struct nb_error *err) {

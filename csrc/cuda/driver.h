@@ -5,6 +5,7 @@
 #ifndef NB_CUDA_DRIVER_H
 #define NB_CUDA_DRIVER_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "base/error.h"
@@ -127,6 +128,8 @@ void nb_cuda_leave(const struct nb_cuda_device *device);
 // of an event. They touch no captured stream. `mode`: what was allowed before.
 int nb_cuda_enter_relaxed(const struct nb_cuda_device *device, unsigned *mode, struct nb_error *err);
 void nb_cuda_leave_relaxed(const struct nb_cuda_device *device, unsigned mode);
+// True for the handle of the per-thread default stream, which names another stream on each thread.
+bool nb_cuda_is_per_thread(const struct CUstream_st *stream);
 // 1: the stream is captured into a graph, so its work runs later, perhaps often, or never; 0: it is not; negative: a
 // failure.
 int nb_cuda_is_captured(const struct nb_cuda_device *device, struct CUstream_st *stream, struct nb_error *err);

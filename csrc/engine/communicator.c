@@ -8,12 +8,13 @@
 
 #include "base/bits.h"
 #include "base/error.h"
+#include "base/hash.h"
 #include "base/list.h"
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/engine.h"
 
-enum { GROUPS_MAX = 64 * 1024 }; // of a job
+enum { GROUPS_MAX = 64 * 1024 }; // of a rank
 
 int nb_comm_rank(const struct nb_comm *comm) {
     return comm->rank;
@@ -60,14 +61,10 @@ static int ranks_check(const struct nb_job *job, uint32_t id, const int *ranks, 
     return here ? 0 : nb_fail(err, -EINVAL, "communicator %u does not include this rank, %d", id, job->rank);
 }
 
-static struct nb_comm *find(const struct nb_job *job, uint32_t id) {
-    NB_LIST_EACH(it, &job->comms.list) {
-        struct nb_comm *comm = NB_CONTAINER(it, struct nb_comm, link);
-        if (comm->id == id) {
-            return comm;
-        }
-    }
-    return NULL;
+// With the job's lock.
+static struct nb_comm *find(struct nb_job *job, uint32_t id) {
+    struct nb_hash_node *node = nb_hash_get(&job->comms.by_id, id);
+    return node != NULL ? NB_CONTAINER(node, struct nb_comm, by_id) : NULL;
 }
 
 struct nb_comm *nb_comm_find(struct nb_job *job, uint32_t id) {
@@ -107,9 +104,10 @@ int nb_comm_make(struct nb_job *job, uint32_t id, const int *ranks, int count, s
     if (find(job, id) != NULL) {
         rc = nb_fail(err, -EEXIST, "communicator %u already exists", id);
     } else if (job->comms.count == GROUPS_MAX) {
-        rc = nb_fail(err, -ENOSPC, "communicator %u: a job can have at most %d", id, GROUPS_MAX);
+        rc = nb_fail(err, -ENOSPC, "communicator %u: a rank can have at most %d", id, GROUPS_MAX);
     } else {
         nb_list_insert(&job->comms.list, &comm->link);
+        nb_hash_put(&job->comms.by_id, &comm->by_id, id);
         job->comms.count++;
         job->inbox.filled = true; // announced with the first operation at the latest, so no wake-up is needed
         job->comms.unannounced = true;
@@ -157,17 +155,9 @@ void nb_groups_announce(struct nb_job *job) {
     }
 }
 
-const struct nb_group *nb_groups_find(const struct nb_job *job, uint32_t id) {
-    if (id == 0) {
-        return NULL;
-    }
-    NB_LIST_EACH(it, &job->comms.groups) {
-        const struct nb_group *group = NB_CONTAINER(it, struct nb_group, link);
-        if (group->id == id) {
-            return group;
-        }
-    }
-    return NULL;
+const struct nb_group *nb_groups_find(struct nb_job *job, uint32_t id) {
+    struct nb_hash_node *node = nb_hash_get(&job->comms.groups_by_id, id);
+    return node != NULL ? NB_CONTAINER(node, struct nb_group, by_id) : NULL;
 }
 
 bool nb_group_has(const struct nb_group *group, int rank) {
@@ -209,12 +199,14 @@ void nb_groups_receive(struct nb_job *job, int rank, const unsigned char *body, 
     *announced = (struct nb_group){.id = id, .first_rank = rank, .count = count};
     const struct nb_group *known = nb_groups_find(job, id);
     bool possible = members_read(job, rank, body + sizeof id, count, announced->members) && id != 0;
-    if (!possible || (known == NULL && job->comms.group_count == GROUPS_MAX)) {
+    bool full = job->comms.group_count == (int64_t)GROUPS_MAX * job->size; // more than all ranks together can make
+    if (!possible || (known == NULL && full)) {
         nb_job_wire_fail(job, rank, "an invalid communicator");
     } else if (known != NULL && memcmp(known->members, announced->members, words * sizeof announced->members[0]) != 0) {
         differ(job, known, rank);
     } else if (known == NULL) {
         nb_list_insert(&job->comms.groups, &announced->link);
+        nb_hash_put(&job->comms.groups_by_id, &announced->by_id, id);
         job->comms.group_count++;
         return;
     }

@@ -8,14 +8,16 @@
 #include <stdint.h>
 
 #include "base/error.h"
+#include "base/hash.h"
 #include "base/list.h"
 
 struct nb_job;
 
 struct nb_comm {
     struct nb_job *job;
-    struct nb_list link; // in the job's list, under its lock
-    uint32_t id;         // 0: all ranks
+    struct nb_list link;       // in the job's list, under its lock
+    struct nb_hash_node by_id; //
+    uint32_t id;               // 0: all ranks
     int rank;
     int size;
     bool announced;   // rank 0 knows it
@@ -23,16 +25,19 @@ struct nb_comm {
 };
 
 struct nb_comms {
-    struct nb_list list;   // communicators of some of the ranks. Under the job's lock
-    int count;             //
-    bool unannounced;      // some are not announced to rank 0 yet
-    struct nb_list groups; // rank 0: the communicators that ranks have announced
-    int group_count;
+    struct nb_list list;         // communicators of some of the ranks. Under the job's lock
+    struct nb_hash by_id;        // the same
+    int count;                   //
+    bool unannounced;            // some are not announced to rank 0 yet
+    struct nb_list groups;       // rank 0: the communicators that ranks have announced
+    struct nb_hash groups_by_id; // the same
+    int64_t group_count;
 };
 
 // Rank 0's record of a communicator.
 struct nb_group {
     struct nb_list link;
+    struct nb_hash_node by_id;
     uint32_t id;
     int first_rank; // the first rank that announced it
     int count;
@@ -52,7 +57,7 @@ void nb_groups_announce(struct nb_job *job);
 // Rank 0: a rank announces a communicator. `body`: its number and its ranks, int32_t each.
 void nb_groups_receive(struct nb_job *job, int rank, const unsigned char *body, size_t bytes);
 // Rank 0: returns the record of a communicator, or NULL. Number 0, all ranks, has no record.
-const struct nb_group *nb_groups_find(const struct nb_job *job, uint32_t id);
+const struct nb_group *nb_groups_find(struct nb_job *job, uint32_t id);
 // True if the rank is a member. group NULL: all ranks.
 bool nb_group_has(const struct nb_group *group, int rank);
 void nb_groups_close(struct nb_job *job);

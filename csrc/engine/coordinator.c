@@ -319,13 +319,19 @@ static const struct nb_algorithm *algorithm_for(struct nb_job *job, const struct
     return best == &nb_inline ? &nb_doubling : best; // a rank has not sent its data inline
 }
 
-static void go(struct nb_job *job, struct entry *entry) {
-    struct coordinator *a = job->coordinator;
-    entry->rounds++;
-    if (entry->id == NO_ID && entry->rounds > 1 && a->id_count < IDS_MAX) {
+// Gives a repeated operation a number, for good: a rank may use it at any time. So half of the numbers are left to
+// all-reduces, because other kinds come with many names, as broadcasts of parameters do.
+static void number(struct coordinator *a, struct entry *entry) {
+    const uint32_t limit = entry->desc.kind == NB_OP_ALLREDUCE ? IDS_MAX : IDS_MAX / 2;
+    if (entry->id == NO_ID && entry->rounds > 1 && a->id_count < limit) {
         entry->id = a->id_count++;
         a->ids[entry->id] = entry;
     }
+}
+
+static void go(struct nb_job *job, struct entry *entry) {
+    entry->rounds++;
+    number(job->coordinator, entry);
     entry->cached = entry->desc;
     size_t bytes;
     uint64_t windows = nb_device_windows(job, &entry->desc, member_count(job, entry), &bytes);
@@ -425,7 +431,7 @@ static void rank_failed(struct nb_job *job, int rank, const unsigned char *body)
 }
 
 // False for what this rank could not have submitted.
-static bool desc_possible(const struct nb_job *job, int rank, const struct op_descriptor *desc) {
+static bool desc_possible(struct nb_job *job, int rank, const struct op_descriptor *desc) {
     const struct nb_group *group = nb_groups_find(job, desc->comm);
     bool known = desc->comm == 0 || (group != NULL && nb_group_has(group, rank));
     int size = group != NULL ? group->count : job->size;

@@ -224,6 +224,14 @@ int nb_device_check(const struct nb_comm *comm, const struct nb_op *op, size_t b
     if (op->stream_count < 1 || op->stream_count > NB_OP_STREAMS_MAX) {
         return nb_fail(err, -EINVAL, "%s: %d streams, not 1 to %d", op->name, op->stream_count, NB_OP_STREAMS_MAX);
     }
+    for (int i = 0; i < op->stream_count; i++) {
+        if (nb_cuda_is_per_thread(op->streams[i])) { // on the communication thread it would be that thread's stream
+            return nb_fail(err, -EINVAL,
+                           "gradient %s was made on the per-thread default stream, for which no other thread can wait: "
+                           "use a stream of torch.cuda",
+                           op->name);
+        }
+    }
     return nb_staging_cut(&cut, bytes, nb_device_parts((int)op->kind, comm->size), nb_dtype_size(op->dtype),
                           nb_device_chunk_bytes(comm->job), err);
 }

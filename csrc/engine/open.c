@@ -128,7 +128,7 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
     int64_t until = nb_now_ns() + (int64_t)job->config.start_ms * 1000000;
     while (rc == 0 && open_failure(job, next, prev) == NULL &&
            !(nb_lanes_peer_ready(job->lanes, next) && nb_lanes_peer_ready(job->lanes, prev))) {
-        nb_lanes_progress(job->lanes, 0);
+        nb_lanes_progress(job->lanes);
         nb_lanes_tick(job->lanes, nb_now_ns());
         nb_loop_wait(&job->loop, nb_lanes_arm(job->lanes) == -EAGAIN ? 0 : 10);
         if (nb_interrupted(job->boot.interrupt)) {

@@ -74,7 +74,7 @@ static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, c
         }
     }
     if (more) {
-        nb_lanes_push(job->lanes, work->out.peer, 0);
+        nb_lanes_push(job->lanes, work->out.peer);
     }
 }
 

@@ -32,9 +32,10 @@ enum {
     SPIN_BYTES = 4 * 1024 * 1024 // largest awaited operation that is polled for
 };
 
+// Last first: the windows of a device operation, which write to its memory, are behind it.
 static void works_fail(struct nb_list *works, const struct nb_error *why) {
     while (!nb_list_empty(works)) {
-        struct nb_work *work = NB_CONTAINER(works->next, struct nb_work, link);
+        struct nb_work *work = NB_CONTAINER(works->prev, struct nb_work, link);
         nb_work_cancel(work);
         nb_work_finish(work, why);
     }
@@ -152,7 +153,7 @@ void nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sle
         nb_negotiation_flush(job);
     }
     int moved = nb_control_poll(job);
-    moved += nb_lanes_progress(job->lanes, 0);
+    moved += nb_lanes_progress(job->lanes);
     moved += nb_shared_progress(job);
     moved += nb_device_progress(job);
     bool stays =

@@ -104,7 +104,7 @@ static void step_send(struct nb_work *work, int index) {
     for (uint32_t i = 0; i < out->blocks; i++) {
         nb_lanes_ready(work->comm->job->lanes, out, i);
     }
-    nb_lanes_push(work->comm->job->lanes, out->peer, 0);
+    nb_lanes_push(work->comm->job->lanes, out->peer);
 }
 
 // Adds this rank's sum and its peer's, in the order of ranks on both. The sum that was sent is not overwritten.
@@ -229,8 +229,9 @@ static int memory_make(struct nb_work *work, struct nb_error *err) {
     if (at > 0) {
         memory_get(work->comm->job, s, at);
     }
-    work->more = work->flow_count > 2 ? calloc((size_t)work->flow_count - 2, sizeof *work->more) : NULL;
-    if (s->maps == NULL || (at > 0 && s->memory == NULL) || (work->flow_count > 2 && work->more == NULL)) {
+    const size_t more = 2 * (size_t)(s->steps.count > 1 ? s->steps.count - 1 : 0);
+    work->more = more > 0 ? calloc(more, sizeof *work->more) : NULL;
+    if (s->maps == NULL || (at > 0 && s->memory == NULL) || (more > 0 && work->more == NULL)) {
         return nb_fail(err, -ENOMEM, "%s: cannot allocate %zu bytes for partial sums", work->desc.name, at);
     }
     s->sum = doubling ? s->memory : NULL;
@@ -262,11 +263,11 @@ static int make(struct nb_work *work, enum nb_steps_kind kind, struct nb_error *
     while (steps.bytes / work->block_bytes >= NB_BLOCKS_MAX) {
         work->block_bytes *= 2;
     }
-    work->flow_count = 2 * steps.count;
     int rc = memory_make(work, err);
     if (rc < 0) {
         return rc;
     }
+    work->flow_count = 2 * steps.count; // all of them exist
     uint64_t *map = work->steps->maps;
     size_t at = kind == NB_STEPS_DOUBLING ? 2 * aligned(steps.bytes) : 0;
     for (int i = 0; i < steps.count; i++) {

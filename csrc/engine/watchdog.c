@@ -188,12 +188,17 @@ static void movement_tick(struct nb_job *job, int64_t now) {
     if (moved == 0 || now - moved <= limit) {
         return;
     }
-    struct nb_work *work = NB_CONTAINER(job->ops.running.next, struct nb_work, link);
-    int peer = awaited_peer(work);
-    struct nb_error why = {0};
-    nb_fail_peer(&why, NB_ETIMEOUT, peer, "'%s': no byte moved between rank %d and rank %d for %.1f s", work->desc.name,
-                 job->rank, peer, (double)(now - moved) / 1e9);
-    nb_job_fail(job, &why, true);
+    NB_LIST_EACH(it, &job->ops.running) {
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        int peer = awaited_peer(work);
+        if (peer != NB_NO_PEER) { // else its windows await one, or it has not started
+            struct nb_error why = {0};
+            nb_fail_peer(&why, NB_ETIMEOUT, peer, "'%s': no byte moved between rank %d and rank %d for %.1f s",
+                         work->desc.name, job->rank, peer, (double)(now - moved) / 1e9);
+            nb_job_fail(job, &why, true);
+            return;
+        }
+    }
 }
 
 // Extends a deadline that counts from *seen_ns by `away`. A *seen_ns of 0 stays 0.

@@ -580,7 +580,7 @@ void nb_links_progress(struct nb_net *net) {
             continue;
         }
         link->polled_ns = now;
-        nb_lanes_progress(link->lanes, now);
+        nb_lanes_progress(link->lanes);
         if (link->state == NB_LINK_LANES && nb_lanes_peer_missing(link->lanes, nb_link_other_rank(link)) == 0) {
             link->state = NB_LINK_READY;
         }

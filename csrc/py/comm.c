@@ -57,13 +57,13 @@ static PyObject *job_info(const struct core_comm *self) {
         return NULL;
     }
     PyObject *cpu = info.cpu < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.cpu);
-    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:K,s:s,s:L,s:N,s:N,s:s,s:K,s:K,s:(ddddd),s:N}", "streams_open",
+    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:K,s:N,s:L,s:N,s:N,s:N,s:K,s:K,s:(ddddd),s:N}", "streams_open",
                          info.streams_open, "streams_used", info.streams_used, "bytes_out",
                          (unsigned long long)info.bytes_out, "bytes_in", (unsigned long long)info.bytes_in,
                          "lanes_lost", (unsigned long long)info.dropped, "refused", (unsigned long long)info.refused,
-                         "provider", info.provider != NULL ? info.provider : "", "clock_offset_ns",
-                         (long long)self->clock_offset_ns, "probe", probe, "ports", ports, "shm", info.shm, "shm_bytes",
-                         (unsigned long long)info.shm_bytes, "shm_staged_bytes",
+                         "provider", core_text(info.provider != NULL ? info.provider : ""), "clock_offset_ns",
+                         (long long)self->clock_offset_ns, "probe", probe, "ports", ports, "shm", core_text(info.shm),
+                         "shm_bytes", (unsigned long long)info.shm_bytes, "shm_staged_bytes",
                          (unsigned long long)info.shm_staged_bytes, "costs", info.costs.alpha_ns, info.costs.beta_ns,
                          info.costs.gamma_ns, info.costs.levels_ns, info.costs.levels_byte_ns, "cpu", cpu);
 }
@@ -71,8 +71,8 @@ static PyObject *job_info(const struct core_comm *self) {
 static PyObject *job_notices(const struct core_comm *self) {
     PyObject *list = PyList_New(0);
     char text[NB_ERROR_TEXT];
-    while (list != NULL && nb_job_notice(self->job, text, sizeof text)) {
-        PyObject *notice = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    while (list != NULL && self->job != NULL && nb_job_notice(self->job, text, sizeof text)) {
+        PyObject *notice = core_text(text); // may run Python, and close it
         if (notice == NULL || PyList_Append(list, notice) < 0) {
             Py_CLEAR(list);
         }
@@ -185,17 +185,18 @@ static void comm_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-// Keeps info and notices for use after close().
+// Keeps info and notices for use after close(), unless the collector runs meanwhile and closes it.
 static int keep_last(struct core_comm *self) {
     PyObject *info = job_info(self);
     PyObject *notices = info != NULL ? job_notices(self) : NULL;
-    if (notices == NULL) {
-        Py_XDECREF(info);
-        return -1;
+    int rc = notices != NULL ? 0 : -1;
+    if (rc == 0 && self->job != NULL) {
+        self->last_info = Py_NewRef(info);
+        self->last_notices = Py_NewRef(notices);
     }
-    self->last_info = info;
-    self->last_notices = notices;
-    return 0;
+    Py_XDECREF(info);
+    Py_XDECREF(notices);
+    return rc;
 }
 
 static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(none)) {
@@ -203,14 +204,17 @@ static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(none)) {
     if (core_here(core_state_of(object), self->pid, "communicator") < 0) {
         return NULL;
     }
+    int rc = self->job != NULL ? keep_last(self) : 0;
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
     if (self->job != NULL) {
-        if (keep_last(self) < 0) {
-            return NULL;
-        }
         end_job(self);
     }
     core_comm_sweep(object);
-    Py_RETURN_NONE;
+    PyErr_Restore(type, value, trace);
+    return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *comm_abort(PyObject *object, PyObject *args, PyObject *kwargs) {

@@ -2,6 +2,7 @@
 #include "py/comm.h"
 #include "py/tensor.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 static struct core_comm *comm_of(PyObject *object) {
@@ -63,7 +64,15 @@ int core_comm_follow(PyObject *comm, const struct core_hold *hold) {
     if (hold->device.stream(hold->device.type, hold->device.number, &now) != 0) {
         return -1;
     }
-    if (comm_of(comm)->job == NULL) { // last: the call above may run Python, and close it
+    while (comm_of(comm)->closing) { // last: the call above may run Python, and close it
+        PyThreadState *saved = PyEval_SaveThread();
+        (void)poll(NULL, 0, 1);
+        PyEval_RestoreThread(saved);
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+    }
+    if (comm_of(comm)->job == NULL) { // closed: its copies are over
         return 0;
     }
     int rc = nb_work_follow(hold->work, now, &err);
@@ -106,6 +115,17 @@ static int set_device(struct nb_op *op, const struct core_device *device, bool o
     return 0;
 }
 
+// Submits without the GIL: the first use of a device opens it, and one rank waits for its stream.
+static int submit_device(struct core_comm *self, struct nb_comm *of, const struct nb_op *op, struct nb_work **work,
+                         struct nb_error *err) {
+    self->waiters++;
+    PyThreadState *saved = PyEval_SaveThread();
+    int rc = nb_submit(of, op, work, err);
+    PyEval_RestoreThread(saved);
+    self->waiters--;
+    return rc;
+}
+
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
     const struct core_device *device = &hold->device;
     struct nb_op placed = *op;
@@ -127,7 +147,8 @@ int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op,
     if (core_comm_check(comm) < 0) { // last: the call above may run Python, and close it
         return -1;
     }
-    int rc = nb_submit(of, &placed, &work, &err);
+    int rc = placed.device == 0 ? nb_submit(of, &placed, &work, &err)
+                                : submit_device(comm_of(comm), of, &placed, &work, &err);
     if (rc < 0) {
         core_raise(core_state_of(comm), rc, &err);
         return -1;
@@ -140,11 +161,13 @@ int core_comm_log_notices(PyObject *object) {
     struct core_comm *self = (struct core_comm *)object;
     char text[NB_ERROR_TEXT];
     while (self->job != NULL && nb_job_notice(self->job, text, sizeof text)) {
-        PyObject *logging = PyImport_ImportModule("logging");
+        PyObject *notice = core_text(text);
+        PyObject *logging = notice != NULL ? PyImport_ImportModule("logging") : NULL;
         PyObject *logger = logging != NULL ? PyObject_CallMethod(logging, "getLogger", "s", "netbottleneck") : NULL;
-        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siis", "[rank %d/%d] %s", self->rank,
-                                                              self->size, text)
+        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siiO", "[rank %d/%d] %s", self->rank,
+                                                              self->size, notice)
                                         : NULL;
+        Py_XDECREF(notice);
         Py_XDECREF(logging);
         Py_XDECREF(logger);
         if (done == NULL) {

@@ -6,8 +6,6 @@
 
 #include "base/dtype.h"
 
-enum { LIMIT_S_MAX = 1000000 };
-
 struct submit_args {
     const char *name;
     PyObject *kind;
@@ -286,16 +284,16 @@ PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs)
     const struct core_comm *self = (struct core_comm *)object;
     PyObject *blob;
     PyObject *raised = NULL;
-    double limit_s = 0;
+    PyObject *limit = NULL;
+    int limit_ms = 0;
     const char *name = NULL;
     char *data;
     Py_ssize_t bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$dzO!:exchange", (char **)keywords, &blob, &limit_s, &name,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OzO!:exchange", (char **)keywords, &blob, &limit, &name,
                                      &PyList_Type, &raised)) {
         return NULL;
     }
-    if (!(limit_s >= 0 && limit_s <= LIMIT_S_MAX)) {
-        PyErr_SetString(PyExc_ValueError, "limit_s must be from 0 to 1000000");
+    if (limit != NULL && core_get_timeout("limit_s", limit, 0, &limit_ms) < 0) {
         return NULL;
     }
     if (PyBytes_AsStringAndSize(blob, &data, &bytes) < 0 || core_comm_check(object) < 0) {
@@ -313,7 +311,6 @@ PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs)
     char *base = PyByteArray_AsString(buffer);
     memset(base, 0, (size_t)(bytes * self->size));
     memcpy(base + bytes * self->rank, data, (size_t)bytes);
-    int limit_ms = (int)(limit_s * 1000);
     PyObject *parts = gather(object, buffer, limit_ms, name, raised) == 0 ? split(base, bytes, self->size) : NULL;
     Py_DECREF(buffer);
     return parts;

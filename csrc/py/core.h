@@ -105,6 +105,8 @@ PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs);
 
 // Raises the exception for `code`, with err's text and peer (err may be NULL or empty). Always returns NULL.
 PyObject *core_raise(const struct core_state *state, int code, const struct nb_error *err);
+// A text of the core. Bytes that are not UTF-8, as where a text was cut, are replaced.
+PyObject *core_text(const char *text);
 // Raises Error if another process made the object: 0, or -1.
 int core_here(const struct core_state *state, pid_t pid, const char *what);
 
@@ -143,6 +145,8 @@ struct core_memory {
 // Parses a tensor, an object with the buffer protocol, (address, bytes), a sequence of those, or None. ValueError or TypeError
 // naming the position and the value. The size of every piece is a multiple of `element_bytes`.
 int core_memory_parse(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes);
+// The same. ValueError for memory of a device.
+int core_memory_parse_host(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes);
 // May run any Python code.
 void core_memory_release(struct core_memory *memory);
 int core_memory_visit(const struct core_memory *memory, visitproc visit, void *arg);
@@ -167,7 +171,7 @@ int core_hold_visit(const struct core_hold *hold, visitproc visit, void *arg);
 // ---- comm_job.c
 
 // Submits op with hold as its owner: 0, or -1 with an exception (hold->work stays NULL). hold->device: where the memory
-// is. op->streams: those that wrote it; none: the current one.
+// is; its memory is submitted without the GIL. op->streams: those that wrote it; none: the current one.
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold);
 // Makes the current stream wait for the result of a device operation that is done: 0, or -1 with an exception.
 int core_comm_follow(PyObject *comm, const struct core_hold *hold);

@@ -73,26 +73,22 @@ static bool has_host_time(uint32_t kind) {
     return kind == NB_EV_STEP_BEGIN || kind == NB_EV_STEP_END || kind == NB_EV_OP_START;
 }
 
-void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event) {
-    if (self->failure.code != 0 || ring->header == NULL || (event.kind == NB_EV_GRAD_READY && !self->detailed)) {
+bool core_device_stamps_takes(const struct core_device_stamps *self, uint32_t kind, struct core_device *where) {
+    *where = self->where;
+    return self->failure.code == 0 && (kind != NB_EV_GRAD_READY || self->detailed);
+}
+
+void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event,
+                            void *const *stream) {
+    if (stream == NULL) {
+        nb_fail(&self->failure, -EIO, "torch does not say which stream of device %d is current", self->where.number);
         return;
     }
-    PyObject *type;
-    PyObject *value;
-    PyObject *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    void *stream = NULL;
-    if (self->where.stream(self->where.type, self->where.number, &stream) != 0) {
-        PyErr_Clear();
-        nb_fail(&self->failure, -EIO, "torch does not say which stream of device %d is current", self->where.number);
-    } else {
-        struct nb_cuda_mark mark;
-        event.step = nb_ring_step(ring);
-        event.e = has_host_time(event.kind) ? (uint64_t)event.time_ns : event.e;
-        memcpy(&mark, &event, sizeof mark);
-        (void)nb_cuda_clock_mark(self->clock, stream, &mark, is_in_order(self, &event, stream), &self->failure);
-    }
-    PyErr_Restore(type, value, trace);
+    struct nb_cuda_mark mark;
+    event.step = nb_ring_step(ring);
+    event.e = has_host_time(event.kind) ? (uint64_t)event.time_ns : event.e;
+    memcpy(&mark, &event, sizeof mark);
+    (void)nb_cuda_clock_mark(self->clock, *stream, &mark, is_in_order(self, &event, *stream), &self->failure);
 }
 
 // States the error of the clock when it has grown by a quarter or fallen to half, and the stamps that were lost.

@@ -12,9 +12,12 @@ struct core_device_stamps *core_device_stamps_open(struct core_state *state, PyO
 // Waits at most `limit_ns` for the device, writes what it has passed, and counts the rest as dropped. Accepts NULL.
 void core_device_stamps_close(struct core_device_stamps *self, struct nb_ring *ring, int64_t limit_ns);
 
-// Stamps an event of the present step. A failure ends the stamps and is reported by core_device_stamps_read(): a stamp
-// must not disturb the training. Leaves exceptions as they are.
-void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event);
+// The device, whose current stream a stamp needs. False: an event of this kind is not stamped.
+bool core_device_stamps_takes(const struct core_device_stamps *self, uint32_t kind, struct core_device *where);
+// Stamps an event of the present step on a stream; NULL: torch does not say which one is current. A failure ends the
+// stamps and is reported by core_device_stamps_read(): a stamp must not disturb the training. Runs no Python.
+void core_device_stamps_put(struct core_device_stamps *self, const struct nb_ring *ring, struct nb_event event,
+                            void *const *stream);
 // Writes the stamps that the device has passed. Returns the number that is left; -1 with an exception for a failure.
 Py_ssize_t core_device_stamps_read(struct core_device_stamps *self, const struct core_state *state,
                                    struct nb_ring *ring);

@@ -61,10 +61,13 @@ static void raise_error(PyObject *class, int number, PyObject *text, int peer) {
     Py_DECREF(error);
 }
 
+PyObject *core_text(const char *text) {
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
 PyObject *core_raise(const struct core_state *state, int code, const struct nb_error *err) {
     bool said = err != NULL && err->code != 0;
-    const char *words = said && err->text[0] != '\0' ? err->text : nb_code_name(code);
-    PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
+    PyObject *text = core_text(said && err->text[0] != '\0' ? err->text : nb_code_name(code));
     if (text == NULL) {
         return NULL;
     }

@@ -84,12 +84,12 @@ struct core_gradhook {
     struct core_device device;      // of the views
     struct gradhook_claims claims;
     struct gradhook_uses uses;
-    bool native; // the target is a Comm
-    bool busy;   // waiting without the GIL
-    bool paused; // gradients are only stamped
-    bool began;  // on_first was called in this pass
-    bool held;   // in this pass nothing is sent before flush()
-    bool drops;  // gradients do not get the sums of this pass
+    uint32_t busy; // calls that submit or wait without the GIL
+    bool native;   // the target is a Comm
+    bool paused;   // gradients are only stamped
+    bool began;    // on_first was called in this pass
+    bool held;     // in this pass nothing is sent before flush()
+    bool drops;    // gradients do not get the sums of this pass
     double prescale;
     double postscale;
     int redop;

@@ -48,11 +48,14 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
     op.streams = bucket->streams;
     op.stream_count = bucket->stream_count;
     hold->device = self->device;
-    bucket->stream_count = 0;
-    if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
+    self->busy++; // memory of a device is submitted without the GIL
+    int rc = core_comm_submit(self->target, self->of, &op, hold);
+    self->busy--;
+    if (rc < 0) {
         core_hold_free(hold);
         return -1;
     }
+    bucket->stream_count = 0;
     bucket->hold = hold;
     return 0;
 }
@@ -92,6 +95,7 @@ int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
 // Resets a bucket to the start of a step.
 static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     bucket->left = bucket->member_count;
+    bucket->stream_count = 0;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
         struct gradhook_param *param = &self->params[bucket->members[i]];
         param->left = self->passes;
@@ -124,17 +128,17 @@ static int give_back(const struct core_gradhook *self, const struct gradhook_buc
 }
 
 static int wait_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    self->busy = true;
+    self->busy++;
     int rc = core_hold_wait(self->target, bucket->hold, INT64_MAX);
-    self->busy = false;
+    self->busy--;
     return rc < 0 ? -1 : 0;
 }
 
 static int wait_future(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     PyObject *name = self->state->names[CORE_WAIT];
-    self->busy = true;
+    self->busy++;
     PyObject *done = PyObject_CallMethodObjArgs(bucket->future, name, NULL);
-    self->busy = false;
+    self->busy--;
     Py_XDECREF(done);
     return done != NULL ? 0 : -1;
 }
@@ -179,7 +183,7 @@ static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
 
 // Only one thread waits at a time; nothing else may change the state meanwhile.
 static int check_idle(const struct core_gradhook *self) {
-    if (self->busy) {
+    if (self->busy > 0) {
         PyErr_SetString(PyExc_RuntimeError, "GradHook.wait() is already running, in another thread or in a caller");
         return -1;
     }

@@ -158,6 +158,16 @@ int core_memory_parse(struct core_memory *memory, PyObject *object, bool writabl
     return 0;
 }
 
+int core_memory_parse_host(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes) {
+    int rc = core_memory_parse(memory, object, writable, element_bytes);
+    if (rc == 0 && memory->device.type != 0) {
+        PyErr_Format(PyExc_ValueError, "memory on device %d: it must be memory of the host",
+                     (int)memory->device.number);
+        rc = -1;
+    }
+    return rc;
+}
+
 void core_memory_release(struct core_memory *memory) {
     struct core_memory old = *memory;
     *memory = (struct core_memory){0};

@@ -206,9 +206,9 @@ static PyObject *reduce_objects(PyObject *destination, PyObject *source, const s
     size_t element = nb_dtype_size(how->dtype);
     struct core_memory to = {0};
     struct core_memory from = {0};
-    int rc = core_memory_parse(&to, destination, true, element);
+    int rc = core_memory_parse_host(&to, destination, true, element);
     if (rc == 0) {
-        rc = core_memory_parse(&from, source, how->pair != NULL, element);
+        rc = core_memory_parse_host(&from, source, how->pair != NULL, element);
     }
     if (rc == 0) {
         rc = reduce_memory(&to, &from, how);

@@ -125,8 +125,25 @@ static void stamp_host(struct core_recorder *self, const struct nb_event *event)
                    event->a, event->b, event->c, event->d, event->e);
 }
 
+// Leaves exceptions as they are.
 static void stamp_device(struct core_recorder *self, const struct nb_event *event) {
-    core_device_stamps_put(self->device, core_recorder_ring((PyObject *)self), *event);
+    const struct core_device_stamps *device = self->device;
+    struct core_device where;
+    if (core_recorder_ring((PyObject *)self)->header == NULL ||
+        !core_device_stamps_takes(device, event->kind, &where)) {
+        return;
+    }
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    void *stream = NULL;
+    bool known = where.stream(where.type, where.number, &stream) == 0; // may run Python, and close the recorder
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    if (self->device == device) {
+        core_device_stamps_put(self->device, core_recorder_ring((PyObject *)self), *event, known ? &stream : NULL);
+    }
 }
 
 static void stamp_at(PyObject *recorder, const struct stamp *stamp, int64_t time_ns) {

@@ -100,7 +100,8 @@ static PyObject *measure_objects(const struct request *request, nb_reduce_fn ker
                      request->bytes, request->samples, request->least_ns, element, SAMPLES_MAX, 1000LL * SLICE_NS);
         return NULL;
     }
-    if (core_memory_parse(&to, request->to, true, 1) == 0 && core_memory_parse(&from, request->from, false, 1) == 0) {
+    if (core_memory_parse_host(&to, request->to, true, 1) == 0 &&
+        core_memory_parse_host(&from, request->from, false, 1) == 0) {
         size_t least = to.bytes < from.bytes ? to.bytes : from.bytes;
         if (to.count != 1 || from.count != 1 || least < (size_t)request->bytes) {
             PyErr_Format(PyExc_ValueError, "destination and source must be one piece each, of at least %zd bytes",

@@ -172,8 +172,7 @@ static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     return took;
 }
 
-void nb_lanes_push(struct nb_lanes *lanes, int peer_rank, int64_t now_ns) {
-    (void)now_ns;
+void nb_lanes_push(struct nb_lanes *lanes, int peer_rank) {
     struct peer *peer = &lanes->peers[peer_rank];
     bool moved = !nb_list_empty(&peer->out);
     while (moved) {
@@ -329,7 +328,7 @@ static void up_message(void *ctx, struct nb_lane *lane, int peer_rank, const voi
     bool more = word <= NB_MESSAGE_CREDITS ? nb_credits_message(lanes, lane->index, peer_rank, data, bytes)
                                            : nb_failover_message(lanes, lane->index, peer_rank, data, bytes);
     if (more) {
-        nb_lanes_push(lanes, peer_rank, 0);
+        nb_lanes_push(lanes, peer_rank);
     }
     if (word > NB_MESSAGE_CREDITS && word != NB_MESSAGE_LEAVE) {
         nb_failover_flush(lanes, peer_rank);
@@ -353,7 +352,7 @@ static void up_lost(void *ctx, struct nb_lane *lane, int peer_rank, const struct
         return;
     }
     nb_failover_lost(lanes, peer_rank, lane->index, why);
-    nb_lanes_push(lanes, peer_rank, 0);
+    nb_lanes_push(lanes, peer_rank);
 }
 
 const struct nb_lane_up nb_lanes_up = {.place = up_place,
@@ -390,7 +389,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
         nb_retransmit_begin(lanes, flow);
         nb_flow_insert(lanes, flow);
         nb_credits_out_added(lanes, flow);
-        nb_lanes_push(lanes, flow->peer, now_ns);
+        nb_lanes_push(lanes, flow->peer);
         return;
     }
     nb_flow_insert(lanes, flow);
@@ -433,8 +432,7 @@ void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
     nb_list_remove(&flow->link);
 }
 
-int nb_lanes_progress(struct nb_lanes *lanes, int64_t now_ns) {
-    (void)now_ns;
+int nb_lanes_progress(struct nb_lanes *lanes) {
     int done = 0;
     for (int i = 0; i < lanes->config.lanes; i++) {
         int n = lanes->lane[i]->ops->progress(lanes->lane[i]);

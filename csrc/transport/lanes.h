@@ -129,7 +129,7 @@ void nb_lanes_await_starts(struct nb_lanes *lanes);
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns);
 // Out: allows block `block` to be sent. Cheap; call nb_lanes_push() once after a batch.
 void nb_lanes_ready(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block);
-void nb_lanes_push(struct nb_lanes *lanes, int peer, int64_t now_ns);
+void nb_lanes_push(struct nb_lanes *lanes, int peer);
 // Cancels a flow before it is finished. After it returns nothing touches the flow's memory. RMA lanes may have to be
 // closed for that: then all flows of the peer are lost.
 void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow);
@@ -140,7 +140,7 @@ int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_err
 // Unregisters memory. Every operation over it must be over.
 void nb_lanes_unmap(struct nb_lanes *lanes, void *base);
 
-int nb_lanes_progress(struct nb_lanes *lanes, int64_t now_ns);
+int nb_lanes_progress(struct nb_lanes *lanes);
 int nb_lanes_arm(struct nb_lanes *lanes);
 // Checks the lanes; call it regularly. Drops connections that do not authenticate in time. If nothing moves on a lane
 // for an eighth of the lanes' timeout_ms (of at most 30 s), sends the peer a ping on it. If no answer comes for

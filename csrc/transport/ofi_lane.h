@@ -50,7 +50,6 @@ struct nb_ofi_bounce {
 
 struct nb_ofi_slot {
     struct nb_ofi_op op;
-    size_t got; // bytes received; of a message kept until its sender is known
     struct wire_ofi_message message;
     unsigned char spare[16]; // makes room to detect a longer message, which no rank sends
 };

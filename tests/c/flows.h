@@ -502,12 +502,12 @@ static inline void flows_ready(struct flow_side *side, uint32_t count) {
     for (; count > 0 && side->ready < side->spec->full; count--) {
         nb_lanes_ready(side->node->lanes, &side->flow, side->order[side->ready++]);
     }
-    nb_lanes_push(side->node->lanes, side->flow.peer, nb_now_ns());
+    nb_lanes_push(side->node->lanes, side->flow.peer);
 }
 
 // Runs one progress pass and one poll of the loop, without waiting.
 static inline void flows_progress(struct flow_node *node) {
-    (void)nb_lanes_progress(node->lanes, nb_now_ns());
+    (void)nb_lanes_progress(node->lanes);
     (void)nb_loop_wait(&node->loop, 0);
 }
 

@@ -1,9 +1,11 @@
 // Device clock over the fake driver: times of marks on the host's clock, their order, captures, lost marks and failures.
 #include <errno.h>
+#include <float.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "../cuda/fake.h"
 #include "base/clock.h"
@@ -20,6 +22,20 @@ static struct nb_cuda_device device;
 static struct nb_cuda_clock *clock_;
 static struct nb_cuda_kept_streams kept;
 static struct CUstream_st *stream;
+
+static int64_t ahead_ns; // of the core's clock, not of the fake device's
+
+int __real_clock_gettime(clockid_t id, struct timespec *now);
+int __wrap_clock_gettime(clockid_t id, struct timespec *now);
+
+int __wrap_clock_gettime(clockid_t id, struct timespec *now) {
+    int rc = __real_clock_gettime(id, now);
+    now->tv_sec += ahead_ns / 1000000000;
+    now->tv_nsec += ahead_ns % 1000000000;
+    now->tv_sec += now->tv_nsec / 1000000000;
+    now->tv_nsec %= 1000000000;
+    return rc;
+}
 
 static void begin(uint64_t seed, int64_t delay_ns, int64_t ppm) {
     struct nb_error err = {0};
@@ -183,6 +199,25 @@ static void test_a_full_queue_keeps_its_marks(void) {
     end();
 }
 
+// The driver's float has little resolution after a long time without a mark: for the mark, and for the probe before it.
+static void test_the_error_has_the_rounding_of_an_old_base(void) {
+    const int64_t hour_ns = (int64_t)3600 * 1000000000;
+    const double rounding_ns = (double)hour_ns * FLT_EPSILON / 2;
+    uint64_t number;
+    begin(1, 0, 0);
+    mark(1, true);
+    (void)read_mark(&number);
+    (void)nb_cuda_clock_take_error_ns(clock_);
+    fake->set_clock(hour_ns / (nb_now_ns() / 1000000) + 1);
+    ahead_ns = hour_ns;
+    mark(2, true);
+    (void)read_mark(&number);
+    int64_t error_ns = nb_cuda_clock_take_error_ns(clock_);
+    CHECK((double)error_ns >= 2 * rounding_ns, "the error is %lld ns, not 2 * %.0f", (long long)error_ns, rounding_ns);
+    ahead_ns = 0;
+    end();
+}
+
 // torch records an event on the stream when it frees memory that was used there, and the next clock has it again.
 static void test_the_stream_outlives_the_clock(void) {
     struct nb_error err = {0};
@@ -239,6 +274,7 @@ int main(void) {
     test_a_captured_stream_is_left_untouched();
     test_a_stream_of_another_context_is_named();
     test_a_full_queue_keeps_its_marks();
+    test_the_error_has_the_rounding_of_an_old_base();
     test_the_stream_outlives_the_clock();
     test_failed_calls();
     fake->reset(1, 0);

@@ -468,6 +468,11 @@ static void invalid_operations(struct test_rank *me) {
     op.stream_count = 0;
     CHECK(submit_refused(me, op, &err) == -EINVAL && strstr(err.text, "w: 0 streams") != NULL, "%s", err.text);
     op = right;
+    struct CUstream_st *const per_thread = (struct CUstream_st *)(uintptr_t)2;
+    op.streams = &per_thread;
+    CHECK(submit_refused(me, op, &err) == -EINVAL && strstr(err.text, "use a stream of torch.cuda") != NULL, "%s",
+          err.text);
+    op = right;
     op.device = FAKE_DEVICES + 1;
     CHECK(submit_refused(me, op, &err) == -ENODEV && strstr(err.text, "there is no device 2") != NULL, "%s", err.text);
     op = right;

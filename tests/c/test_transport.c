@@ -213,7 +213,7 @@ static void test_higher_priority_finishes_first(struct suite *suite, uint64_t se
             nb_lanes_ready(sender->lanes, &sender->sides[i].flow, block);
         }
     }
-    nb_lanes_push(sender->lanes, 1, nb_now_ns());
+    nb_lanes_push(sender->lanes, 1);
     PROGRESS_UNTIL(world, flows_done(sender) && flows_done(&world->nodes[1]));
     CHECK(sender->landing[0] == 2 && world->nodes[1].landing[0] == 2, "op %llu finished before the urgent one",
           (unsigned long long)world->nodes[1].landing[0]);

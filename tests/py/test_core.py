@@ -285,6 +285,171 @@ print(passed_ns, released_ns)
     assert found[_core.EVENTS["FORWARD_END"]][0] >= released_ns - error_ns
 
 
+def test_a_stamp_whose_stream_lookup_closes_the_recorder_is_dropped(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+def current_stream(number):
+    recorder.close()
+    return types.SimpleNamespace(cuda_stream=stream.value)
+
+sys.modules["torch.cuda"].current_stream = current_stream
+recorder.put(_core.EVENTS["STEP_BEGIN"])
+recorder.put(_core.EVENTS["STEP_END"])
+print(recorder.device_stream)
+"""
+    assert run_following(script, fake_driver, tmp_path / "ring") == "None\n"
+    assert not {_core.EVENTS["STEP_BEGIN"], _core.EVENTS["STEP_END"]} & {e[1] for e in events_of(tmp_path / "ring")}
+
+
+# Memory of the fake driver. `submitted` counts a stream's operations.
+MEMORY = """
+def control(name, result, *types):
+    return ctypes.CFUNCTYPE(result, *types)(driver.fake_controls()[names.index(name)])
+
+capture = control("capture", None, ctypes.c_void_p, ctypes.c_bool)
+submitted = control("submitted", ctypes.c_ulonglong, ctypes.c_void_p)
+address = ctypes.c_ulonglong()
+assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(32)) == 0
+OnDevice.data_ptr = lambda self: address.value
+tensor = OnDevice()
+"""
+ALONE = MEMORY + 'comm = _core.Comm(0, 1, secret=b"", cuda_library=library)\n'
+
+
+def test_other_threads_run_while_a_submission_waits_for_the_device(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+hold(stream, True)
+def release():  # it needs the GIL
+    while submitted(stream) == 0:
+        pass
+    hold(stream, False)
+
+other = threading.Thread(target=release)
+other.start()
+comm.submit("alone", _core.ALLREDUCE, tensor, _core.FLOAT32, prescale=2.0).wait()
+other.join()
+"""
+    run_following(ALONE + script, fake_driver, tmp_path / "ring")
+
+
+def test_a_wait_beside_a_close_returns_once_the_copies_are_over(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+from netbottleneck import errors
+
+class Entry(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int), ("stream", ctypes.c_void_p), ("event", ctypes.c_void_p),
+        ("address", ctypes.c_ulonglong), ("bytes", ctypes.c_size_t),
+    ]
+
+log = control("log", ctypes.c_size_t, ctypes.c_size_t, ctypes.POINTER(Entry), ctypes.c_size_t)
+listener, comms, released, seen = _core.Listener(ifname="lo"), [None, None], False, []
+
+def join(rank):
+    door = {"address": listener.address} if rank else {"listener": listener}
+    options = {"secret": b"sixteen bytes...", "ifname": "lo", "streams": 1, "cuda_library": library}
+    comms[rank] = _core.Comm(rank, 2, **options, **door)
+
+def in_thread(call, *args):
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    return thread
+
+def run():
+    works = [comm.submit("sum", _core.ALLREDUCE, tensor, _core.FLOAT32) for comm in comms]
+    while not all(work.times()[-1] for work in works):
+        pass
+    return works
+
+def wait(work):
+    work.wait()
+    seen.append(released)
+
+joining = in_thread(join, 1)
+join(0)
+joining.join()
+works = run()
+assert driver.cuStreamSynchronize(stream) == 0  # it waits for the copies back
+entries = (Entry * 1000)()
+back = {each.stream for each in entries[: log(0, entries, 1000)] if each.kind == 1}
+for each in back:
+    hold(each, True)
+works = run()
+current = ctypes.c_void_p()
+closing = in_thread(comms[0].close)
+try:
+    while True:
+        comms[0].missing("sum")
+except errors.ClosedError:
+    pass
+waiting = in_thread(wait, works[0])
+waiting.join(0.2)  # to return too early
+released = True
+for each in back:
+    hold(each, False)
+waiting.join()
+closing.join()
+comms[1].close()
+print(len(back), seen)
+"""
+    assert run_following(MEMORY + script, fake_driver, tmp_path / "ring") == "2 [True]\n"
+
+
+# A hook of two buckets over the memory of `tensor`.
+HOOK = """
+class Parameter:
+    grad = tensor
+
+class View(OnDevice):
+    def __init__(self, offset):
+        self.data_ptr = lambda: address.value + offset
+
+OnDevice.dtype, OnDevice.nbytes, OnDevice.is_cpu, OnDevice.is_sparse = "float32", 16, False, False
+OnDevice.requires_grad = False
+OnDevice.copy_ = lambda self, values: self
+OnDevice.detach = lambda self: self
+parameters = [Parameter(), Parameter()]
+buckets = [(f"bucket {i}", _core.FLOAT32, address.value + 16 * i, 16, 0) for i in range(2)]
+hook = _core.GradHook(parameters, [View(0), View(16)], [0, 1], [0, 0], buckets)
+hook.target(comm, prescale=2.0)
+"""
+
+
+def test_a_refused_bucket_is_sent_again_on_the_streams_that_wrote_it(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+capture(stream, True)
+try:
+    hook.hook(0)()
+except ValueError as error:
+    print("captured" in str(error))
+capture(stream, False)
+hook.hook(1)()
+current = ctypes.c_void_p()
+before = submitted(stream)
+hook.flush()
+print(submitted(stream) > before)
+hook.wait()
+"""
+    assert run_following(ALONE + HOOK + script, fake_driver, tmp_path / "ring") == "True\nTrue\n"
+
+
+def test_two_threads_may_send_buckets_at_the_same_time(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+hold(stream, True)
+threads = [threading.Thread(target=hook.hook(i)) for i in range(2)]
+for count, thread in enumerate(threads, 1):
+    thread.start()
+    while submitted(stream) < count:
+        pass
+hold(stream, False)
+for thread in threads:
+    thread.join()
+hook.wait()
+print(hook.pending)
+"""
+    for number in range(5):
+        assert run_following(ALONE + HOOK + script, fake_driver, tmp_path / f"ring{number}") == "0\n"
+
+
 def test_stamps_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     recorder = _core.Recorder(str(path), 8, 3)
@@ -439,6 +604,16 @@ class Pinned:
         return self._line.itemsize
 
 
+class OnDevice(Pinned):
+    """A tensor of 16 bytes in the memory of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros(4, np.float32))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
 def test_pinned_memory_travels_as_memory_of_the_host(pair: list[_core.Comm]) -> None:
     def add(comm: _core.Comm) -> list[float]:
         lines = [np.full(3, comm.rank + 1, np.float32), np.full(2, comm.rank + 2, np.float32)]
@@ -469,6 +644,11 @@ def test_an_exchange_with_a_name_that_ends_at_its_limit_leaves_the_others_in_ord
     for name in (None, "turns", None):
         found = on_ranks(pair, lambda comm, name=name: comm.exchange(b"%d" % comm.rank, name=name))
         assert found == [[b"0", b"1"]] * 2
+
+
+def test_a_limit_below_a_millisecond_is_a_limit(pair: list[_core.Comm]) -> None:
+    with pytest.raises(TimeoutError, match="'alone' has waited"):
+        pair[0].exchange(b"", limit_s=1e-6, name="alone")
 
 
 def test_a_barrier_and_a_broadcast(pair: list[_core.Comm]) -> None:
@@ -663,6 +843,34 @@ memory.append(0)  # nothing keeps it
 
 def test_a_communicator_that_an_argument_closes_is_refused() -> None:
     assert run_python(CLOSED_MEANWHILE).splitlines() == ["communicator is closed"] * 6
+
+
+def test_a_close_in_which_the_collector_runs_another_close() -> None:
+    """The collector may run at any allocation of close(), and a finaliser may call it."""
+    source = """
+import gc
+from netbottleneck import _core
+
+class Closing:
+    def __init__(self, comm):
+        self.comm, self.myself = comm, self
+
+    def __del__(self):
+        self.comm.close()
+
+for allocations in range(1, 40):
+    comm = _core.Comm(0, 1, secret=b"")
+    gc.collect()
+    gc.disable()
+    Closing(comm)
+    gc.set_threshold(gc.get_count()[0] + allocations)
+    gc.enable()
+    comm.close()
+    gc.set_threshold(700)
+    assert comm.info()["streams_open"] == 0, comm.info()
+    assert comm.notices() == []
+"""
+    run_python(source)
 
 
 def test_nothing_grows_over_ten_thousand_operations() -> None:
@@ -1005,6 +1213,10 @@ def test_a_line_that_ranks_cannot_share_is_refused(pair: list[_core.Comm]) -> No
         (lambda: _core.reduce_pair(bytearray(4), bytearray(8), _core.FLOAT32, _core.SUM), "4 bytes and the other 8"),
         (lambda: _core.reduce_pair(bytearray(4), bytearray(4), _core.INT8, _core.MAX), "int8 .* by op max"),
         (lambda: _core.reduce_pair(bytearray(4), b"read", _core.FLOAT32, _core.SUM), "writable"),
+        (lambda: _core.reduce(OnDevice(), bytearray(16), _core.FLOAT32, _core.SUM), "memory of the host"),
+        (lambda: _core.reduce_pair(bytearray(16), OnDevice(), _core.FLOAT32, _core.SUM), "memory of the host"),
+        (lambda: _core.reduce_times(OnDevice(), bytearray(16), 16, _core.FLOAT32), "memory of the host"),
+        (lambda: _core.copy_times(bytearray(16), OnDevice(), 16), "memory of the host"),
         (lambda: _core.Listener(address="nowhere"), "nowhere"),
         (lambda: _core.Listener(ports=(9, 2)), r"ports .* not \(9, 2\)"),
         (lambda: _core.Recorder("ring", 0, 0), "capacity .* not 0"),

@@ -86,6 +86,11 @@ def test_devices_for_which_the_backend_is_named(warm_ranks: Ranks, device: dict[
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))
 
 
+def use_stream(monkeypatch: pytest.MonkeyPatch, handle: int) -> None:
+    """Make a stream of this handle the current one of each GPU."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=handle))
+
+
 @pytest.mark.parametrize(
     ("places", "why"),
     [
@@ -100,6 +105,7 @@ def test_a_ddp_model_is_left_alone_by_its_devices(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ddp, "reducer_of", lambda _: SimpleNamespace(_update_process_group=None))
     monkeypatch.setattr(ddp, "reduced_parameters", lambda _: parameters)
     monkeypatch.setattr(ddp.dist, "get_world_size", lambda: 2)
+    use_stream(monkeypatch, 0)
     assert ddp._refusal(model, Settings()) == why
 
 
@@ -108,10 +114,19 @@ def test_a_ddp_model_on_a_gpu_is_left_alone_where_all_streams_share_a_queue(
     monkeypatch: pytest.MonkeyPatch, connections: str, left_alone: bool
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    use_stream(monkeypatch, 0)
     on_host: Any = SimpleNamespace(device=torch.device("cpu"))
     why = ddp._refusal_by_device([("weight", ON_GPU)])
     assert why.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue") == left_alone
     assert not ddp._refusal_by_device([("weight", on_host)])
+
+
+@pytest.mark.parametrize(("handle", "left_alone"), [(0, False), (1, False), (2, True)])
+def test_a_ddp_model_on_the_per_thread_default_stream_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, handle: int, left_alone: bool
+) -> None:
+    use_stream(monkeypatch, handle)
+    assert ddp._refusal_by_device([("weight", ON_GPU)]).endswith("use a stream of torch.cuda") == left_alone
 
 
 def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -391,6 +391,9 @@ def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
     return _refusal_by_device(reduced_parameters(ddp))
 
 
+STREAM_PER_THREAD = 2  # the driver's handle, CU_STREAM_PER_THREAD
+
+
 def _refusal_by_device(parameters: Sequence[tuple[str, torch.Tensor]]) -> str:
     for name, parameter in parameters:
         if not is_reachable(parameter.device):
@@ -404,6 +407,12 @@ def _refusal_by_device(parameters: Sequence[tuple[str, torch.Tensor]]) -> str:
         return (
             f"{config.CONNECTIONS}=1 puts all streams into one queue of the GPU, where our wait for the end of a "
             f"bucket would delay the backward pass: unset {config.CONNECTIONS}, or set it to 2 or more"
+        )
+    device = parameters[0][1].device if parameters else torch.device("cpu")
+    if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream == STREAM_PER_THREAD:
+        return (
+            "its current stream is CUDA's per-thread default stream, which is another stream on each thread: use a "
+            "stream of torch.cuda"
         )
     return ""
 

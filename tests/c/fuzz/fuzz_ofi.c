@@ -48,7 +48,7 @@ struct world {
 
 static void progress(struct world *world) {
     for (int i = 0; i < PASSES; i++) {
-        (void)nb_lanes_progress(world->lanes, nb_now_ns());
+        (void)nb_lanes_progress(world->lanes);
         (void)nb_loop_wait(&world->loop, 0);
         for (int lane = 0; lane < LANES; lane++) {
             (void)nb_ofi_ops.progress(world->peer[lane].lane);

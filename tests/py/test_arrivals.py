@@ -333,6 +333,14 @@ def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does():
         assert 0 < late.jitter_ns.low < late.jitter_ns.high
 
 
+@pytest.mark.parametrize(("times", "count", "ranks"), [(16, 16, 4), (5, 10, 4), (9, 40, 8), (60, 100, 2), (1, 9, 8)])
+def test_the_chance_of_so_many_events_is_bounded(times, count, ranks):
+    each = [math.comb(count, k) * (ranks - 1) ** (count - k) / ranks**count for k in range(times, count + 1)]
+    bound = arrivals._so_many(times, count, 1 / ranks)
+    assert sum(each) <= bound * (1 + 1e-12)
+    assert bound <= min(1.0, 10 * sum(each))
+
+
 def test_long_steps_of_any_rank_name_none():
     plain = trace_of(Job(ranks=4, jitter=0.01, blocks=2, block_steps=40))
     random = np.random.default_rng(1)

@@ -353,8 +353,10 @@ def _chance(places: Floats) -> float:
 
 def _places(arrived: Floats) -> Floats:
     """Place of each rank in the order of arrival of each step, from 0; ranks that arrive together share a place."""
-    one, other = arrived[:, :, None], arrived[:, None, :]
-    places: Floats = (one > other).sum(axis=2) + ((one == other).sum(axis=2) - 1) / 2
+    places = np.empty(arrived.shape)
+    for step, order in enumerate(np.sort(arrived, axis=1)):
+        before, until = (np.searchsorted(order, arrived[step], side) for side in ("left", "right"))
+        places[step] = (before + until - 1) / 2
     return places
 
 
@@ -485,11 +487,20 @@ def _cause(steps: Sequence[Split], typical: Sequence[Split], ns: float) -> str:
     return name if more[name] >= ns / 2 else ""
 
 
+def _so_many(times: int, count: int, chance: float) -> float:
+    """Upper bound of the probability of `times` or more of `count` events, each with `chance` (Chernoff, 1952)."""
+    part = times / count
+    if part <= chance:
+        return 1.0
+    rest = (1 - part) * math.log((1 - part) / (1 - chance)) if part < 1 else 0.0
+    return math.exp(-count * (part * math.log(part / chance) + rest))
+
+
 def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> tuple[Rare | None, NDArray[np.bool_]]:
     """(the steps in which a rank is late by much more than usual, if they hold most of the wait; which they are).
 
     Usual is up to DELAYED times the distance of the 10th percentile from the median above the median. A rank is named
-    if chance lets no rank be last in so many of them (binomial, with Bonferroni's correction).
+    if chance lets no rank be last in so many of them (with Bonferroni's correction).
     """
     late = _latest(evened)
     low, usual = np.percentile(late, [10, 50])
@@ -499,8 +510,7 @@ def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> tuple[Rare | 
         return None, np.zeros(len(late), np.bool_)
     last = evened[long].argmax(axis=1)
     rank, times = Counter(last.tolist()).most_common(1)[0]
-    chance = sum(math.comb(count, k) * (ranks - 1) ** (count - k) for k in range(times, count + 1)) / ranks**count
-    if times < DELAYED_STEPS_MIN or ranks * chance > CHANCE_MAX:
+    if times < DELAYED_STEPS_MIN or ranks * _so_many(times, count, 1 / ranks) > CHANCE_MAX:
         return Rare(count, len(late), None, 0, ""), long
     own = np.flatnonzero(long)[last == rank]
     cause = _cause([steps[place][rank] for place in own], [step[rank] for step in steps], float(late[own].sum()))

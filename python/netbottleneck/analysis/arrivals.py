@@ -386,17 +386,19 @@ def _late(arrived: Floats, groups: Sequence[Sequence[int]]) -> tuple[list[Sequen
     as one test does. Each of their ranks is late by at least STRAGGLER_LEAST of the latest.
     """
     remain = list(range(len(groups)))
-    places = np.stack([np.median(arrived[:, own], axis=1) for own in groups], axis=1)
+    each = np.stack([np.median(arrived[:, own], axis=1) for own in groups], axis=1)
+    places = _places(each)
     late: list[Sequence[int]] = []
     found = 1.0
     while len(late) < len(groups) // 2:
-        ordered = _places(places[:, remain])
+        ordered = places[:, remain]
         last, chance = remain[int(ordered.mean(axis=0).argmax())], _chance(ordered)
         delays = _delays(arrived, [column for own in (*late, groups[last]) for column in own])
         if chance > CHANCE_MAX or not 0 < STRAGGLER_LEAST * delays.max() <= delays.min():
             return late, found if late else chance
         late.append(groups[last])
         remain.remove(last)
+        places -= (each > each[:, [last]]) + (each == each[:, [last]]) / 2  # of those that remain
         found = max(found, chance) if late[1:] else chance
     return late, found
 

@@ -498,63 +498,87 @@ def _so_many(times: int, count: int, chance: float) -> float:
     return math.exp(-count * (part * math.log(part / chance) + rest))
 
 
-def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> tuple[Rare | None, NDArray[np.bool_]]:
-    """(the steps in which a rank is late by much more than usual, if they hold most of the wait; which they are).
+def _long(evened: Floats) -> NDArray[np.bool_]:
+    """The steps in which a rank is late by much more than usual.
 
-    Usual is up to DELAYED times the distance of the 10th percentile from the median above the median. A rank is named
-    if chance lets no rank be last in so many of them (with Bonferroni's correction).
+    Usual is up to DELAYED times the distance of the 10th percentile from the median above the median.
     """
     late = _latest(evened)
     low, usual = np.percentile(late, [10, 50])
-    long = late > usual + DELAYED * (usual - low)
+    long: NDArray[np.bool_] = late > usual + DELAYED * (usual - low)
+    return long
+
+
+def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> Rare | None:
+    """The long steps, if they hold most of the wait.
+
+    A rank is named if chance lets no rank be last in so many of them (with Bonferroni's correction).
+    """
+    late, long = _latest(evened), _long(evened)
     count, ranks = int(long.sum()), evened.shape[1]
     if not 0 < count <= len(late) / 2 or late[long].sum() <= late.sum() / 2:
-        return None, np.zeros(len(late), np.bool_)
+        return None
     last = evened[long].argmax(axis=1)
     rank, times = Counter(last.tolist()).most_common(1)[0]
     if times < DELAYED_STEPS_MIN or ranks * _so_many(times, count, 1 / ranks) > CHANCE_MAX:
-        return Rare(count, len(late), None, 0, ""), long
+        return Rare(count, len(late), None, 0, "")
     own = np.flatnonzero(long)[last == rank]
     cause = _cause([steps[place][rank] for place in own], [step[rank] for step in steps], float(late[own].sum()))
-    return Rare(count, len(late), rank, times, cause), long
+    return Rare(count, len(late), rank, times, cause)
+
+
+def _saved(
+    arrived: Floats, members: Sequence[int], rare: Rare | None, steps: Sequence[Mapping[int, Split]]
+) -> tuple[Floats, Floats]:
+    """(ns of each step that are saved without the lateness of `members`, the same on top without any other).
+
+    A step saves at most the idle time in which its ranks waited for the last one.
+    """
+    evened = _evened(arrived, members)
+    waited = np.array([[step[rank].skew_ns for rank in sorted(step)] for step in steps], np.float64)
+    of_others = np.delete(waited, members, axis=1).mean(axis=1)
+    persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
+    jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
+    if rare is not None and rare.rank is not None:  # it alone is to be as fast as the typical rank then
+        own = _long(evened) & (evened.argmax(axis=1) == rare.rank)
+        alone = np.minimum(_latest(evened), np.delete(waited, rare.rank, axis=1).mean(axis=1))
+        jitter = np.where(own, alone, jitter)
+    return persistent, jitter
+
+
+def _common(trace: Trace, arm: Arm, splits: Sequence[Split]) -> tuple[list[dict[int, Split]], Floats]:
+    """(the steps that all ranks recorded, by rank; when each rank arrived in them, against their mean)."""
+    by_step: dict[int, dict[int, Split]] = defaultdict(dict)
+    for split in splits:
+        by_step[split.index][split.rank] = split
+    whole = sorted(index for index, own in by_step.items() if len(own) == trace.size)
+    indices, arrived = _arrivals(trace, arm, whole)
+    centred: Floats = arrived - arrived.mean(axis=1, keepdims=True) if indices else arrived
+    return [by_step[index] for index in indices], centred
 
 
 def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None:
     """Lateness of the ranks in the steps of an arm, `splits`; None for one rank, or without a common step.
 
-    A step saves at most the idle time in which its ranks waited for the last one. Steps with a delay that are too few
-    to support a claim are left out.
+    Long steps that are too few to support a claim are left out.
     """
-    idle: dict[int, dict[int, Split]] = defaultdict(dict)
-    for split in splits:
-        idle[split.index][split.rank] = split
-    ranks = range(trace.size)
-    everyone = set(ranks)
-    indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if own.keys() == everyone))
-    if trace.size < 2 or not len(arrived):
+    steps, arrived = _common(trace, arm, splits)
+    if trace.size < 2 or not steps:
         return None
-    arrived = arrived - arrived.mean(axis=1, keepdims=True)
-    groups, chance = _last(arrived, _by_host(trace, ranks))
-    members = _columns(groups)
-    evened = _evened(arrived, members)
-    rare, long = _rare(evened, [idle[index] for index in indices])
-    few = rare is not None and rare.count < DELAYED_STEPS_MIN
-    kept = ~long if few else np.ones(len(long), np.bool_)
-    arrived, evened, indices = arrived[kept], evened[kept], list(compress(indices, kept))
-    waited = np.array([[idle[index][rank].skew_ns for rank in ranks] for index in indices], np.float64)
-    of_others = np.delete(waited, members, axis=1).mean(axis=1)
-    persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
-    jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
-    if rare is not None and rare.rank is not None:  # it alone is to be as fast as the typical rank then
-        own = kept & long & (evened.argmax(axis=1) == rare.rank)
-        alone = np.minimum(_latest(evened), np.delete(waited, rare.rank, axis=1).mean(axis=1))
-        jitter = np.where(own, alone, jitter)
-    last = tuple(members)
-    others = [float(np.mean([_for_others(idle[index][rank], last) for rank in ranks])) for index in indices]
+    groups, chance = _last(arrived, _by_host(trace, range(trace.size)))
+    last = tuple(_columns(groups))
+    evened = _evened(arrived, last)
+    rare, left_out = _rare(evened, steps), 0
+    if rare is not None and rare.count < DELAYED_STEPS_MIN:
+        kept = ~_long(evened)
+        left_out, rare = rare.count, None
+        arrived, steps = arrived[kept], list(compress(steps, kept))
+    persistent, jitter = _saved(arrived, last, rare, steps)
+    others = [float(np.mean([_for_others(split, last) for split in step.values()])) for step in steps]
     longer = _longer(splits, last) if last else {}
     return Lateness(
-        len(arrived),
-        max(members, key=lambda column: float(arrived[:, column].mean()), default=None),
+        len(steps),
+        max(last, key=lambda rank: float(arrived[:, rank].mean()), default=None),
         chance,
         mean_of_steps(persistent),
         _mean(jitter),
@@ -563,9 +587,9 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         longer.get(OWN, 0.0),
         last,
         _hosts(trace, groups),
-        float(np.mean([idle[index][rank].step_ns for index in indices for rank in ranks])),
-        None if few else rare,
-        int(long.sum()) if few else 0,
+        float(np.mean([split.step_ns for step in steps for split in step.values()])),
+        rare,
+        left_out,
     )
 
 

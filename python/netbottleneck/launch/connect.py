@@ -133,10 +133,16 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
         }
         for name, (value, words) in variables.items():
             if value and re.search(words, text):
-                named = type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}")
-                named.peer = error.peer
-                raise named from error
+                # Not a variable of this frame, which its traceback would keep, and a listener's port with it.
+                raise _with_text(error, f"NETBOTTLENECK_{name}={value}: {text}") from error
         raise
+
+
+def _with_text(error: Error, text: str) -> Error:
+    """Return an error like another one, with another text."""
+    made = type(error)(error.errno, text)
+    made.peer = error.peer
+    return made
 
 
 def _connect(

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -197,26 +197,43 @@ def _without_probes(trace: tr.Trace) -> tr.Trace:
     return replace(trace, ranks=tuple(ranks))
 
 
-def _steps_before_change(trains: Sequence[_Tail], first: int, last: int) -> int:
-    """Return the number of steps from `first` on that are before the last change of the step time."""
-    numbers = np.arange(first, last + 1)
-    times, arms = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
-    for tail in trains:
-        begins, ends = tail.at("STEP_BEGIN"), tail.at("STEP_END")
-        _, began, ended = np.intersect1d(begins["step"], ends["step"], return_indices=True)
-        begins, ends = begins[began], ends[ended]
-        inside = (begins["step"] >= first) & (begins["step"] <= last)
-        places = begins["step"][inside].astype(np.int64) - first
-        took = ends["time_ns"][inside] - begins["time_ns"][inside]
-        times[places], arms[places] = np.maximum(times[places], took), begins["b"][inside]
-    known = times > 0
-    place = last_change(times[known], arms[known])
-    return int(numbers[known][place] - first) if place else 0
+class _StepTimes:
+    """How long the last steps took, each on the rank with the longest, and over which arm.
+
+    They reach back to before a change that the window begins with: the steps that come after it then place it better.
+    """
+
+    def __init__(self) -> None:
+        self._steps = np.empty(0, np.int64)
+        self._ns, self._arms = np.empty(0), np.empty(0, np.int64)
+
+    def grow(self, trains: Iterable[_Tail], first: int, last: int) -> None:
+        """Add the steps up to `last` that are not known yet, and forget those before `first`."""
+        begin = max(first, int(self._steps.max(initial=-1)) + 1)
+        numbers = np.arange(begin, last + 1)
+        ns, arms = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
+        for tail in trains:
+            begins, ends = tail.at("STEP_BEGIN"), tail.at("STEP_END")
+            _, began, ended = np.intersect1d(begins["step"], ends["step"], return_indices=True)
+            begins, ends = begins[began], ends[ended]
+            inside = (begins["step"] >= begin) & (begins["step"] <= last)
+            places = begins["step"][inside].astype(np.int64) - begin
+            took = ends["time_ns"][inside] - begins["time_ns"][inside]
+            ns[places], arms[places] = np.maximum(ns[places], took), begins["b"][inside]
+        late, known = self._steps >= first, ns > 0
+        self._steps = np.concatenate([self._steps[late], numbers[known]])
+        self._ns = np.concatenate([self._ns[late], ns[known]])
+        self._arms = np.concatenate([self._arms[late], arms[known]])
+
+    def change(self) -> int:
+        """Return the first step after the last change of the step time; 0: there is none."""
+        place = last_change(self._ns, self._arms)
+        return int(self._steps[place]) if place else 0
 
 
-def _steps_before_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses], first: int, last: int) -> int:
-    """Return the number of steps from `first` on that are before the last rise of the packet loss; 0 without one."""
-    latest = first
+def _rise_of_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses], last: int) -> int:
+    """Return the first step after the last rise of the packet loss; 0: there is none."""
+    latest = 0
     for one in losses:
         since_ns, train = one.begin_ns(), trains.get(f"{one.rank}.{ring_reader.TRAIN}.ring")
         if since_ns and train is not None:
@@ -224,7 +241,7 @@ def _steps_before_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses],
             steps = begins["step"][(begins["time_ns"] >= since_ns) & (begins["step"] <= last)]
             if len(steps) >= CHANGE_VALUES:
                 latest = max(latest, int(steps.min()))
-    return latest - first
+    return latest
 
 
 def _begins(trains: Mapping[str, _Tail], name: str) -> NDArray[Any]:
@@ -245,6 +262,7 @@ class Part:
         self._steps, self._most = steps, most_events
         self._tails: dict[str, _Tail] = {}
         self._losses: dict[str, _Losses] = {}
+        self._times = _StepTimes()
         self.change = 0  # the last step with which the step time changed, or the packet loss rose
         self._begin: int | None = None  # the first step that was read
 
@@ -282,16 +300,17 @@ class Part:
     def _forget(self) -> None:
         trains = {name: tail for name, tail in self._tails.items() if name.endswith(f".{ring_reader.TRAIN}.ring")}
         last = min((int(ends["step"].max()) for t in trains.values() if len(ends := t.at("STEP_END"))), default=0)
-        first = max([0, last - self._steps + 1, *(tail.first for tail in self._tails.values())])
-        first = self._affordable(trains, first, last)
+        oldest = max(0, last - self._steps + 1)
+        first = self._affordable(trains, max([oldest, *(tail.first for tail in self._tails.values())]), last)
         if self._begin is None:
             steps = [int(begins["step"].min()) for t in trains.values() if len(begins := t.at("STEP_BEGIN"))]
             self._begin = min(steps, default=None)
-        before = _steps_before_change(list(trains.values()), first, last)
+        self._times.grow(trains.values(), oldest, last)
+        change = self._times.change()
         if self._begin is not None and last >= self._begin + FIRST_STEPS:
-            before = max(before, _steps_before_losses(trains, self._losses.values(), first, last))
-        first += before
-        self.change = first if before else self.change
+            change = max(change, _rise_of_losses(trains, self._losses.values(), last))
+        first = max(first, change)
+        self.change = change or self.change
         if first == 0:
             return
         for name, tail in self._tails.items():

@@ -47,6 +47,7 @@ static _Thread_local struct {
     int depth;
     unsigned capture_mode;
     int polls;
+    bool captured; // see fake_capture_here
 } current;
 
 static uint64_t draw(uint64_t *state) {
@@ -624,8 +625,14 @@ unsigned cuStreamIsCapturing(struct CUstream_st *stream, unsigned *status) {
     if (!stream_exists(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
-    *status = stream->captured;
+    *status = stream->captured || current.captured;
     return leave(NB_CUDA_SUCCESS);
+}
+
+// For programs that cannot use the controls: all streams report to this thread that they are captured.
+FAKE_EXPORT void fake_capture_here(bool captured);
+void fake_capture_here(bool captured) {
+    current.captured = captured;
 }
 
 unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {

@@ -117,3 +117,15 @@ def test_a_failed_stamp_ends_the_measuring_and_not_the_training(
     assert trained(warm_ranks, "fakecuda", env) == on_cpu
     notes = Run(folder).trace.notes
     assert any("measuring ended at step" in note and "CUDA: cuStreamIsCapturing" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("captured", [("0", "1"), ("0",), ("1",)])
+def test_buckets_of_a_captured_stream_travel_over_the_own_group_on_all_ranks(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path, captured: tuple[str, ...]
+) -> None:
+    env = measured(tmp_path / "run", device, "stock,tcp")
+    for result in warm_ranks(2, SCRIPT, env, args=["fakecuda", str(STEPS), *captured]):
+        assert result.stdout.splitlines()[0] == on_cpu
+        here = "was made while its stream is captured into a CUDA graph: keep backward out of the capture"
+        why = here if str(result.rank) in captured else "another rank sends its gradients over the model's own group"
+        assert [why in line for line in result.stderr.splitlines() if "measuring has ended" in line] == [True]

@@ -9,6 +9,7 @@ On a GPU these notes are times of the host, which runs ahead. So there the stamp
 _core.Recorder.follow): one for each bucket, and one for each gradient in sampled steps.
 """
 
+import errno
 import importlib
 import logging
 import weakref
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.config import Settings
-from netbottleneck.errors import FAILURES
+from netbottleneck.errors import FAILURES, MismatchError
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job, nccl
 from netbottleneck.runtime.communicators import key_of, quietly
@@ -56,11 +57,12 @@ class Pass(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A bucket in flight over our communicator. DDP waits for `future`."""
+    """A bucket in flight over our communicator. DDP waits for `future`. tensors []: a refusal, see _refused."""
 
     work: Any
     future: Future
     tensors: list[torch.Tensor]
+    opts: Any
 
 
 class _Place:
@@ -192,6 +194,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._forward_ns = 0  # begin of the last forward pass that DDP prepared for
         self._wait_ns = 0  # begin of the last wait for buckets
         self._under_way: list[_Sent] = []
+        self._overtaken = False  # the own group was called while they were under way
         self._places: list[_Place] = []  # of the buckets
         self._operations: dict[str, _core.Operation] = {}  # by the bucket's name
         self._index = 0  # of the next bucket
@@ -299,8 +302,9 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         if not self._own:
             place = self._next_place(tensors)
             if place is not None and place.takes:
-                return self._send(place, tensors[0])
+                return self._send(place, tensors[0], opts)
             if self._under_way:
+                self._overtaken = True
                 self._in_backward()  # it may be the last bucket, and DDP then waits for all at the end of this pass
             return self._group.allreduce(tensors, opts)
         submitted = None
@@ -386,7 +390,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self.count += 1
         self._task = -1
         self._sends = []
-        self._sent_elements, self._whole = 0, False
+        self._sent_elements, self._whole, self._overtaken = 0, False, False
 
     def _place(self, index: int, tensor: torch.Tensor) -> _Place:
         """Return the place of a bucket that is sent. The layout changes when DDP rebuilds its buckets."""
@@ -412,7 +416,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self.version += 1
         return place
 
-    def _send(self, place: _Place, tensor: torch.Tensor) -> Any:
+    def _send(self, place: _Place, tensor: torch.Tensor, opts: Any) -> Any:
         """Submit a bucket to the communicator; return the work that DDP waits for."""
         future: Future = Future(devices=self._devices)
         work: Any = None
@@ -429,15 +433,50 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
                     keep=tensor,
                 )
             except FAILURES as error:
+                if error.errno == errno.EBUSY:  # a capture keeps the device from being opened
+                    return self._refused(destination, place, tensor, opts, error)
                 work = _Unsent(error)
+            except ValueError as error:
+                return self._refused(destination, place, tensor, opts, error)
+        sent = _Sent(work, future, [tensor], opts)
         if self._in_backward():
-            self._under_way.append(_Sent(work, future, [tensor]))
+            self._under_way.append(sent)
         else:
             # The first pass of a static graph, or a pass of a joined rank: DDP waits right after this call.
-            if work is not None:
-                work.wait()
+            self._wait(sent)
             future.set_result([tensor])
         return _c10d._create_work_from_future(future)
+
+    def _refused(
+        self, destination: "_core.Comm", place: _Place, tensor: torch.Tensor, opts: Any, error: Exception
+    ) -> Any:
+        """Reduce over the own group a bucket that our communicator refuses, such as one of a captured stream.
+
+        Other ranks may have submitted it. An operation of one byte under the bucket's name ends theirs with a
+        MismatchError, and they follow: see _wait.
+        """
+        self._measuring_ends(error)
+        memory = bytearray(1)
+        work = destination.submit(place.name, self._core.ALLREDUCE, memory, dtype_code(torch.uint8))
+        self._under_way.append(_Sent(work, Future(), [], opts))
+        self._in_backward()
+        return self._group.allreduce([tensor], opts)
+
+    def _wait(self, sent: _Sent) -> None:
+        """Wait for a bucket that was submitted. If another rank has refused it, reduce it over the own group.
+
+        Not if the own group was called since, as its calls have one order on all ranks.
+        """
+        try:
+            if sent.work is not None:
+                sent.work.wait()
+        except MismatchError as error:
+            if not sent.tensors:
+                return
+            if self._overtaken:
+                raise
+            self._measuring_ends(RuntimeError(f"another rank sends its gradients over the model's own group: {error}"))
+            self._group.allreduce(sent.tensors, sent.opts).wait()
 
     def _stamp_submission(self, place: _Place | None) -> "_core.Operation | None":
         """Stamp the submission of a bucket to the own group; None if it is not recorded."""
@@ -518,8 +557,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         failure: OSError | None = None
         for sent in under_way:
             try:
-                if sent.work is not None:
-                    sent.work.wait()
+                self._wait(sent)
             except FAILURES as error:
                 failure = failure or error
         if failure is not None:

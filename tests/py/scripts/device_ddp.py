@@ -1,11 +1,14 @@
 """Trains a DDP model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: where (cpu, fakecuda), steps. The script's own process group copies tensors to the host and sums them by
-gloo, on a stream of its own, and its futures are complete at once, as NCCL's are.
+Arguments: where (cpu, fakecuda), steps, and optionally ranks: on these, buckets are sent from a stream that is captured
+into a graph, as in a backward pass inside torch.cuda.graph. The script's own process group copies tensors to the host
+and sums them by gloo, on a stream of its own, and its futures are complete at once, as NCCL's are.
 """
 
 import atexit
+import ctypes
 import gc
+import os
 import sys
 from typing import Any
 
@@ -15,6 +18,7 @@ from device_training import DRAINED, digest, loss_of, model_on, open_device
 from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck  # noqa: F401 - measures DDP models, by the environment
+from netbottleneck.hooks.reducer_group import ReducerGroup
 
 Future = torch.futures.Future
 
@@ -82,11 +86,28 @@ def free_model() -> None:
     gc.collect()
 
 
+def capture_buckets() -> None:
+    """Report the stream as captured while a bucket is submitted to our communicator."""
+    capture = ctypes.CDLL(os.environ["NETBOTTLENECK_CUDA_LIBRARY"]).fake_capture_here
+    plain = ReducerGroup._send
+
+    def send(*arguments: Any) -> Any:
+        capture(True)
+        try:
+            return plain(*arguments)
+        finally:
+            capture(False)
+
+    ReducerGroup._send = send  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Train, and print the digest."""
     where, steps = sys.argv[1], int(sys.argv[2])
     atexit.register(free_model)  # runs after the end of the measured run, which registers later
     open_group(open_device() if where != "cpu" else None)
+    if str(dist.get_rank()) in sys.argv[3:]:
+        capture_buckets()
     model = model_on(where)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, init_sync=False)
     KEPT.append(ddp)

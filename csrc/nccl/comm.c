@@ -486,6 +486,8 @@ static struct nb_link_activity link_activity(const struct nb_link *link) {
             const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
             int64_t moved = request == comm->arriving ? link->heard_ns : request->flow.moved_ns;
             activity.moved_ns = moved > activity.moved_ns ? moved : activity.moved_ns;
+            bool arrives = request->flow.dir == NB_FLOW_IN && request->flow.bytes_moved > 0;
+            activity.heard_ns = arrives && moved > activity.heard_ns ? moved : activity.heard_ns;
             if (request->flow.op < activity.first) {
                 activity.first = request->flow.op;
                 activity.first_moved_ns = moved;

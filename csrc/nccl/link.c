@@ -488,7 +488,7 @@ static void silence_tick(struct nb_link *link, int64_t now) {
     int64_t limit_ns = (int64_t)link->net->settings.timeout_ms * 1000000;
     const struct nb_link_activity activity = link->net->up->activity(link);
     int64_t resumed = link->net->resumed_ns; // this process was descheduled until then: no silence of the peer
-    int64_t heard = latest(latest(link->heard_ns, activity.moved_ns), resumed);
+    int64_t heard = latest(latest(link->heard_ns, activity.heard_ns), resumed); // not what begins or leaves here
     if (activity.moved_ns == 0 || activity.first != link->first) {
         link->first = activity.first;
         link->first_ns = now;

@@ -212,6 +212,7 @@ struct nb_net_settings {
 struct nb_link_activity {
     bool pending;     // a request waits for the peer
     int64_t moved_ns; // when a transfer last began, moved or ended; 0: none is active
+    int64_t heard_ns; // when bytes of an active receive last arrived; 0: none have
     uint64_t first;   // the active flow with the lowest number, which the lanes serve first. 0: an inline send arrives
     int64_t first_moved_ns; // when it last moved
 };
@@ -320,7 +321,7 @@ struct nb_link {
     int64_t opened_ns; // begin of the handshake
     int64_t retry_ns;
     int connect_code; // why the last try to connect failed; 0: none has
-    int64_t heard_ns;
+    int64_t heard_ns; // when the peer last sent a message, or ended a transfer
     int64_t pinged_ns;
     int64_t moved_ns; // when a transfer last began or ended
     uint64_t first;   // see nb_link_activity

@@ -70,7 +70,9 @@ void nb_request_finish(struct nb_net_request *request, int state) {
 }
 
 static void flow_finished(struct nb_flow *flow) {
-    request_of(flow)->comm->link->flows--;
+    struct nb_link *link = request_of(flow)->comm->link;
+    link->flows--;
+    link->heard_ns = nb_now_ns(); // a send has the peer's report, a receive its last bytes
     nb_request_finish(request_of(flow), NB_REQUEST_DONE);
 }
 

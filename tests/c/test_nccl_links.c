@@ -659,6 +659,55 @@ static void case_one_stands_still(struct side *side) {
     CHECK(proxy_close_recv(&side->proxy, pairs[0].recv) == 0, "closeRecv");
 }
 
+// A stopped peer is silent since it stopped, not since the last send that this process's kernel took.
+static void case_stop_before_send(struct side *side) {
+    enum { BYTES = 64 };
+    struct pair pairs[2];
+    pid_t pid = getpid();
+    int result = 0;
+    int ignored;
+    void *early = NULL;
+    char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    open_pair(side, &pairs[0]);
+    pairs[1] = pairs[0];
+    open_comms(side, &pairs[1]);
+    struct proxy_queue large = {.comm = side->index == 0 ? pairs[0].send : pairs[0].recv, .sends = side->index == 0};
+    barrier();
+    if (side->index == 1) {
+        send_bytes(&pid, sizeof pid);
+        CHECK(proxy_post(&side->proxy, &large, data, BIG, &result), "irecv");
+        for (;;) {
+            (void)proxy_poll(&side->proxy, &large, &ignored, &result);
+        }
+    }
+    receive_bytes(&pid, sizeof pid);
+    send_slowly();
+    CHECK(proxy_post(&side->proxy, &large, data, BIG, &result), "isend");
+    await_flow(side, large.requests[0]);
+    int64_t stopped_ns = nb_now_ns();
+    CHECK(kill(pid, SIGSTOP) == 0, "kill");
+    while (nb_now_ns() - stopped_ns < (int64_t)1500 * 1000000) {
+        CHECK(!has_failed(side, &large), "an error before the deadline");
+    }
+    int64_t sent_ns = nb_now_ns();
+    CHECK(proxy_isend(&side->proxy, pairs[1].send, data, BYTES, &early) == 0, "isend");
+    finish(side, early);
+    while (!has_failed(side, &large)) {
+    }
+    double since_s = (double)(nb_now_ns() - sent_ns) / 1e9;
+    double silent_s = 0;
+    const char *found = strstr(proxy_warning, "has been silent for ");
+    CHECK(found != NULL && sscanf(found, "has been silent for %lf s", &silent_s) == 1, "the log has no reason: %s",
+          proxy_warning);
+    CHECK(silent_s > since_s, "silent for %.1f s, and a send left %.1f s ago", silent_s, since_s);
+    (void)kill(pid, SIGKILL);
+    close_pair(side, &pairs[0]);
+    CHECK(proxy_close_send(&side->proxy, pairs[1].send) == 0, "closeSend");
+    CHECK(proxy_close_recv(&side->proxy, pairs[1].recv) == 0, "closeRecv");
+    free(data);
+}
+
 // A context serves after its finalize, as NCCL 2.28.3 uses it, while another of its kind is open.
 static void case_finalized_context(struct side *side) {
     enum { BYTES = 100 * 1000 };
@@ -743,6 +792,7 @@ static const struct test_case cases[] = {
     {.name = "cut_off", .run = case_cut_off},
     {.name = "no_wait", .run = case_no_wait},
     {.name = "one_stands_still", .run = case_one_stands_still, .tcp_only = true, .timeout_s = "1"},
+    {.name = "stop_before_send", .run = case_stop_before_send, .killed = SIGKILL, .timeout_s = "4"},
     {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
     {.name = "slow_end", .run = case_slow_end},
     {.name = "not_registered", .run = case_not_registered},

@@ -58,21 +58,21 @@ class Part(NamedTuple):
     text: str
 
 
-# What ends a rank, or may harm the device, is last.
+# What ends a rank, or may harm the device, is last. All limits together are TOTAL_S.
 PARTS = {
-    "versions": Part(20, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
-    "collectives": Part(50, False, "every collective and type against sums on the host, bit for bit"),
-    "nb": Part(40, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
-    "nccl": Part(40, True, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "arms": Part(60, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
+    "versions": Part(15, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
+    "collectives": Part(40, False, "every collective and type against sums on the host, bit for bit"),
+    "nb": Part(35, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
+    "nccl": Part(25, True, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "arms": Part(55, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
     "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
-    "timing": Part(120, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
-    "staging": Part(40, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
-    "gather": Part(40, False, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
-    "kernels": Part(40, False, "our kernels beside torch's copies and additions, by size, on one rank alone"),
-    "sockets": Part(50, True, "NCCL over our plugin beside its Socket network, default and tuned"),
-    "hooks": Part(40, False, "gradient hooks on the thread of backward beside an empty Python hook"),
-    "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
+    "timing": Part(90, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
+    "staging": Part(30, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
+    "gather": Part(35, False, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
+    "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size, on one rank alone"),
+    "sockets": Part(40, True, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "hooks": Part(25, False, "gradient hooks on the thread of backward beside an empty Python hook"),
+    "faults": Part(20, False, "a rank killed in mid-copy is an error on the other"),
 }
 
 # All parts together. A part may use what is left of it, and is not started with less than LEAST_S.
@@ -122,7 +122,7 @@ MEASURED = ("timing", "arms", "sharded")  # parts whose training is measured
 # The part `timing` runs over the first of these process groups that works: NCCL may refuse two ranks on one GPU.
 GROUPS = {CUDA: ("nccl", "gloo"), FAKE: ("staged",)}
 # By device: the most steps, the seconds for them, steps in a block, one of how many steps is sampled.
-STEPS = {CUDA: (112, 40, 7, 3), FAKE: (36, 600, 3, 3)}
+STEPS = {CUDA: (112, 25, 7, 3), FAKE: (36, 600, 3, 3)}
 
 
 def absent(device: str) -> list[str]:

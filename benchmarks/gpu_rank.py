@@ -159,6 +159,26 @@ def collectives(device: Device) -> Rows:
     return rows
 
 
+def pinned_copies(device: Device, there: torch.Tensor, what: str) -> Rows:
+    """Time plain copies between a tensor of the device and pinned memory, each way, and both ways at once."""
+    pinned = torch.empty(device.large, pin_memory=True)
+    other, pinned_other = torch.ones_like(there), torch.ones(device.large, pin_memory=True)
+    beside = device.streams.new_stream()
+
+    def both_ways() -> None:
+        pinned.copy_(there, non_blocking=True)
+        before = device.streams.use_stream(beside)
+        other.copy_(pinned_other, non_blocking=True)
+        device.streams.use_stream(before)
+
+    ways = {
+        "to the host": lambda: pinned.copy_(there, non_blocking=True),
+        "to the device": lambda: other.copy_(pinned_other, non_blocking=True),
+        "both ways at once": both_ways,
+    }
+    return [row(f"plain pinned copy of {what} {way}", timed(device, work), 1e3, "ms") for way, work in ways.items()]
+
+
 def staging(device: Device) -> Rows:
     """Time the all-reduce of GPU memory beside that of host memory, and plain pinned copies."""
     host = torch.ones(device.large)
@@ -172,12 +192,7 @@ def staging(device: Device) -> Rows:
         row(f"all-reduce of {what}, host memory", timed(device, lambda: hvd.allreduce_(host, op=hvd.Max)), 1e3, "ms"),
     ]
     if device.real:
-        pinned = torch.empty(device.large, pin_memory=True)
-        for name, work in (
-            ("to the host", lambda: pinned.copy_(there, non_blocking=True)),
-            ("to the device", lambda: there.copy_(pinned, non_blocking=True)),
-        ):
-            rows.append(row(f"plain pinned copy of {what} {name}", timed(device, work), 1e3, "ms"))
+        rows += pinned_copies(device, there, what)
         dist.init_process_group("gloo")
         try:
             work = timed(device, lambda: dist.all_reduce(there, op=dist.ReduceOp.MAX))

@@ -121,7 +121,7 @@ def test_any_exception_fails_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_part_uses_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "run_ranks", lambda *_: [])
-    assert checks.run_part("hooks", "fakecuda", 1000.0)["limit_s"] == 160
+    assert checks.run_part("hooks", "fakecuda", 1000.0)["limit_s"] == checks.FAKE_TIMES * checks.PARTS["hooks"].limit_s
     assert checks.run_part("hooks", "fakecuda", 11.0)["limit_s"] == 11
     result = checks.run_part("hooks", "fakecuda", 3.0)
     assert result["verdict"] == "failed"
@@ -178,7 +178,10 @@ def test_measured_parts_refuse_to_leave_a_model_alone(tmp_path: Path) -> None:
 def test_parts_that_need_most_care_are_first() -> None:
     order = list(checks.PARTS)
     assert max(map(order.index, ("nccl", "arms", "sharded"))) < min(map(order.index, ("hooks", "faults")))
-    assert checks.TOTAL_S <= 480
+
+
+def test_each_part_has_its_time_if_all_others_use_theirs() -> None:
+    assert sum(part.limit_s for part in checks.PARTS.values()) <= checks.TOTAL_S <= 480
 
 
 def test_the_gather_size_is_the_last_for_which_a_kernel_is_surely_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ static inline int run_cases(int argc, char **argv, const struct test_case *cases
             bool newest = t == TABLES - 1;
             bool all = cases[i].all_versions && strcmp(network, "tcp") == 0; // each network has the same tables
             if (argc > 3 ? tables[t].version == atoi(argv[3]) : all || newest) {
-                run_case("/proc/self/exe", network, &cases[i], tables[t].version);
+                run_case(argv[0], network, &cases[i], tables[t].version);
             }
         }
     }

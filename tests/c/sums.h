@@ -7,6 +7,7 @@
 
 #include "base/arena.h"
 #include "base/dtype.h"
+#include "base/half.h"
 #include "job.h"
 
 enum { ARENA_BYTES = 16 << 20, KINDS_COUNT = 9001 };
@@ -37,15 +38,17 @@ static inline uint8_t input_value(int rank, size_t i) {
 static inline void element_put(char *at, int dtype, double value) {
     float f32 = (float)value;
     int64_t contiguous = (int64_t)value;
-    uint32_t bits;
-    memcpy(&bits, &f32, sizeof bits);
-    uint16_t bf16 = (uint16_t)(bits >> 16);
+    uint16_t f16 = nb_f16_narrow(f32);
+    uint16_t bf16 = nb_bf16_narrow(f32);
     switch (dtype) {
     case NB_F32:
         memcpy(at, &f32, sizeof f32);
         break;
     case NB_F64:
         memcpy(at, &value, sizeof value);
+        break;
+    case NB_F16:
+        memcpy(at, &f16, sizeof f16);
         break;
     case NB_BF16:
         memcpy(at, &bf16, sizeof bf16);
@@ -58,7 +61,7 @@ static inline void element_put(char *at, int dtype, double value) {
 static inline double element_get(const char *at, int dtype) {
     float f32;
     double f64;
-    uint32_t bits = 0;
+    uint16_t half;
     int64_t contiguous = 0;
     switch (dtype) {
     case NB_F32:
@@ -67,10 +70,12 @@ static inline double element_get(const char *at, int dtype) {
     case NB_F64:
         memcpy(&f64, at, sizeof f64);
         return f64;
+    case NB_F16:
+        memcpy(&half, at, sizeof half);
+        return (double)nb_f16_widen(half);
     case NB_BF16:
-        memcpy((char *)&bits + 2, at, 2);
-        memcpy(&f32, &bits, sizeof f32);
-        return (double)f32;
+        memcpy(&half, at, sizeof half);
+        return (double)nb_bf16_widen(half);
     default:
         memcpy(&contiguous, at, nb_dtype_size(dtype));
         return (double)contiguous;

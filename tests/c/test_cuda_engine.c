@@ -24,15 +24,14 @@
 enum { DELAY_NS = 20000, YIELDS = 2000, SEEDS = 20 };
 
 static void all_kinds(struct test_rank *me) {
-    static const int dtypes[] = {NB_U8, NB_I64, NB_BF16, NB_F32, NB_F64};
     static const size_t counts[] = {1, 7, CHUNK / 4, 3 * CHUNK + 1};
     struct gpu gpu;
     gpu_open(&gpu, me);
     for (int k = 0; k < KINDS; k++) {
-        for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
             for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
                 const struct nb_op op = {
-                    .kind = kinds[k], .dtype = dtypes[d], .redop = c % 2 == 0 ? NB_SUM : NB_MAX, .root = me->size - 1};
+                    .kind = kinds[k], .dtype = dtype, .redop = c % 2 == 0 ? NB_SUM : NB_MAX, .root = me->size - 1};
                 collective(me, &gpu, op, counts[c], 1 + (int)(c % PIECES));
             }
         }
@@ -103,12 +102,49 @@ static void host_and_device_operations(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
+static uint64_t draw(uint64_t *state) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return *state >> 33;
+}
+
+// Operations in progress concurrently. The seed determines the kind, type and size of each.
+static void drawn_operations(struct test_rank *me) {
+    enum { FLIGHTS = 4 };
+    const uint64_t seed = *(const uint64_t *)me->arg;
+    uint64_t state = seed;
+    char names[FLIGHTS][32];
+    struct flight flights[FLIGHTS];
+    struct gpu gpu;
+    gpu_open(&gpu, me);
+    for (int i = 0; i < FLIGHTS; i++) {
+        struct nb_op op = {.name = names[i]};
+        snprintf(names[i], sizeof names[i], "seed %llu, %d", (unsigned long long)seed, i);
+        op.kind = kinds[draw(&state) % KINDS];
+        op.dtype = (int)(draw(&state) % NB_DTYPES);
+        op.redop = draw(&state) % 2 == 0 ? NB_SUM : NB_MAX;
+        op.root = (int)(draw(&state) % (uint64_t)me->size);
+        const size_t count = 1 + draw(&state) % (2 * CHUNK);
+        flight_prepare(me, &gpu, &flights[i], op, count, 1 + (int)(draw(&state) % PIECES));
+        flights[i].work = test_submit(me, flights[i].op);
+    }
+    for (int i = FLIGHTS - 1; i >= 0; i--) {
+        flight_end(me, &gpu, &flights[i]);
+    }
+    gpu_close(&gpu);
+}
+
+static void seeded_operations(struct test_rank *me) {
+    host_and_device_operations(me);
+    drawn_operations(me);
+}
+
 static void test_seeds(const char *network, int seeds) {
-    for (int seed = 0; seed < seeds; seed++) {
-        struct test_rank template = ranks_on(network, 2 + seed % 2);
-        template.device_chunks = 1 + seed % 5;
+    for (uint64_t seed = 0; seed < (uint64_t)seeds; seed++) {
+        struct test_rank template = ranks_on(network, 2 + (int)(seed % 2));
+        template.arg = &seed;
+        template.device_chunks = 1 + (int)(seed % 5);
         template.device_gather_bytes = seed % 3 == 0 ? CHUNK : 0;
-        CHECK(run_job(&template, (uint64_t)seed, DELAY_NS, host_and_device_operations) == 0, "open the job");
+        CHECK(run_job(&template, seed, DELAY_NS, seeded_operations) == 0, "open the job");
     }
 }
 

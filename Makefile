@@ -28,7 +28,7 @@ matrices: ## run only the full matrices
 	@tools/setup_env.sh dev
 	@tools/test.sh matrices
 
-test-peers: ## run the tests that need MPI launchers, iperf3 or oneCCL, and the Lightning, Transformers and Accelerate examples
+test-peers: ## run the tests that need MPI launchers, iperf3, oneCCL or NCCL, and the Lightning, Transformers and Accelerate examples
 	@tools/setup_env.sh dev
 	@tools/test.sh peers
 

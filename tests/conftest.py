@@ -32,7 +32,7 @@ Process = subprocess.Popen[bytes] | WarmProcess
 REFERENCE = TESTS.parents[1] / "shared" / "reference"
 FULL_LIMIT_S = 300
 # Marks of tests that need programs which set-up does not install for all tests.
-INSTALLED = ("peers", "frameworks")
+INSTALLED = ("peers", "frameworks", "nccl")
 # Places where a reason of tests/skips.txt is not accepted: see tools/skips.py.
 STRICT = pytest.StashKey[list[str]]()
 # What only a hang reaches, on a busy machine too.
@@ -61,7 +61,7 @@ def inherited() -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full matrices too")
-    help_text = "run the tests with this mark alone; what peers and frameworks need must be installed"
+    help_text = "run the tests with this mark alone; what peers, frameworks and nccl need must be installed"
     parser.addoption("--only", choices=("full", *INSTALLED), help=help_text)
 
 

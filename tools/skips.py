@@ -8,7 +8,7 @@ from pathlib import Path
 
 SKIPS = Path(__file__).resolve().parents[1] / "tests" / "skips.txt"
 # Where a reason may not be accepted: in continuous integration (the variable CI), and in pytest's runs with --only.
-PLACES = ("CI", "peers", "frameworks")
+PLACES = ("CI", "peers", "frameworks", "nccl")
 
 
 def listed() -> list[tuple[str, str, str]]:

@@ -3,7 +3,8 @@
 # usage: tools/test.sh              all tests but the full matrices: C, then Python
 #        tools/test.sh full         all tests and the full matrices
 #        tools/test.sh matrices     only the full matrices
-#        tools/test.sh peers        the tests that need peers (tools/peers.sh) or frameworks (requirements/frameworks.txt)
+#        tools/test.sh peers        the tests that need peers (tools/peers.sh), frameworks (requirements/frameworks.txt)
+#                                   or NCCL's own library (requirements/nccl.txt)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,28 +18,30 @@ files_of() { grep -l "mark\.$1" tests/py/test_*.py; } # others have no test with
 # Programs that launch ranks themselves run one after another.
 marked() { mapfile -t files < <(files_of "$1") && run $python -m pytest -q --only "$1" "${files[@]}"; }
 
-# The frameworks are installed in a separate folder, because they pin other versions of common packages.
-frameworks() {
-    local place=build/frameworks file=requirements/frameworks.txt
-    cmp -s "$file" $place/installed && return
-    rm -rf $place
-    if ! $python -m pip install -q --disable-pip-version-check --no-input --no-deps --target $place -r "$file" \
-        >build/frameworks.log 2>&1; then
-        tail -n 15 build/frameworks.log
+# Installs requirements/NAME.txt in build/NAME: in .venv it would change other tests, as by other versions of packages.
+apart() {
+    local place=build/$1 file=requirements/$1.txt
+    cmp -s "$file" "$place/installed" && return
+    rm -rf "$place"
+    if ! $python -m pip install -q --disable-pip-version-check --no-input --no-deps --target "$place" -r "$file" \
+        >"$place.log" 2>&1; then
+        tail -n 15 "$place.log"
         return 1
     fi
-    cp "$file" $place/installed
+    cp "$file" "$place/installed"
 }
 
 case ${1:-} in
     "") run $python tools/ctest.py && tests tests/py ;;
     full) run $python tools/ctest.py && seeds && tests --full tests/py ;;
-    matrices) mapfile -t files < <(files_of full) && tests --only full "${files[@]}" ;;
+    matrices) seeds && mapfile -t files < <(files_of full) && tests --only full "${files[@]}" ;;
     peers)
         run env HOROVOD="${HOROVOD:-0}" tools/peers.sh
         marked peers
-        run frameworks
-        PYTHONPATH=$PWD/build/frameworks marked frameworks
+        for name in frameworks nccl; do
+            run apart $name
+            PYTHONPATH=$PWD/build/$name marked $name
+        done
         ;;
     *) echo "usage: tools/test.sh [full|matrices|peers]" >&2; exit 2 ;;
 esac

@@ -84,6 +84,7 @@ def test_each_table_moves_bytes(measure: Measure, version: int) -> None:
     assert result["channels"] == 3
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("version", ADAPTED)
 def test_nccl_takes_each_table(measure: Measure, version: int) -> None:
     """NCCL's own adapter calls the table: the layout that NCCL was compiled with."""
@@ -92,6 +93,7 @@ def test_nccl_takes_each_table(measure: Measure, version: int) -> None:
     assert result.get("gbit_per_s", 0) > 0, result
 
 
+@pytest.mark.nccl
 def test_the_socket_network_is_driven_the_same_way(measure: Measure) -> None:
     """The harness plays NCCL's proxy for NCCL's own network, which defines what is right."""
     result = measure("--stock", str(nccl_library()), *SMALL)

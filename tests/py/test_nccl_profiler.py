@@ -119,6 +119,7 @@ def test_each_wait_comes_back_as_long_as_it_was(profile: Profile, tmp_path: Path
     assert operation.tag == (42 if version == 7 else 0)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("version", ADAPTED)
 def test_nccl_calls_each_table(profile: Profile, tmp_path: Path, version: int) -> None:
     """NCCL's own adapter calls the table: the layout that NCCL was compiled with."""

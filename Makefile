@@ -53,7 +53,7 @@ lint: ## check format, clang-tidy, ruff, mypy, sizes, layers, binary, docs
 	@tools/setup_env.sh dev
 	@tools/lint.sh
 
-sanitize: ## run the C tests under ASan+UBSan, then under TSan, then the fuzzers briefly
+sanitize: ## run the C tests under ASan+UBSan, then under TSan, some under valgrind, then the fuzzers briefly
 	@tools/setup_env.sh dev
 	@tools/sanitize.sh
 

@@ -114,6 +114,17 @@ FLAVOURS = {
     "tsan": ["-O1", "-g", "-fsanitize=thread", "-fno-omit-frame-pointer"],
     "aarch64": ["-O2", "-g", *cbuild.WARNINGS],
 }
+# The same programs under valgrind, which unlike the sanitizers finds uses of memory that was never written. Leaks are
+# LeakSanitizer's.
+FLAVOURS["valgrind"] = FLAVOURS["plain"]
+VALGRIND = ("valgrind", "-q", "--trace-children=yes", "--fair-sched=yes", "--leak-check=no", "--error-exitcode=99")
+# What runs there: programs, with the arguments of each run.
+UNDER_VALGRIND: dict[str, tuple[tuple[str, ...], ...]] = {
+    "test_nccl": tuple(("tcp", case, "12") for case in ("sizes", "in_flight", "deregister", "lost_lane")),
+    "test_nccl_early": tuple(("tcp", case, "12") for case in ("lone", "runs", "landing")),
+    "test_nccl_links": tuple(("tcp", case, "12") for case in ("refusals", "not_registered")),
+    "test_nccl_profiler": ((),),
+}
 # Flavours for another CPU: the GNU name of its system, which names the folder of its libraries, and its emulator.
 CROSS = {"aarch64": ("aarch64-linux-gnu", ("qemu-aarch64", "qemu-aarch64-static"))}
 # Quoted, because a path in it may contain a space.
@@ -142,7 +153,9 @@ def may_skip(name: str, message: str) -> bool:
 
 
 def launcher(flavour: str) -> list[str]:
-    """Return a program's command prefix: an emulator, or a tool that disables address randomisation for sanitizers."""
+    """Return a program's command prefix: valgrind, an emulator, or a tool that fixes the addresses for sanitizers."""
+    if flavour == "valgrind":
+        return list(VALGRIND)
     if flavour in CROSS:
         system, emulators = CROSS[flavour]
         found = [path for path in map(shutil.which, emulators) if path is not None]
@@ -159,7 +172,7 @@ def launcher(flavour: str) -> list[str]:
 
 def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | str]:
     """Compile core and tests; return each program's binary, or the output of its failed compile or link."""
-    folder = BUILD / flavour
+    folder = BUILD / ("plain" if flavour == "valgrind" else flavour)
     cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
     named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
     compiler = [named, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
@@ -276,6 +289,11 @@ def main() -> int:
         os.environ["TEST_SEEDS"] = str(options.seeds)
     signal.signal(signal.SIGTERM, end_all)
     found = sorted(TESTS.glob("test_*.c"))
+    if options.flavour == "valgrind":
+        found = [path for path in found if path.stem in UNDER_VALGRIND]
+        if shutil.which(VALGRIND[0]) is None:
+            print("valgrind is not installed", file=sys.stderr)
+            return SKIPPED
     programs = [path for path in found if any(fnmatch.fnmatchcase(path.stem, glob) for glob in options.filter)]
     if not programs:
         print(f"no C test matches {' '.join(options.filter)}", file=sys.stderr)
@@ -291,6 +309,11 @@ def main() -> int:
         if isinstance(binary, str):
             failed = Result(program.stem, "FAIL", "does not build", binary, 0.0)
             yield lambda: failed
+            return
+        if flavour == "valgrind":
+            for arguments in UNDER_VALGRIND[program.stem]:
+                name = "_".join((program.stem, "valgrind", *arguments[1:2]))
+                yield partial(run, name, binary, flavour, arguments)
             return
         for case in APART.get(program.stem, ()):
             yield partial(run, f"{program.stem}_{case}", binary, flavour, [case])

@@ -2,7 +2,7 @@
 # Sets up a clone: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
 # usage: tools/setup_env.sh [run|dev|ci]   run: for make study and make build; dev: for tests and checks too (default);
 #                                          ci: for the other parts of .ci/run (mpirun, iperf3, clang with libFuzzer,
-#                                          another CPU)
+#                                          valgrind, another CPU)
 #        tools/setup_env.sh --packages     only prints Debian's names of packages that the levels run and dev may install
 #   APT=0           install no system packages
 #   PYTHON=python3  the Python that .venv is made from
@@ -60,7 +60,8 @@ find_python() {
 }
 
 # Debian's names of the packages that a level may install: needed for a build; useful for a run or a test. The level ci also
-# installs the programs that .ci/run compares with (tools/peers.sh installs them for a user), fuzzes with and emulates with.
+# installs the programs that .ci/run compares with (tools/peers.sh installs them for a user), fuzzes with, checks memory with
+# and emulates with.
 needed=(gcc libc6-dev make python3 python3-venv python3-dev)
 useful=(iproute2 libfabric-dev g++)
 
@@ -95,6 +96,7 @@ missing_useful() {
     tools/peers.sh --probe || true
     tools/fuzz.sh --probe >/dev/null || echo clang "$(clang_runtime)"
     tools/cross.sh --probe || true
+    have valgrind || echo valgrind
 }
 # libFuzzer has its own package, named after the version of the package clang.
 clang_runtime() {
@@ -147,6 +149,7 @@ system_packages() {
     case " $lacking " in *" iproute2 "*) fact "without iproute2 the lab runs on loopback, without caps" ;; esac
     case " $lacking " in *openmpi* | *" iperf3 "*) fact "without Open MPI and iperf3 the tests that need peers fail in CI" ;; esac
     case " $lacking " in *" clang "*) fact "without clang and its libFuzzer the fuzzing fails" ;; esac
+    case " $lacking " in *" valgrind "*) fact "without valgrind make sanitize fails in CI" ;; esac
     case " $lacking " in *arm64* | *aarch64* | *qemu*) fact "without a compiler and an emulator for aarch64 make cross fails" ;; esac
 }
 

@@ -2,7 +2,7 @@
 # Runs tests. All requested groups run, even if one fails.
 # usage: tools/test.sh              all tests but the full matrices: C, then Python
 #        tools/test.sh full         all tests and the full matrices
-#        tools/test.sh matrices     only the full matrices
+#        tools/test.sh matrices     only the full matrices, and the C tests with many seeds
 #        tools/test.sh peers        the tests that need peers (tools/peers.sh), frameworks (requirements/frameworks.txt)
 #                                   or NCCL's own library (requirements/nccl.txt)
 set -uo pipefail

@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "coll/reduce.h"
 #include "coll/reduce_pair.h"
+#include "cuda/kernels.h"
 #include "engine/engine.h"
 #include "transport/transport.h"
 
@@ -281,7 +282,9 @@ static int add_constants(PyObject *module) {
     if (rc < 0 || PyModule_AddStringConstant(module, "VERSION", NB_VERSION) < 0) {
         return -1;
     }
-    return PyModule_AddObjectRef(module, "HAVE_OFI", NB_HAVE_OFI ? Py_True : Py_False);
+    rc = PyModule_AddObjectRef(module, "HAVE_OFI", NB_HAVE_OFI ? Py_True : Py_False);
+    return rc < 0 ? rc
+                  : PyModule_AddObjectRef(module, "HAVE_DEVICE_CODE", nb_cuda_image() != NULL ? Py_True : Py_False);
 }
 
 static int add_types(PyObject *module, struct core_state *state) {

@@ -28,6 +28,7 @@ ALLTOALL: int
 
 VERSION: str
 HAVE_OFI: bool  # built with libfabric's headers
+HAVE_DEVICE_CODE: bool  # built where nvcc is, so the kernels for a GPU are there
 EVENTS: dict[str, int]  # name of each event kind, as in csrc/trace/event.h without NB_EV_
 
 # An object with the buffer protocol (writable, contiguous), or (address, bytes) of memory the caller keeps alive

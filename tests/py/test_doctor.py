@@ -181,6 +181,17 @@ def test_a_machine_without_a_driver_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_lab")
+@pytest.mark.parametrize("built", [True, False])
+def test_missing_device_code_is_shown_without_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool
+) -> None:
+    monkeypatch.setattr(connect.core(), "HAVE_DEVICE_CODE", built)
+    found = doctor.examine({"NETBOTTLENECK_CUDA_LIBRARY": str(tmp_path / "libcuda.so.1")})["cuda"]
+    assert "cannot be loaded" in found["error"]
+    assert found.get("kernels") == (None if built else doctor.NO_DEVICE_CODE)
+
+
+@pytest.mark.usefixtures("no_lab")
 def test_one_queue_for_all_streams_is_shown() -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     found = doctor.examine({name: "1"})

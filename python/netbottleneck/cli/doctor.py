@@ -26,6 +26,9 @@ from netbottleneck.launch import connect
 from netbottleneck.runtime import monitor
 
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
+NO_DEVICE_CODE = (
+    "this build has no device code, so small tensors are copied one by one: build netbottleneck where nvcc is"
+)
 _LAB = "1gbit/500mbit"
 _SYSCTLS = (
     "net.core.rmem_max",
@@ -170,7 +173,9 @@ def _cuda(environ: Mapping[str, str]) -> dict[str, Any]:
     nodes = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
     nccl = {"nccl": ctypes.util.find_library("nccl"), "packages": packages, "device_files": nodes}
     queue = {"streams": f"{config.CONNECTIONS}=1: a DDP model on a GPU is left alone, as all streams share one queue"}
-    return {**_or_error(lambda: _driver(environ)), **nccl, **(queue if config.shares_a_queue(environ) else {})}
+    kernels = {} if connect.core().HAVE_DEVICE_CODE else {"kernels": NO_DEVICE_CODE}
+    shared = queue if config.shares_a_queue(environ) else {}
+    return {**kernels, **_or_error(lambda: _driver(environ)), **nccl, **shared}
 
 
 def _driver(environ: Mapping[str, str]) -> dict[str, Any]:

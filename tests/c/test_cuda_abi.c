@@ -50,12 +50,15 @@ static const struct {
     CONSTANT(NB_CUDA_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
     CONSTANT(NB_CUDA_CAPTURE_IMPLICIT, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT),
     CONSTANT(NB_CUDA_CAPTURED_EVENT, CUDA_ERROR_CAPTURED_EVENT),
+    CONSTANT(NB_CUDA_CAPTURE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED),
     CONSTANT(NB_CUDA_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING),
     CONSTANT(NB_CUDA_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING),
     CONSTANT(NB_CUDA_HOST_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE),
+    CONSTANT(NB_CUDA_HOST_MAPPED, CU_MEMHOSTREGISTER_DEVICEMAP),
 };
 
-// The versioned symbol that cuda.h selects for a name without a version.
+// The versioned symbol that cuda.h selects for a name without a version. CUDA 13 selects cuEventElapsedTime_v2, and its
+// driver exports the first version too.
 #define TEXT(x) #x
 #define EXPANDED(x) TEXT(x)
 #define SELECTED(name) EXPANDED(name)
@@ -64,6 +67,14 @@ static const struct {
     const char *ours;
     const char *theirs;
 } symbols[] = {
+    {"cuDriverGetVersion", SELECTED(cuDriverGetVersion)},
+    {"cuInit", SELECTED(cuInit)},
+    {"cuGetErrorName", SELECTED(cuGetErrorName)},
+    {"cuGetErrorString", SELECTED(cuGetErrorString)},
+    {"cuDeviceGetCount", SELECTED(cuDeviceGetCount)},
+    {"cuDeviceGet", SELECTED(cuDeviceGet)},
+    {"cuDeviceGetName", SELECTED(cuDeviceGetName)},
+    {"cuDevicePrimaryCtxRetain", SELECTED(cuDevicePrimaryCtxRetain)},
     {"cuDevicePrimaryCtxRelease_v2", SELECTED(cuDevicePrimaryCtxRelease)},
     {"cuCtxPushCurrent_v2", SELECTED(cuCtxPushCurrent)},
     {"cuCtxPopCurrent_v2", SELECTED(cuCtxPopCurrent)},
@@ -78,13 +89,17 @@ static const struct {
     {"cuEventDestroy_v2", SELECTED(cuEventDestroy)},
     {"cuEventRecord", SELECTED(cuEventRecord)},
     {"cuEventQuery", SELECTED(cuEventQuery)},
+    {"cuThreadExchangeStreamCaptureMode", SELECTED(cuThreadExchangeStreamCaptureMode)},
     {"cuMemAlloc_v2", SELECTED(cuMemAlloc)},
     {"cuMemFree_v2", SELECTED(cuMemFree)},
     {"cuMemHostRegister_v2", SELECTED(cuMemHostRegister)},
     {"cuMemHostUnregister", SELECTED(cuMemHostUnregister)},
+    {"cuMemHostGetDevicePointer_v2", SELECTED(cuMemHostGetDevicePointer)},
     {"cuMemcpyDtoHAsync_v2", SELECTED(cuMemcpyDtoHAsync)},
     {"cuMemcpyHtoDAsync_v2", SELECTED(cuMemcpyHtoDAsync)},
     {"cuModuleLoadData", SELECTED(cuModuleLoadData)},
+    {"cuModuleUnload", SELECTED(cuModuleUnload)},
+    {"cuModuleGetFunction", SELECTED(cuModuleGetFunction)},
     {"cuLaunchKernel", SELECTED(cuLaunchKernel)},
 };
 

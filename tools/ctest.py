@@ -99,8 +99,10 @@ WRAPPED = {
     "test_twolevel_faults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }
 SKIPPED = 77
-# Programs that also run over another libfabric, and over another provider.
-OVER_LIBFABRIC = ("test_fork", "test_ofi", "test_ofi_attacker", "test_transport")
+# Programs that also run over another libfabric, and of these the ones that also run over another provider. ofi_rxm
+# of libfabric 1.17 crashes where an endpoint is closed with transfers in flight, as in the tests of the NCCL plugin.
+OVER_PROVIDER = ("test_fork", "test_ofi", "test_ofi_attacker", "test_transport")
+OVER_LIBFABRIC = (*OVER_PROVIDER, "test_nccl", "test_nccl_early", "test_nccl_links")
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 # A provider that is never selected if libfabric has another one for IP networks.
 LAYERED = {"NETBOTTLENECK_PROVIDER": "tcp;ofi_rxm"}
@@ -321,7 +323,7 @@ def main() -> int:
             yield partial(run, program.stem, binary, flavour)
         if program.stem in OVER_LIBFABRIC and cbuild.libfabric_include() is not None:
             yield partial(run_newer, binary, flavour)
-            if flavour == "plain":  # it differs in libfabric's own code
+            if flavour == "plain" and program.stem in OVER_PROVIDER:  # it differs in libfabric's own code
                 yield partial(run, f"{program.stem}_rxm", binary, flavour, ["ofi"], LAYERED)
 
     def one(start: Callable[[], Result]) -> str:

@@ -111,6 +111,20 @@ ROOMS: dict[str, Room] = {
         asan=("test_groups", "test_join"),
         py=("core",),
     ),
+    "cuda": Room(
+        ("csrc/cuda/*.c",),
+        c=(
+            *("test_cuda_driver", "test_cuda_kernels", "test_cuda_grid", "test_cuda_staging", "test_cuda_clock"),
+            *("test_cuda_cancel", "test_cuda_engine", "test_cuda_faults"),
+        ),
+        asan=("test_cuda_staging",),
+    ),
+    "nccl": Room(
+        ("csrc/nccl/*.c",),
+        c=("test_nccl_profiler", "test_nccl_early", "test_nccl_links", "test_nccl"),
+        asan=("test_nccl_early",),
+        py=("nccl_plugin",),
+    ),
     "analysis": Room(
         _python("analysis"),
         py=("verdict", "scaling", "report"),

@@ -39,14 +39,18 @@ static void all_kinds(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static int count_kernels(void) {
-    static struct fake_entry entries[1 << 16];
-    const size_t count = fake->log(0, entries, sizeof entries / sizeof entries[0]);
-    int kernels = 0;
-    for (size_t i = 0; i < count && i < sizeof entries / sizeof entries[0]; i++) {
-        kernels += entries[i].kind == FAKE_KERNEL;
+// Operations of a kind that a stream has executed; NULL: all streams together.
+static int count_executed(enum fake_kind kind, const struct CUstream_st *stream) {
+    enum { ROOM = 1 << 16 };
+    struct fake_entry *entries = calloc(ROOM, sizeof *entries);
+    CHECK(entries != NULL, "memory");
+    const size_t count = fake->log(0, entries, ROOM);
+    int found = 0;
+    for (size_t i = 0; i < count && i < ROOM; i++) {
+        found += entries[i].kind == kind && (stream == NULL || entries[i].stream == stream);
     }
-    return kernels;
+    free(entries);
+    return found;
 }
 
 // False: the network is not available.
@@ -58,7 +62,7 @@ static bool test_kinds(const char *network) {
             if (run_job(&template, (uint64_t)size, 0, all_kinds) != 0) {
                 return false;
             }
-            const int kernels = count_kernels();
+            const int kernels = count_executed(FAKE_KERNEL, NULL);
             CHECK((kernels > 0) == (gather_bytes > 0 && size > 1), "%d ranks, gather %zu: %d kernels", size,
                   gather_bytes, kernels);
         }
@@ -384,6 +388,10 @@ static void operation_with_several_streams(struct test_rank *me) {
         buffer_copy(&gpu, &buffer, true);
         check_success(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
         check_result(me, &op, buffer.host, COUNT);
+        for (int i = 0; i < NB_OP_STREAMS_MAX; i++) { // one for the first operation, none for each piece
+            const int events = count_executed(FAKE_RECORD, streams[i]);
+            CHECK(events == 1 + (own > 0 && i == last), "%d events in stream %d", events, i);
+        }
     }
     check_success(gpu.driver.event_destroy(fence), "cuEventDestroy");
     gpu.stream = streams[0];

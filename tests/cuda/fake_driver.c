@@ -48,6 +48,7 @@ static _Thread_local struct {
     unsigned capture_mode;
     int polls;
     bool captured; // see fake_capture_here
+    int records;
 } current;
 
 static uint64_t draw(uint64_t *state) {
@@ -635,6 +636,12 @@ void fake_capture_here(bool captured) {
     current.captured = captured;
 }
 
+// For the same: number of events that this thread has recorded.
+FAKE_EXPORT int fake_records_here(void);
+int fake_records_here(void) {
+    return current.records;
+}
+
 unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
     ENTER(enter);
     if ((flags & ~(unsigned)NB_CUDA_EVENT_DISABLE_TIMING) != 0) {
@@ -668,6 +675,7 @@ unsigned cuEventRecord(struct CUevent_st *event, struct CUstream_st *stream) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
     event->recorded++;
+    current.records++;
     event->stream = stream;
     submit(stream, &(struct operation){.kind = FAKE_RECORD, .event = event, .ticket = event->recorded});
     return leave(NB_CUDA_SUCCESS);

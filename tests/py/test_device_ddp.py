@@ -129,3 +129,15 @@ def test_buckets_of_a_captured_stream_travel_over_the_own_group_on_all_ranks(
         here = "was made while its stream is captured into a CUDA graph: keep backward out of the capture"
         why = here if str(result.rank) in captured else "another rank sends its gradients over the model's own group"
         assert [why in line for line in result.stderr.splitlines() if "measuring has ended" in line] == [True]
+
+
+def test_a_bucket_costs_one_event_and_a_gradient_one_in_sampled_steps_alone(
+    warm_ranks: Ranks, device: dict[str, str], tmp_path: Path
+) -> None:
+    env = measured(tmp_path / "run", device, "tcp")
+    for result in warm_ranks(2, SCRIPT, env, args=["fakecuda", str(STEPS), "count"]):
+        lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("events ")]
+        rows = [tuple(map(int, line)) for line in lines]
+        assert {own for *_, own in rows} == {1}
+        second = [(sampled, since_first) for index, sampled, since_first, _ in rows if index == 1]
+        assert set(second) == {(0, 0), (1, 2)}  # of the two gradients in the second bucket

@@ -1,7 +1,8 @@
 """Trains a DDP model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
 Arguments: where (cpu, fakecuda), steps, and optionally ranks: on these, buckets are sent from a stream that is captured
-into a graph, as in a backward pass inside torch.cuda.graph. The script's own process group copies tensors to the host
+into a graph, as in a backward pass inside torch.cuda.graph. With "count" instead, the number of recorded events is
+printed for each bucket. The script's own process group copies tensors to the host
 and sums them by gloo, on a stream of its own, and its futures are complete at once, as NCCL's are.
 """
 
@@ -101,6 +102,21 @@ def capture_buckets() -> None:
     ReducerGroup._send = send  # type: ignore[method-assign]
 
 
+def count_events() -> None:
+    """Print a line for each bucket: its index, if all gradients are stamped, events since the last bucket, its own."""
+    records = ctypes.CDLL(os.environ["NETBOTTLENECK_CUDA_LIBRARY"]).fake_records_here
+    plain, last = ReducerGroup._send, [0]
+
+    def send(group: ReducerGroup, place: Any, *arguments: Any) -> Any:
+        before = records()
+        work = plain(group, place, *arguments)
+        print("events", place.index, int(group.detailed), before - last[0], records() - before, flush=True)
+        last[0] = records()
+        return work
+
+    ReducerGroup._send = send  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Train, and print the digest."""
     where, steps = sys.argv[1], int(sys.argv[2])
@@ -108,6 +124,8 @@ def main() -> None:
     open_group(open_device() if where != "cpu" else None)
     if str(dist.get_rank()) in sys.argv[3:]:
         capture_buckets()
+    if "count" in sys.argv[3:]:
+        count_events()
     model = model_on(where)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, init_sync=False)
     KEPT.append(ddp)

@@ -20,8 +20,8 @@ enum {
 struct core_recorder {
     PyObject base;
     struct nb_ring ring;
-    struct nb_ring none; // of a closed recorder: ignores stamps
-    uint64_t dropped;    // count at close()
+    struct nb_ring none;  // of a closed recorder: ignores stamps
+    uint64_t overwritten; // count at close()
     struct nb_fork_detector opener;
     // Of a stamp whose time is not the host's in any case: with the host's time, or with that of `device`.
     void (*stamp)(struct core_recorder *self, const struct nb_event *event);
@@ -70,7 +70,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 // Truncates the file after the last user. A forked child must not: the parent still writes.
 static void shut(struct core_recorder *self) {
     if (self->ring.header != NULL && self->users == 0 && nb_fork_detector_is_opener(&self->opener)) {
-        self->dropped = nb_ring_dropped(&self->ring);
+        self->overwritten = nb_ring_overwritten(&self->ring);
         nb_ring_close(&self->ring);
     }
 }
@@ -512,9 +512,10 @@ static int recorder_set_step(PyObject *object, PyObject *value, void *Py_UNUSED(
     return 0;
 }
 
-static PyObject *recorder_get_dropped(PyObject *object, void *Py_UNUSED(closure)) {
+static PyObject *recorder_get_overwritten(PyObject *object, void *Py_UNUSED(closure)) {
     const struct core_recorder *self = (struct core_recorder *)object;
-    return PyLong_FromUnsignedLongLong(self->ring.header != NULL ? nb_ring_dropped(&self->ring) : self->dropped);
+    return PyLong_FromUnsignedLongLong(self->ring.header != NULL ? nb_ring_overwritten(&self->ring)
+                                                                 : self->overwritten);
 }
 
 PyTypeObject *core_recorder_type(PyObject *module) {
@@ -561,7 +562,7 @@ PyTypeObject *core_recorder_type(PyObject *module) {
         {"detailed", NULL, recorder_set_detailed, "False: a device's stamps of single gradients are left out.", NULL},
         {"device_stream", recorder_get_device_stream, NULL,
          "Address of a stream of our own on the device that is followed; None: no device is.", NULL},
-        {"dropped", recorder_get_dropped, NULL, "Number of events dropped because the file was full.", NULL},
+        {"overwritten", recorder_get_overwritten, NULL, "Number of events that the file does not keep any more.", NULL},
         {0},
     };
     static const PyType_Slot slots[] = {

@@ -71,6 +71,17 @@ static inline bool nb_event_for_timeline(enum nb_event_kind kind) {
     return kind == NB_EV_OP_NAME || kind == NB_EV_OP_READY || kind == NB_EV_OP_PACK;
 }
 
+// True for events that tell how long a step takes, and its waits.
+static inline bool nb_event_of_step_time(enum nb_event_kind kind) {
+    return kind == NB_EV_STEP_BEGIN || kind == NB_EV_STEP_END || kind == NB_EV_WAIT_BEGIN || kind == NB_EV_WAIT_END;
+}
+
+// True for rare events that count for all later steps.
+static inline bool nb_event_lasts(enum nb_event_kind kind) {
+    return kind == NB_EV_PROBE || kind == NB_EV_STALL || kind == NB_EV_PEER_LOST || kind == NB_EV_LANE_LOST ||
+           kind == NB_EV_NCCL_COMM;
+}
+
 struct nb_event {
     int64_t time_ns;
     uint32_t kind; // written last

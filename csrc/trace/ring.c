@@ -19,11 +19,17 @@
 #include "base/file.h"
 #include "trace/event.h"
 
-_Static_assert(sizeof(struct nb_ring_header) <= NB_RING_HEADER, "the header is one page");
+enum { LASTING_AT = NB_RING_HEADER - NB_RING_LASTING * sizeof(struct nb_event) };
+_Static_assert(sizeof(struct nb_ring_header) <= LASTING_AT, "the header is one page");
+_Static_assert((int)NB_EV_END <= (int)NB_RING_KIND, "a kind and a count fit into one field");
 _Static_assert(sizeof NB_RING_MAGIC == sizeof(((struct nb_ring_header *)0)->magic), "the magic fills its field");
 
 static size_t file_bytes(uint64_t events) {
     return NB_RING_HEADER + (size_t)events * sizeof(struct nb_event);
+}
+
+static size_t whole_bytes(uint64_t capacity) {
+    return file_bytes(capacity) + sizeof(struct nb_ring_run);
 }
 
 static void fill_header(struct nb_ring_header *header, uint64_t capacity, int rank) {
@@ -31,6 +37,7 @@ static void fill_header(struct nb_ring_header *header, uint64_t capacity, int ra
     header->version = NB_RING_VERSION;
     header->event_bytes = sizeof(struct nb_event);
     header->capacity = capacity;
+    header->once = capacity / NB_RING_ONCE;
     header->rank = (uint32_t)rank;
     header->pid = (uint32_t)getpid();
     clock_gettime(CLOCK_REALTIME, &wall);
@@ -64,10 +71,10 @@ static int make_own(int fd, const char *path, struct nb_error *err) {
 
 int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err) {
     int rc;
-    if (capacity > ((uint64_t)PTRDIFF_MAX - NB_RING_HEADER) / sizeof(struct nb_event)) {
+    if (capacity > ((uint64_t)PTRDIFF_MAX - whole_bytes(0)) / sizeof(struct nb_event)) {
         return nb_fail(err, -EFBIG, "%s: %llu events exceed the largest file size", path, (unsigned long long)capacity);
     }
-    size_t bytes = file_bytes(capacity);
+    size_t bytes = whole_bytes(capacity);
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) {
         return nb_fail(err, -errno, "open %s: %m", path);
@@ -83,12 +90,14 @@ int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int 
         goto err_close;
     }
     fill_header(base, capacity, rank);
-    ring->header = base;
-    ring->events = (struct nb_event *)(void *)((char *)base + NB_RING_HEADER);
-    ring->capacity = capacity;
-    ring->timeline = false;
-    atomic_init(&ring->step, 0);
-    ring->fd = fd;
+    *ring = (struct nb_ring){.header = base,
+                             .events = (struct nb_event *)(void *)((char *)base + NB_RING_HEADER),
+                             .lasting = (struct nb_event *)(void *)((char *)base + LASTING_AT),
+                             .run = (struct nb_ring_run *)(void *)((char *)base + file_bytes(capacity)),
+                             .capacity = capacity,
+                             .once = ((const struct nb_ring_header *)base)->once,
+                             .fd = fd};
+    ring->run->stride = 1;
     return 0;
 
 err_close:
@@ -96,23 +105,21 @@ err_close:
     return rc;
 }
 
-static uint64_t written(const struct nb_ring *ring) {
-    uint64_t taken = atomic_load_explicit(&ring->header->taken, memory_order_relaxed);
-    return taken < ring->capacity ? taken : ring->capacity;
-}
-
 void nb_ring_close(struct nb_ring *ring) {
     if (ring == NULL || ring->header == NULL) {
         return;
     }
-    size_t keep = file_bytes(written(ring));
+    uint64_t taken = atomic_load_explicit(&ring->header->taken, memory_order_relaxed);
+    size_t keep = taken <= ring->capacity ? file_bytes(taken) : whole_bytes(ring->capacity);
     atomic_store_explicit(&ring->header->closed, 1, memory_order_release);
-    (void)munmap(ring->header, file_bytes(ring->capacity));
+    (void)munmap(ring->header, whole_bytes(ring->capacity));
     (void)!ftruncate(ring->fd, (off_t)keep); // without the truncation the file is just as readable
     (void)flock(ring->fd, LOCK_UN);          // a forked child may keep the descriptor
     close(ring->fd);
     ring->header = NULL;
     ring->events = NULL;
+    ring->lasting = NULL;
+    ring->run = NULL;
     ring->fd = -1;
 }
 
@@ -144,25 +151,118 @@ void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind ki
                                                .e = e});
 }
 
+// Makes one row of each two.
+static void halve(struct nb_ring_run *run) {
+    for (uint64_t i = 0; i < NB_RING_STEPS / 2; i++) {
+        const struct nb_ring_steps *one = &run->steps[2 * i];
+        const struct nb_ring_steps *other = one + 1;
+        run->steps[i] = (struct nb_ring_steps){
+            .first = one->first,
+            .count = one->count + other->count,
+            .total_ns = one->total_ns + other->total_ns,
+            .longest_ns = one->longest_ns > other->longest_ns ? one->longest_ns : other->longest_ns,
+            .waited_ns = one->waited_ns + other->waited_ns,
+        };
+    }
+    run->rows = NB_RING_STEPS / 2;
+    run->stride *= 2;
+}
+
+static void add_step(struct nb_ring *ring, uint64_t took_ns) {
+    struct nb_ring_run *run = ring->run;
+    atomic_fetch_add_explicit(&run->changes, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    if (run->rows == 0 || run->steps[run->rows - 1].count >= run->stride) {
+        if (run->rows == NB_RING_STEPS) {
+            halve(run);
+        }
+        run->steps[run->rows++] = (struct nb_ring_steps){.first = ring->step_number};
+    }
+    struct nb_ring_steps *row = &run->steps[run->rows - 1];
+    row->count++;
+    row->total_ns += took_ns;
+    row->longest_ns = took_ns > row->longest_ns ? took_ns : row->longest_ns;
+    row->waited_ns += ring->waited_ns;
+    atomic_fetch_add_explicit(&run->changes, 1, memory_order_release);
+}
+
+// Adds an event to the row of its step. Steps that two threads stamp at once are left out.
+static void take_step(struct nb_ring *ring, const struct nb_event *event) {
+    if (atomic_exchange_explicit(&ring->stepping, true, memory_order_acquire)) {
+        return;
+    }
+    switch ((enum nb_event_kind)event->kind) {
+    case NB_EV_STEP_BEGIN:
+        ring->step_number = event->step;
+        ring->step_ns = event->time_ns;
+        ring->wait_ns = 0;
+        ring->waited_ns = 0;
+        break;
+    case NB_EV_WAIT_BEGIN:
+        ring->wait_ns = event->time_ns;
+        break;
+    case NB_EV_WAIT_END:
+        ring->waited_ns += ring->wait_ns != 0 ? (uint64_t)(event->time_ns - ring->wait_ns) : 0;
+        ring->wait_ns = 0;
+        break;
+    default:
+        if (ring->step_ns != 0 && event->time_ns >= ring->step_ns) {
+            add_step(ring, (uint64_t)(event->time_ns - ring->step_ns));
+        }
+        ring->step_ns = 0;
+    }
+    atomic_store_explicit(&ring->stepping, false, memory_order_release);
+}
+
+// Writes an event of a slot that other threads may write, or read, at the same time.
+static void write_slot(struct nb_event *slot, const struct nb_event *event, uint32_t kind) {
+    __atomic_store_n(&slot->time_ns, event->time_ns, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->step, event->step, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->key, event->key, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->a, event->a, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->b, event->b, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->c, event->c, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->d, event->d, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->e, event->e, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->kind, kind, __ATOMIC_RELEASE);
+}
+
+// Records a lasting event where it is never overwritten. False: it can be recorded as any other.
+static bool put_lasting(struct nb_ring *ring, const struct nb_event *event) {
+    if (atomic_load_explicit(&ring->header->taken, memory_order_relaxed) < ring->once) {
+        return false;
+    }
+    uint64_t place = atomic_fetch_add_explicit(&ring->header->lasting, 1, memory_order_relaxed);
+    if (place >= NB_RING_LASTING) {
+        return false;
+    }
+    write_slot(&ring->lasting[place], event, event->kind);
+    return true;
+}
+
 void nb_ring_put_event(struct nb_ring *ring, const struct nb_event *event) {
     if (ring == NULL || ring->header == NULL || (!ring->timeline && nb_event_for_timeline(event->kind))) {
         return;
     }
-    uint64_t taken = atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);
-    if (taken >= ring->capacity) {
+    if (nb_event_lasts(event->kind) && put_lasting(ring, event)) {
         return;
     }
-    struct nb_event *slot = &ring->events[taken];
-    __builtin_prefetch(slot + 1, 1);
-    slot->time_ns = event->time_ns;
-    slot->step = event->step;
-    slot->key = event->key;
-    slot->a = event->a;
-    slot->b = event->b;
-    slot->c = event->c;
-    slot->d = event->d;
-    slot->e = event->e;
-    __atomic_store_n(&slot->kind, event->kind, __ATOMIC_RELEASE);
+    if (nb_event_of_step_time(event->kind)) {
+        take_step(ring, event);
+    }
+    uint64_t number = atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);
+    if (number < ring->capacity) {
+        struct nb_event *slot = &ring->events[number];
+        __builtin_prefetch(slot + 1, 1);
+        write_slot(slot, event, event->kind);
+        return;
+    }
+    uint64_t later = number - ring->once;
+    uint64_t around = ring->capacity - ring->once;
+    // A reader that finds a part of this event finds its number taken, too.
+    atomic_thread_fence(memory_order_release);
+    write_slot(&ring->events[ring->once + later % around], event,
+               event->kind + NB_RING_KIND * (uint32_t)(later / around));
 }
 
 void nb_ring_drop(struct nb_ring *ring) {
@@ -172,7 +272,7 @@ void nb_ring_drop(struct nb_ring *ring) {
     }
 }
 
-uint64_t nb_ring_dropped(const struct nb_ring *ring) {
+uint64_t nb_ring_overwritten(const struct nb_ring *ring) {
     if (ring == NULL || ring->header == NULL) {
         return 0;
     }

@@ -358,7 +358,9 @@ class Settings:
         "seconds between two lines of rank 0 about the run so far: on a terminal all, in a log every sixth, at level "
         "info; 0: none. Without a terminal and without this level, nothing unless it is set",
     )
-    trace_events: int = _row("TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; later ones are only counted")
+    trace_events: int = _row(
+        "TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; of more, the first and the last"
+    )
     nccl_events: str | None = _row(
         "NCCL_EVENTS",
         TEXT,

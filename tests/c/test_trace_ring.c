@@ -1,5 +1,5 @@
-// Trace ring: the events of several threads are all recorded, a full ring counts dropped events, and the file of a
-// killed rank is readable.
+// Trace ring: the events of several threads are all recorded, a full ring keeps the first and the last ones, and the file
+// of a killed rank is readable.
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -103,7 +103,7 @@ static void test_events_of_several_threads(void) {
     FILE *file = file_open(path);
     CHECK(nb_ring_open(&ring, path, (uint64_t)THREADS * EACH + 100, 3, NULL) == 0, "open: %m");
     write_from_threads(&ring);
-    CHECK(nb_ring_dropped(&ring) == 0, "events are dropped");
+    CHECK(nb_ring_overwritten(&ring) == 0, "events are dropped");
     struct view view = view_open(file);
     CHECK(view_count(&view) == (uint64_t)THREADS * EACH, "events are missing before the close");
     check_events(&view, view_count(&view));
@@ -144,19 +144,96 @@ static void test_timeline_events(void) {
     }
 }
 
+// The first events stay, and behind them the last ones, each over the oldest there.
 static void test_full_ring(void) {
-    enum { CAPACITY = 777 };
+    enum { CAPACITY = 777, ONCE = CAPACITY / NB_RING_ONCE, AROUND = CAPACITY - ONCE };
     struct nb_ring ring;
     char path[PATH_BYTES];
     FILE *file = file_open(path);
     CHECK(nb_ring_open(&ring, path, CAPACITY, 0, NULL) == 0, "open: %m");
     write_from_threads(&ring);
-    CHECK(nb_ring_dropped(&ring) == THREADS * EACH - CAPACITY, "dropped %llu",
-          (unsigned long long)nb_ring_dropped(&ring));
+    CHECK(nb_ring_overwritten(&ring) == THREADS * EACH - CAPACITY, "overwritten %llu",
+          (unsigned long long)nb_ring_overwritten(&ring));
     nb_ring_close(&ring);
     struct view view = view_open(file);
-    CHECK(view.bytes == NB_RING_HEADER + CAPACITY * 64 && view_count(&view) == CAPACITY, "%zu bytes", view.bytes);
-    check_events(&view, CAPACITY);
+    CHECK(view.bytes == NB_RING_HEADER + CAPACITY * 64 + sizeof(struct nb_ring_run) && view_count(&view) == CAPACITY,
+          "%zu bytes", view.bytes);
+    CHECK(view.header->once == ONCE && atomic_load(&view.header->taken) == THREADS * EACH, "wrong header");
+    check_events(&view, ONCE);
+    uint64_t last[THREADS] = {0};
+    for (uint64_t number = THREADS * EACH - AROUND; number < THREADS * EACH; number++) {
+        const struct nb_event *event = &view.events[ONCE + (number - ONCE) % AROUND];
+        uint64_t times = (number - ONCE) / AROUND;
+        CHECK(event->kind == NB_EV_OP_DONE + NB_RING_KIND * times && event->key < THREADS, "event %llu has kind %u",
+              (unsigned long long)number, event->kind);
+        CHECK(event->a > last[event->key] && event->b == event->a + 1 && event->c == event->a + 2 &&
+                  event->d == event->a + 3 && event->e == ~event->a,
+              "event %llu is wrong", (unsigned long long)number);
+        last[event->key] = event->a;
+    }
+    view_close(&view);
+    (void)fclose(file);
+}
+
+// Events that count for all later steps are not overwritten, as far as the first page has room.
+static void test_lasting_events(void) {
+    enum { CAPACITY = 16, ONCE = CAPACITY / NB_RING_ONCE };
+    struct nb_ring ring;
+    char path[PATH_BYTES];
+    FILE *file = file_open(path);
+    CHECK(nb_ring_open(&ring, path, CAPACITY, 0, NULL) == 0, "open: %m");
+    nb_ring_put(&ring, NB_EV_PROBE, 7, 0, 0, 0, 0, 0); // among the first events
+    for (uint64_t i = 1; i < ONCE; i++) {
+        nb_ring_put(&ring, NB_EV_STEP_END, 0, 0, 0, 0, 0, 0);
+    }
+    for (uint64_t i = 0; i < NB_RING_LASTING + 1; i++) {
+        nb_ring_put(&ring, NB_EV_LANE_LOST, i, i, i + 1, i + 2, 0, 0);
+    }
+    for (uint64_t i = 0; i < 10 * CAPACITY; i++) {
+        nb_ring_put(&ring, NB_EV_STEP_END, 0, 0, 0, 0, 0, 0);
+    }
+    CHECK(ring.events[0].kind == NB_EV_PROBE && ring.events[0].key == 7, "the first event is overwritten");
+    for (uint64_t i = 0; i < NB_RING_LASTING; i++) {
+        const struct nb_event *event = &ring.lasting[i];
+        CHECK(event->kind == NB_EV_LANE_LOST && event->key == i && event->c == i + 2, "lasting event %llu is wrong",
+              (unsigned long long)i);
+    }
+    CHECK(atomic_load(&ring.header->taken) == ONCE + 1 + 10 * CAPACITY, "one lasting event too many has no place");
+    nb_ring_close(&ring);
+    (void)fclose(file);
+}
+
+// Steps of the whole run are summed in at most NB_RING_STEPS rows, each of the same number of them.
+static void test_run_steps(void) {
+    enum { STEPS = 5 * NB_RING_STEPS / 2 + 3, STRIDE = 4 };
+    struct nb_ring ring;
+    char path[PATH_BYTES];
+    FILE *file = file_open(path);
+    CHECK(nb_ring_open(&ring, path, 16, 0, NULL) == 0, "open: %m");
+    nb_ring_put_at(&ring, 5, NB_EV_STEP_END, 0, 0, 0, 0, 0, 0); // of no step
+    for (int64_t i = 0; i < STEPS; i++) {
+        int64_t begin_ns = 1000 * (i + 1);
+        atomic_store(&ring.step, (uint32_t)i + 10);
+        nb_ring_put_at(&ring, begin_ns, NB_EV_STEP_BEGIN, 0, 0, 0, 0, 0, 0);
+        nb_ring_put_at(&ring, begin_ns + 2, NB_EV_WAIT_BEGIN, 7, 0, 0, 0, 0, 0);
+        nb_ring_put_at(&ring, begin_ns + 5, NB_EV_WAIT_END, 7, 0, 0, 0, 0, 0);
+        nb_ring_put_at(&ring, begin_ns + 100 + i % STRIDE, NB_EV_STEP_END, 0, 0, 0, 0, 0, 0);
+    }
+    nb_ring_close(&ring);
+    struct view view = view_open(file);
+    const struct nb_ring_run *run = (const void *)&view.events[16];
+    CHECK(atomic_load(&run->changes) == 2 * STEPS && run->stride == STRIDE &&
+              run->rows == (STEPS + STRIDE - 1) / STRIDE,
+          "%llu rows of %llu steps", (unsigned long long)run->rows, (unsigned long long)run->stride);
+    for (uint64_t i = 0; i < run->rows; i++) {
+        const struct nb_ring_steps *row = &run->steps[i];
+        uint32_t count = i + 1 < run->rows ? STRIDE : STEPS - STRIDE * (uint32_t)i;
+        uint64_t more = count * (count - 1) / 2;
+        CHECK(row->first == 10 + STRIDE * i && row->count == count, "row %llu has %u steps from %u on",
+              (unsigned long long)i, row->count, row->first);
+        CHECK(row->total_ns == 100 * count + more && row->longest_ns == 99 + count && row->waited_ns == 3 * count,
+              "row %llu is wrong", (unsigned long long)i);
+    }
     view_close(&view);
     (void)fclose(file);
 }
@@ -206,7 +283,7 @@ static void test_recording_off_and_errors(void) {
     struct nb_error err = {0};
     nb_ring_put(&off, NB_EV_STEP_END, 1, 2, 3, 4, 5, 6);
     nb_ring_put(NULL, NB_EV_STEP_END, 1, 2, 3, 4, 5, 6);
-    CHECK(nb_ring_dropped(&off) == 0, "events are dropped while recording is off");
+    CHECK(nb_ring_overwritten(&off) == 0, "events are dropped while recording is off");
     nb_ring_close(&off);
     CHECK(nb_ring_open(&ring, "/proc/no/such/place", 8, 0, &err) == -ENOENT, "missing folder: %d", err.code);
     CHECK(strstr(err.text, "/proc/no/such/place") != NULL, "%s", err.text);
@@ -257,7 +334,8 @@ static void test_disk_space_is_allocated(void) {
     FILE *file = file_open(path);
     CHECK(nb_ring_open(&ring, path, CAPACITY, 0, NULL) == 0, "open: %m");
     CHECK(fstat(fileno(file), &stat) == 0, "fstat: %m");
-    CHECK(stat.st_size == NB_RING_HEADER + CAPACITY * 64 && stat.st_blocks * 512 >= stat.st_size,
+    CHECK(stat.st_size == NB_RING_HEADER + CAPACITY * 64 + sizeof(struct nb_ring_run) &&
+              stat.st_blocks * 512 >= stat.st_size,
           "%lld bytes, but %lld blocks are allocated", (long long)stat.st_size, (long long)stat.st_blocks);
     nb_ring_close(&ring);
     (void)fclose(file);
@@ -270,7 +348,7 @@ static void check_no_disk_space(const char *path, int code) {
     struct nb_error err = {0};
     struct stat stat_after;
     CHECK(nb_ring_open(&ring, path, 1000000, 0, &err) == code, "%d: %s", err.code, err.text);
-    CHECK(strstr(err.text, path) != NULL && strstr(err.text, "64004096 bytes") != NULL &&
+    CHECK(strstr(err.text, path) != NULL && strstr(err.text, "64036888 bytes") != NULL &&
               strstr(err.text, strerror(-code)) != NULL && strstr(err.text, "NETBOTTLENECK_DIR") != NULL &&
               strstr(err.text, "NETBOTTLENECK_TRACE_EVENTS") != NULL,
           "%s", err.text);
@@ -279,7 +357,7 @@ static void check_no_disk_space(const char *path, int code) {
     CHECK(nb_ring_open(&ring, path, EACH, 0, NULL) == 0, "a smaller ring: %m");
     struct writer writer = {&ring, 0};
     (void)write_events(&writer);
-    CHECK(nb_ring_dropped(&ring) == 0, "events are dropped");
+    CHECK(nb_ring_overwritten(&ring) == 0, "events are dropped");
     nb_ring_close(&ring);
 }
 
@@ -342,6 +420,8 @@ int main(void) {
     test_events_of_several_threads();
     test_timeline_events();
     test_full_ring();
+    test_lasting_events();
+    test_run_steps();
     test_time_and_step();
     test_killed_process();
     test_disk_space_is_allocated();

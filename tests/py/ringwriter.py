@@ -4,7 +4,7 @@ import json
 import struct
 from pathlib import Path
 
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 
 MS = 1_000_000
 HEADER_BYTES = 4096
@@ -13,18 +13,22 @@ HEADER_BYTES = 4096
 class RingWriter:
     """One ring file. `close` writes it; `orderly=False` leaves it as a killed process would."""
 
-    def __init__(self, path, rank=0, capacity=1 << 16, mono_ns=0, wall_ns=10**18):
-        self.path, self.rank, self.capacity = Path(path), rank, capacity
+    def __init__(self, path, rank=0, capacity=1 << 16, mono_ns=0, wall_ns=10**18, version=4):
+        self.path, self.rank, self.capacity, self.version = Path(path), rank, capacity, version
+        self.once = capacity // 4 if version >= 4 else 0
         self.mono_ns, self.wall_ns = mono_ns, wall_ns
         self.events = []
         self.taken = 0
 
     def put(self, time_ns, kind, step=0, key=0, **fields):
-        self.taken += 1
-        if len(self.events) < self.capacity:
-            number = EVENTS[kind] if isinstance(kind, str) else kind
-            values = [fields.get(name, 0) & (1 << 64) - 1 for name in "abcde"]
-            self.events.append(struct.pack("<qIIQ5Q", time_ns, number, step, key, *values))
+        number, self.taken = self.taken, self.taken + 1
+        times, place = divmod(max(0, number - self.once), self.capacity - self.once)
+        if times and self.version < 4:
+            return
+        code = (EVENTS[kind] if isinstance(kind, str) else kind) + 256 * times
+        values = [fields.get(name, 0) & (1 << 64) - 1 for name in "abcde"]
+        slot = min(number, self.once) + place
+        self.events[slot : slot + 1] = [struct.pack("<qIIQ5Q", time_ns, code, step, key, *values)]
 
     def tear(self):
         """Add a slot that was reserved but never filled."""
@@ -33,9 +37,9 @@ class RingWriter:
 
     def header(self, closed):
         fields = struct.pack(
-            "<8sIIQIIqqQQ",
+            "<8sIIQIIqqQQQQ",
             b"NBRING1\0",
-            1,
+            self.version,
             64,
             self.capacity,
             self.rank,
@@ -44,6 +48,8 @@ class RingWriter:
             self.wall_ns,
             self.taken,
             int(closed),
+            self.once,
+            0,
         )
         return fields.ljust(HEADER_BYTES, b"\0")
 
@@ -76,7 +82,7 @@ class FakeRun:
     transfer_ms: by transport, of bucket.0 and bucket.1; late_ms: by rank, a pause before the forward; busy_cores: how
     many each rank keeps busy; costs_fs: of a step, a byte and a byte added, of two levels and a byte there,
     where a transport is native; meta, about: what a rank's description, and that of each transport in it, says too.
-    room: by name, how many events a ring holds.
+    room: by name, how many events a ring holds. version: of the rings.
     """
 
     def __init__(self, folder, size=2, transports=("bare", "stock", "ofi"), **settings):
@@ -104,6 +110,7 @@ class FakeRun:
         self.meta = settings.pop("meta", {})
         self.about = settings.pop("about", {})
         self.room = settings.pop("room", {})
+        self.version = settings.pop("version", 4)
         assert not settings, settings
 
     def write(self):
@@ -115,7 +122,11 @@ class FakeRun:
             (ranks / f"{rank}.meta.json").write_text(json.dumps(self._meta(rank)))
             own = {
                 name: RingWriter(
-                    ranks / f"{rank}.{name}.ring", rank, self.room.get(name, 1 << 16), mono_ns=self._clock(rank, 0)
+                    ranks / f"{rank}.{name}.ring",
+                    rank,
+                    self.room.get(name, 1 << 16),
+                    mono_ns=self._clock(rank, 0),
+                    version=self.version,
                 )
                 for name in ("train", *self.transports)
                 if name == "train" or name in NATIVE

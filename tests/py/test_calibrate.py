@@ -15,7 +15,7 @@ from netbottleneck.cli import calibrate
 from netbottleneck.launch import connect
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.ring_reader import EVENTS, read_ring
+from netbottleneck.trace.ring_file import EVENTS, read_ring
 
 core = connect.core()
 

@@ -25,7 +25,7 @@ import torch
 from conftest import RANKS_LIMIT_S, on_ranks
 
 from netbottleneck import _core, errors
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import ring_file
 from netbottleneck.trace.events import signed
 
 EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"
@@ -513,13 +513,25 @@ def test_an_operation_of_a_closed_recorder_stamps_nothing(tmp_path: Path) -> Non
         recorder.operation(2**65, 8, 1, 0)
 
 
-def test_a_full_ring_counts_what_it_drops(tmp_path: Path) -> None:
-    recorder = _core.Recorder(str(tmp_path / "ring"), 2, 0)
-    for _ in range(5):
-        recorder.put(_core.EVENTS["STEP_END"])
-    assert recorder.dropped == 3
+def test_a_full_ring_keeps_the_first_events_and_the_last_ones(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 8, 0)
+    for step in range(20):
+        recorder.step = step
+        recorder.put(_core.EVENTS["STEP_END"], key=step)
+        if step == 10:
+            recorder.put(_core.EVENTS["LANE_LOST"], key=step)
+    assert recorder.overwritten == 12
     recorder.close()
-    assert recorder.dropped == 3
+    assert recorder.overwritten == 12
+    found = ring_file.read_ring(path)
+    assert [key for key, kind in found.events[["key", "kind"]].tolist() if kind == _core.EVENTS["STEP_END"]] == [
+        *range(2),
+        *range(14, 20),
+    ]
+    (lost,) = found.events[found.events["kind"] == _core.EVENTS["LANE_LOST"]]
+    assert (int(lost["key"]), int(lost["step"])) == (10, 10)
+    assert (found.gap, found.overwritten, found.dropped) == ((1, 14), 12, 0)
 
 
 def test_a_closed_recorder_stamps_nothing(tmp_path: Path) -> None:
@@ -553,7 +565,7 @@ def test_a_comm_that_does_not_open_releases_its_recorder(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="listener is closed"):
         _core.Comm(0, 2, secret=bytes(16), listener=listener, recorder=recorder)
     recorder.close()
-    assert ring_reader.read_ring(path).closed
+    assert ring_file.read_ring(path).closed
 
 
 # operations
@@ -1085,7 +1097,7 @@ def test_the_exception_of_a_signal_handler_ends_a_join(tmp_path: Path) -> None:
     assert calls == [signal.SIGUSR1] * 2
     listener.close()  # neither is in use any more
     recorder.close()
-    assert ring_reader.read_ring(path).closed
+    assert ring_file.read_ring(path).closed
 
 
 def test_tags_that_differ_are_a_mismatch() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.report import Run
 from netbottleneck.report.text import warnings
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import ring_file, ring_reader
 from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import BARE
 
@@ -78,8 +78,8 @@ def test_the_times_of_the_host_are_recorded_too(
     """Steps and calls of the process group, by which NCCL's own events are found."""
     assert trained(warm_ranks, "fakecuda", measured(tmp_path / "run", device, "stock")) == on_cpu
     trace = Run(tmp_path / "run").trace.of_rank(0)
-    ring = ring_reader.read_ring(tmp_path / "run" / "ranks" / "0.train.ring")
-    names = {number: name for name, number in ring_reader.EVENTS.items()}
+    ring = ring_file.read_ring(tmp_path / "run" / "ranks" / "0.train.ring")
+    names = {number: name for name, number in ring_file.EVENTS.items()}
     rows = ring.events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
     events = [Event(names[kind], *rest) for kind, *rest in rows]
     on_host = ring_reader.host_events(events)

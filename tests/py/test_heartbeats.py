@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import ring_file
 from netbottleneck.trace.heartbeats import clock_of
 from netbottleneck.trace.model import Clock, Counters
 
@@ -15,7 +15,7 @@ US = 1000
 
 def beats_of(rows):
     """CLOCK events: (time on the rank's clock, offset, round trip) each."""
-    beats = np.zeros(len(rows), ring_reader.EVENT)
+    beats = np.zeros(len(rows), ring_file.EVENT)
     for at, (time_ns, offset, trip) in enumerate(rows):
         beats[at]["time_ns"], beats[at]["a"], beats[at]["b"] = time_ns, offset & (1 << 64) - 1, trip
     return beats

@@ -19,7 +19,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck.analysis import nccl
-from netbottleneck.trace import nccl_events, ring_reader
+from netbottleneck.trace import nccl_events, ring_file
 from netbottleneck.trace.events import Event
 from netbottleneck.trace.model import NcclOperation, Trace
 from test_nccl_plugin import check_library, nccl_library
@@ -62,8 +62,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 def operations(path: Path) -> tuple[NcclOperation, ...]:
     """Return the operations of a ring that no training belongs to."""
-    rows = ring_reader.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
-    names = {number: name for name, number in ring_reader.EVENTS.items()}
+    rows = ring_file.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
+    names = {number: name for name, number in ring_file.EVENTS.items()}
     events = [Event(names[kind], *rest) for kind, *rest in rows]
     return nccl_events.nccl_operations(events, 0, lambda _: None, (), ())
 

@@ -11,7 +11,7 @@ import pytest
 
 from netbottleneck.analysis import nccl
 from netbottleneck.report import Run, summary
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import ring_file, ring_reader
 from netbottleneck.trace.model import Bucket, NcclKernel, NcclOperation, NcclStep, Step, Trace, read
 from netbottleneck.trace.transports import STOCK
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
@@ -124,10 +124,10 @@ def run_with_nccl(folder: Path, transports: tuple[str, ...] = ("stock",)) -> Pat
     """Write a run of two ranks whose first bucket NCCL moves, 1 µs after its submission, in every recorded step."""
     run = FakeRun(folder, transports=transports).write()
     for rank in range(2):
-        train = ring_reader.read_ring(run / "ranks" / f"{rank}.train.ring").events
+        train = ring_file.read_ring(run / "ranks" / f"{rank}.train.ring").events
         ring = RingWriter(run / "ranks" / f"{rank}.nccl.ring", rank)
         ring.put(0, "NCCL_COMM", key=0xC0FFEE, a=0, b=rank | 2 << 32, c=2)
-        submits = train[(train["kind"] == ring_reader.EVENTS["OP_SUBMIT"]) & (train["key"] == BUCKETS[0]["key"])]
+        submits = train[(train["kind"] == ring_file.EVENTS["OP_SUBMIT"]) & (train["key"] == BUCKETS[0]["key"])]
         for call, submit in enumerate(submits["time_ns"].tolist()):
             task = call * 3 + 1
             what = 1 | 7 << 8 | 2 << 16 | 3 << 24 | 1 << 32
@@ -162,11 +162,11 @@ def test_calls_are_found_by_the_hosts_times(tmp_path: Path) -> None:
     late_ns, call_ns = 300 * MS, 1000
     run = run_with_nccl(tmp_path / "run")
     on_host = ring_reader.load(run)
-    start, *edges = (ring_reader.EVENTS[name] for name in ("OP_START", "STEP_BEGIN", "STEP_END"))
+    start, *edges = (ring_file.EVENTS[name] for name in ("OP_START", "STEP_BEGIN", "STEP_END"))
     for rank in range(2):
         path = run / "ranks" / f"{rank}.train.ring"
         ring = RingWriter(path, rank)
-        for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
+        for time_ns, kind, step, key, *rest in ring_file.read_ring(path).events.tolist():
             values = dict(zip("abcde", rest, strict=True))
             values |= {"b": call_ns} if kind == start else {}
             values |= {"e": late_ns} if kind in (start, *edges) else {}

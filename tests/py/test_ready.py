@@ -14,7 +14,7 @@ import torch
 from netbottleneck import _core
 from netbottleneck.hooks.horovod import Route
 from netbottleneck.runtime.collectives import shape_key
-from netbottleneck.trace.ring_reader import EVENTS, read_ring
+from netbottleneck.trace.ring_file import EVENTS, read_ring
 
 
 def named(count: int) -> list[tuple[str, Any]]:

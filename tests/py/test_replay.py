@@ -30,7 +30,7 @@ from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import PLAY, Player, Task, read_schedule, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.ring_reader import EVENTS, read_ring
+from netbottleneck.trace.ring_file import EVENTS, read_ring
 from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.plan import Plan, ReplaySchedule, replay_schedule

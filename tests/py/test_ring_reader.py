@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from time import monotonic
@@ -10,7 +13,7 @@ from time import monotonic
 import pytest
 
 from netbottleneck.runtime import run_folder
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import ring_file, ring_reader
 from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import Arm
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
@@ -20,12 +23,12 @@ EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
 
 def test_event_numbers_are_those_of_the_header():
     found = {name: int(number) for name, number in re.findall(r"NB_EV_(\w+)\s*=\s*(\d+)", EVENT_H.read_text())}
-    assert found == dict(ring_reader.EVENTS)
+    assert found == dict(ring_file.EVENTS)
 
 
 def test_event_numbers_are_those_of_the_module():
     core = pytest.importorskip("netbottleneck._core", reason="netbottleneck._core is not built")
-    assert dict(ring_reader.EVENTS) == core.EVENTS
+    assert dict(ring_file.EVENTS) == core.EVENTS
 
 
 def test_numbers_within_operations_are_those_of_the_headers():
@@ -51,20 +54,39 @@ def test_events_are_read_in_order_of_time(tmp_path):
     ring.put(10, "STEP_BEGIN", 1, a=2, b=1, c=1)
     ring.put(15, "GRAD_READY", 1, key=2**64 - 1, e=2**63)
     ring.close()
-    found = ring_reader.read_ring(ring.path)
+    found = ring_file.read_ring(ring.path)
     assert found.events["time_ns"].tolist() == [10, 15, 20]
     assert int(found.events["key"][1]) == 2**64 - 1
     assert int(found.events["e"][1]) == 2**63
     assert (found.rank, found.opened_mono_ns, found.opened_wall_ns, found.closed, found.dropped) == (3, 5, 9, True, 0)
 
 
-def test_a_full_ring_reports_dropped_events(tmp_path):
-    ring = RingWriter(tmp_path / "0.train.ring", capacity=4)
+@pytest.mark.parametrize(("version", "kept", "gap"), [(3, [0, 1, 2, 3], (3, None)), (4, [0, 4, 5, 6], (0, 4))])
+def test_a_full_ring_keeps_the_first_events_and_the_last_ones(tmp_path, version, kept, gap):
+    ring = RingWriter(tmp_path / "0.train.ring", capacity=4, version=version)
     for at in range(7):
-        ring.put(at, "GRAD_READY")
+        ring.put(at, "STEP_BEGIN", at)
     ring.close()
-    found = ring_reader.read_ring(ring.path)
-    assert (len(found.events), found.dropped) == (4, 3)
+    found = ring_file.read_ring(ring.path)
+    assert found.events["time_ns"].tolist() == kept
+    assert found.events["kind"].tolist() == [1] * 4
+    assert (found.dropped, found.overwritten, found.gap) == (0, 3, gap)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8, 13])
+def test_any_part_of_a_full_ring_has_its_last_events(tmp_path, capacity):
+    ring = RingWriter(tmp_path / "0.train.ring", capacity=capacity)
+    once = capacity // 4
+    for at in range(50):
+        ring.put(at, "STEP_BEGIN", at)
+        ring.close()
+        there = [one for one in range(at + 1) if one < once or one > at - (capacity - once)]
+        for begin in (0, at // 2, at):
+            for end in (None, at + 1, at):
+                slots = ring_file.read_slots(ring.path, begin, end)
+                expected = [one for one in there if begin <= one < (at + 1 if end is None else end)]
+                assert slots.numbers.tolist() == slots.events["time_ns"].tolist() == expected
+                assert set(slots.events["kind"].tolist()) <= {1}
 
 
 def test_a_killed_writer_leaves_its_complete_events(tmp_path):
@@ -73,7 +95,7 @@ def test_a_killed_writer_leaves_its_complete_events(tmp_path):
     ring.tear()
     ring.put(2, "STEP_END")
     ring.close(orderly=False)
-    found = ring_reader.read_ring(ring.path)
+    found = ring_file.read_ring(ring.path)
     assert found.events["kind"].tolist() == [1, 2]
     assert (found.closed, found.dropped) == (False, 1)
 
@@ -83,7 +105,7 @@ def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
     for at in range(5):
         ring.put(at + 1, "GRAD_READY")
     ring.close(cut_bytes=30)
-    found = ring_reader.read_ring(ring.path)
+    found = ring_file.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 1)
 
 
@@ -93,20 +115,20 @@ def test_a_part_of_a_ring_is_read_with_the_slots_that_are_not_filled(tmp_path):
         ring.put(at, "STEP_BEGIN", at)
     ring.tear()
     ring.close(orderly=False)
-    head, slots = ring_reader.read_slots(ring.path, 1)
-    assert int(head["taken"]) == 4
-    assert slots["time_ns"].tolist() == [11, 12, 0]
-    assert slots["kind"].tolist() == [1, 1, 0]
-    assert ring_reader.read_slots(ring.path, 1, 2)[1]["time_ns"].tolist() == [11]
-    assert len(ring_reader.read_slots(ring.path, 4)[1]) == 0
+    slots = ring_file.read_slots(ring.path, 1)
+    assert (slots.taken, slots.overwritten, slots.numbers.tolist()) == (4, 0, [1, 2, 3])
+    assert slots.events["time_ns"].tolist() == [11, 12, 0]
+    assert slots.events["kind"].tolist() == [1, 1, 0]
+    assert ring_file.read_slots(ring.path, 1, 2).events["time_ns"].tolist() == [11]
+    assert len(ring_file.read_slots(ring.path, 4).events) == 0
 
 
 def test_a_run_is_read_from_the_rings_that_the_caller_gives(tmp_path):
     folder = FakeRun(tmp_path).write()
 
     def last_events(path):
-        head, slots = ring_reader.read_slots(path, 60)
-        return ring_reader.ring_of(head, slots, 7)
+        slots = ring_file.read_slots(path, 60)
+        return ring_file.ring_of(slots.head, slots.events, 7)
 
     found = ring_reader.load(folder, last_events)
     assert 0 < len(found.steps) < len(ring_reader.load(folder).steps)
@@ -114,7 +136,7 @@ def test_a_run_is_read_from_the_rings_that_the_caller_gives(tmp_path):
 
 
 def test_steps_whose_operations_a_full_ring_has_no_room_for_are_left_out(tmp_path):
-    settings = {"transports": ("stock", "tcp"), "clock_skew_ns": {1: 5 * MS}}
+    settings = {"transports": ("stock", "tcp"), "clock_skew_ns": {1: 5 * MS}, "version": 3}
     whole = ring_reader.load(FakeRun(tmp_path / "whole", blocks=12, **settings).write())
     per_step, blocks = 14, 3  # of tcp, all of whose operations have room
     room = {"tcp": 1 + blocks * 6 * per_step + 3}
@@ -128,12 +150,81 @@ def test_steps_whose_operations_a_full_ring_has_no_room_for_are_left_out(tmp_pat
     assert [rank.events_dropped for rank in found.ranks] == [0, 0]
 
 
+@pytest.mark.parametrize("ring", ["train", "tcp"])
+def test_of_a_run_longer_than_its_files_the_first_and_the_last_steps_are_kept(tmp_path, ring):
+    settings = {"transports": ("stock", "tcp"), "clock_skew_ns": {1: 5 * MS}}
+    made = FakeRun(tmp_path / "whole", blocks=12, **settings).write()
+    whole = ring_reader.load(made)
+    events = len(ring_file.read_ring(made / "ranks" / f"1.{ring}.ring").events)
+    found = ring_reader.load(FakeRun(tmp_path / "long", blocks=12, room={ring: events * 2 // 3}, **settings).write())
+    (note,) = set(found.notes) - set(whole.notes)
+    first, last = map(int, re.match(r"steps (\d+) to (\d+) are left out: ", note).groups())
+    assert re.search(rf"rank \d's file of events of {ring} keeps only the first and the last events, and \d+ ", note)
+    assert 3 <= first < last <= 69
+    assert 72 / 3 <= last - first + 1 <= 72 / 2  # a third, and of the other arm what is between
+
+    def is_kept(step):
+        return not first <= step <= last
+
+    assert found.steps == tuple(step for step in whole.steps if is_kept(step.index))
+    assert found.collectives == tuple(one for one in whole.collectives if is_kept(one.step))
+    assert [(rank.events_dropped, rank.steps_unfinished) for rank in found.ranks] == [
+        (0, rank.steps_unfinished) for rank in whole.ranks
+    ]
+
+
+WRITE = """
+import sys
+from netbottleneck import _core
+
+recorder = _core.Recorder(sys.argv[1], 64, 0)
+print("open", flush=True)
+number = 0
+while True:
+    recorder.put(_core.EVENTS["OP_DONE"], key=number, a=number, c=number, e=number)
+    number += 1
+"""
+
+
+def test_an_event_is_whole_while_the_file_is_overwritten(tmp_path):
+    path, read, laps = tmp_path / "0.train.ring", 0, set()
+    with subprocess.Popen([sys.executable, "-c", WRITE, str(path)], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout.readline() == b"open\n"
+            while len(laps) < 1000:
+                slots = ring_file.read_slots(path)
+                filled = slots.events["kind"] != 0
+                events, numbers = slots.events[filled], slots.numbers[filled]
+                assert set(events["kind"].tolist()) <= {ring_file.EVENTS["OP_DONE"]}
+                for name in ("key", "a", "c", "e"):
+                    assert events[name].tolist() == numbers.tolist()
+                read += len(events)
+                laps.add(slots.taken // 48)
+        finally:
+            writer.kill()
+    assert read > 1000
+
+
+def test_lasting_events_are_read_from_the_first_page(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring", capacity=8)
+    for at in range(20):
+        ring.put(at, "STEP_BEGIN", at)
+    ring.close()
+    raw = bytearray(ring.path.read_bytes())
+    lost = struct.pack("<qIIQ5Q", 11, ring_file.EVENTS["LANE_LOST"], 11, 0, 1, 2, 3, 0, 0)
+    raw[ring_file.LASTING_AT : ring_file.LASTING_AT + len(lost)] = lost
+    ring.path.write_bytes(bytes(raw))
+    found = ring_file.read_ring(ring.path)
+    assert found.events["time_ns"].tolist() == [0, 1, 11, *range(14, 20)]
+    assert (found.gap, found.overwritten, found.dropped) == ((1, 14), 12, 0)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"NBRING2\0" + b"\0" * 5000, b"NBRING1\0" + b"\0" * 10])
 def test_a_file_that_is_not_a_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.ring: not a ring file"):
-        ring_reader.read_ring(path)
+        ring_file.read_ring(path)
 
 
 def test_a_ring_of_another_version_is_refused(tmp_path):
@@ -143,7 +234,7 @@ def test_a_ring_of_another_version_is_refused(tmp_path):
     data[8] = 9
     ring.path.write_bytes(data)
     with pytest.raises(ValueError, match="ring version 9"):
-        ring_reader.read_ring(ring.path)
+        ring_file.read_ring(ring.path)
 
 
 def test_a_call_of_the_script_has_its_kind_its_phase_and_its_ranks():
@@ -226,7 +317,7 @@ def test_events_of_the_training_thread_are_not_counted_twice(tmp_path):
     native = next(s for s in before.steps if s.arm == "ofi" and s.rank == 0)
     path = tmp_path / "ranks" / "0.train.ring"
     ring = RingWriter(path, capacity=1 << 16)
-    for event in ring_reader.read_ring(path).events.tolist():
+    for event in ring_file.read_ring(path).events.tolist():
         time_ns, kind, step, key, *rest = event
         ring.put(time_ns, kind, step, key, **dict(zip("abcde", rest, strict=True)))
     ring.put(native.begin_ns + 1, "OP_SUBMIT", native.index, 0x22, a=1, b=5, e=6 << 8)
@@ -245,8 +336,8 @@ def test_an_operation_belongs_to_the_step_of_its_submission_where_a_device_has_a
     on_one_clock = ring_reader.load(folder)
     path = folder / "ranks" / "0.train.ring"
     ring = RingWriter(path)
-    for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
-        if kind not in (ring_reader.EVENTS["GRAD_READY"], ring_reader.EVENTS["GRADS_READY"]):
+    for time_ns, kind, step, key, *rest in ring_file.read_ring(path).events.tolist():
+        if kind not in (ring_file.EVENTS["GRAD_READY"], ring_file.EVENTS["GRADS_READY"]):
             ring.put(time_ns - late_ms * MS, kind, step, key, **dict(zip("abcde", rest, strict=True)))
     ring.put(0, "DEVICE_CLOCK", b=error_ms * MS)
     ring.close()
@@ -265,8 +356,8 @@ def test_operations_without_a_round_are_counted_on(tmp_path):
     for rank in (0, 1):
         path = folder / "ranks" / f"{rank}.train.ring"
         ring = RingWriter(path, rank)
-        for time_ns, kind, step, key, a, *rest in ring_reader.read_ring(path).events.tolist():
-            is_op = kind >= ring_reader.EVENTS["OP_SUBMIT"]
+        for time_ns, kind, step, key, a, *rest in ring_file.read_ring(path).events.tolist():
+            is_op = kind >= ring_file.EVENTS["OP_SUBMIT"]
             ring.put(time_ns, kind, step, key, a=0 if is_op else a, **dict(zip("bcde", rest, strict=True)))
         ring.close()
     counted = ring_reader.load(folder)
@@ -318,8 +409,8 @@ def test_a_drifting_clock_is_aligned(tmp_path):
     for name in ("train", "ofi"):
         path = folder / "ranks" / f"1.{name}.ring"
         ring = RingWriter(path, rank=1)
-        for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
-            if kind != ring_reader.EVENTS["CLOCK"]:
+        for time_ns, kind, step, key, *rest in ring_file.read_ring(path).events.tolist():
+            if kind != ring_file.EVENTS["CLOCK"]:
                 ring.put(theirs(time_ns), kind, step, key, **dict(zip("abcde", rest, strict=True)))
         if name == "ofi":
             for at in range(0, 1000, 50):
@@ -635,7 +726,7 @@ def test_the_written_part_of_an_open_ring_is_copied_to_rank_0(tmp_path):
     assert Meeting(folders).gather([monotonic() + LIMIT_S] * 2) == [None] * 2
     ranks = folders[0] / "ranks"
     assert (ranks / "1.nccl.ring").read_bytes() == ring.path.read_bytes()[: 4096 + 3 * 64]
-    copied, own = (ring_reader.read_ring(path) for path in (ranks / "1.nccl.ring", ring.path))
+    copied, own = (ring_file.read_ring(path) for path in (ranks / "1.nccl.ring", ring.path))
     assert (copied.events == own.events).all()
     assert copied.dropped == own.dropped == 0
     assert (ranks / "1.train.ring").read_bytes() == b"cut short"

@@ -21,7 +21,7 @@ from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.hooks import collectives
 from netbottleneck.hooks.updates import Updates
 from netbottleneck.report import Run
-from netbottleneck.trace import ring_reader
+from netbottleneck.trace import ring_file
 from netbottleneck.trace.model import Trace
 
 # Two ranks with a DDP model. `body` runs once a step, after the forward pass; what it returns is compared.
@@ -552,7 +552,7 @@ def test_an_operation_that_is_done_before_its_submission_is_recorded_keeps_its_t
     watched.submitted(work, "metric", (_core.ALLREDUCE, (0, 20), _core.FLOAT32, 0))
     watched.completed([work])
     recorder.close()
-    events = ring_reader.read_ring(path).events
+    events = ring_file.read_ring(path).events
     names = ("OP_SUBMIT", "OP_AGREED", "OP_START", "OP_FIRST_BYTE", "OP_DONE")
     kinds = [_core.EVENTS[name] for name in names]
     assert [(event["time_ns"], event["kind"]) for event in events] == list(zip(range(10, 15), kinds, strict=True))

@@ -30,12 +30,12 @@ from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, progress
 from netbottleneck.runtime.progress import LOG_EVERY, Progress
-from netbottleneck.trace import model, ring_reader
+from netbottleneck.trace import model, ring_file, ring_reader
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun, RingWriter
 
 TAKEN = struct.Struct("<Q")
-TAKEN_AT = ring_reader.HEADER.fields["taken"][1]
+TAKEN_AT = ring_file.HEADER.fields["taken"][1]
 STEPS = 36  # of a FakeRun with 6 blocks
 
 
@@ -48,9 +48,9 @@ class Growing:
 
     def show(self, share: float) -> None:
         for path, raw in self._whole.items():
-            body = raw[ring_reader.RING_HEADER_BYTES :]
+            body = raw[ring_file.RING_HEADER_BYTES :]
             count = round(share * len(body) // 64)
-            head = bytearray(raw[: ring_reader.RING_HEADER_BYTES])
+            head = bytearray(raw[: ring_file.RING_HEADER_BYTES])
             TAKEN.pack_into(head, TAKEN_AT, count)
             path.write_bytes(bytes(head) + body[: 64 * count])
 
@@ -86,14 +86,14 @@ def test_a_window_of_all_steps_is_the_whole_run_however_often_it_was_read(fake: 
 
 def test_each_look_reads_only_what_was_written_since(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[str, int, int]] = []
-    real = ring_reader.read_slots
+    real = ring_file.read_slots
 
     def read(path: Path, begin: int = 0, end: int | None = None) -> object:
-        head, slots = real(path, begin, end)
-        reads.append((Path(path).name, begin, len(slots)))
-        return head, slots
+        slots = real(path, begin, end)
+        reads.append((Path(path).name, begin, len(slots.events)))
+        return slots
 
-    monkeypatch.setattr(ring_reader, "read_slots", read)
+    monkeypatch.setattr(ring_file, "read_slots", read)
     grows, following = Growing(fake), Following(fake)
     grows.show(0.5)
     following.look()
@@ -130,7 +130,7 @@ def test_a_window_gives_the_numbers_of_its_steps(fake: Path) -> None:
 
 def test_a_rank_that_is_behind_ends_the_window_of_all(fake: Path) -> None:
     path = fake / "ranks" / "1.train.ring"
-    _, slots = ring_reader.read_slots(path)
+    slots = ring_file.read_slots(path).events
     behind = int(np.flatnonzero(slots["step"] > STEPS - 3)[0])
     raw = bytearray(path.read_bytes())
     TAKEN.pack_into(raw, TAKEN_AT, behind)
@@ -141,7 +141,9 @@ def test_a_rank_that_is_behind_ends_the_window_of_all(fake: Path) -> None:
 
 
 def test_a_window_has_fewer_steps_where_they_hold_too_many_events(fake: Path) -> None:
-    steps = [s for r in (0, 1) for s in ring_reader.read_slots(fake / "ranks" / f"{r}.train.ring")[1]["step"].tolist()]
+    steps = [
+        s for r in (0, 1) for s in ring_file.read_slots(fake / "ranks" / f"{r}.train.ring").events["step"].tolist()
+    ]
     part = Part(fake, 500, most_events=len(steps) // 3)
     part.look()
     found = ring_reader.load(fake, part.ring)
@@ -150,8 +152,8 @@ def test_a_window_has_fewer_steps_where_they_hold_too_many_events(fake: Path) ->
 
 
 def test_the_events_of_nccl_count_for_the_step_of_their_time(fake: Path) -> None:
-    train = ring_reader.read_slots(fake / "ranks" / "0.train.ring")[1]
-    begins = train[train["kind"] == ring_reader.EVENTS["STEP_BEGIN"]]
+    train = ring_file.read_slots(fake / "ranks" / "0.train.ring").events
+    begins = train[train["kind"] == ring_file.EVENTS["STEP_BEGIN"]]
     ring = RingWriter(fake / "ranks" / "0.nccl.ring")
     for time_ns in begins["time_ns"].tolist():
         for number in range(100):
@@ -172,7 +174,7 @@ def test_what_is_kept_of_a_window_does_not_grow_with_the_run(tmp_path: Path) -> 
         grows.show(share)
         part.look()
         kept.append(sum(len(part.ring(path).events) for path in rings))
-    whole = sum(len(ring_reader.read_ring(path).events) for path in rings)
+    whole = sum(len(ring_file.read_ring(path).events) for path in rings)
     assert max(kept) <= whole * 8 / STEPS  # six steps, the open one, and samples of modules in some
 
 
@@ -332,12 +334,28 @@ def test_missing_and_failed_ranks_are_named(fake: Path, capsys: pytest.CaptureFi
     assert "! rank 0 failed: out of memory" in shown
 
 
-def test_a_full_ring_is_named(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = fake / "ranks" / "0.train.ring"
-    raw = bytearray(path.read_bytes())
-    TAKEN.pack_into(raw, TAKEN_AT, (1 << 16) + 5)
-    path.write_bytes(bytes(raw))
-    assert "a ring file is full" in frame_of(fake, capsys)
+@pytest.mark.parametrize("window", [20, 0])
+def test_a_run_longer_than_its_files_is_followed_to_its_end(tmp_path: Path, window: int) -> None:
+    whole = FakeRun(tmp_path / "whole", blocks=24, transports=("stock",)).write()
+    every = {path.name: ring_file.read_ring(path).events for path in (whole / "ranks").glob("*.ring")}
+    last = int(every["0.train.ring"]["step"].max())
+    room = {"train": len(every["0.train.ring"]) // 3}
+    folder = FakeRun(tmp_path / "long", blocks=24, transports=("stock",), room=room).write()
+    following, late = Following(folder, window), Following(folder, window)
+    for name, events in every.items():  # a look while the files are not full
+        _rewrite(folder / "ranks" / name, events[events["step"] <= 20])
+    assert max(step.index for step in following.look().trace.steps) == 20
+    FakeRun(tmp_path / "long", blocks=24, transports=("stock",), room=room).write()
+    found, again = following.look().trace, late.look().trace
+    expected = {(s.rank, s.index): s for s in Run(whole).trace.steps}
+    assert all(expected[step.rank, step.index] == step for trace in (found, again) for step in trace.steps)
+    indices = {step.index for step in found.steps}
+    assert max(indices) == last
+    if window:
+        assert indices == {step.index for step in again.steps} == set(range(last - window + 1, last + 1))
+    else:  # the first steps, and the last ones
+        assert {1, 10} < indices < set(range(1, last + 1))
+        assert any("are left out" in note for note in found.notes)
 
 
 def test_a_damaged_ring_is_named_and_the_other_ranks_are_shown(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -610,9 +628,9 @@ def test_the_counts_of_closed_connections_are_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lost", "begin"), [(0, 1), (3, 1), (60, 101)])
 def test_a_window_begins_where_packets_begin_to_be_lost(tmp_path: Path, lost: int, begin: int) -> None:
     run = FakeRun(tmp_path / "run", blocks=24).write()
-    whole = {path: ring_reader.read_ring(path).events for path in (run / "ranks").glob("*.train.ring")}
+    whole = {path: ring_file.read_ring(path).events for path in (run / "ranks").glob("*.train.ring")}
     steps = whole[run / "ranks" / "0.train.ring"]
-    steps = steps[steps["kind"] == ring_reader.EVENTS["STEP_BEGIN"]]
+    steps = steps[steps["kind"] == ring_file.EVENTS["STEP_BEGIN"]]
     again = [lost if step > 100 else 0 for step in steps["step"].tolist()]
     following, begins, peeks = Following(run), [], []
     for count in (60, 100, 106, 130, 144):
@@ -654,7 +672,7 @@ def test_a_change_is_shown_and_exported(
 
 def _moved(folder: Path, rank: int, place: int) -> np.ndarray:
     """Events of a run of 72 steps, moved behind `place` others."""
-    events = ring_reader.read_slots(folder / "ranks" / f"{rank}.train.ring")[1].copy()
+    events = ring_file.read_slots(folder / "ranks" / f"{rank}.train.ring").events.copy()
     events["step"] += 72 * place
     events["time_ns"] += 60 * 10**9 * place
     for kind, name, by in (
@@ -663,12 +681,12 @@ def _moved(folder: Path, rank: int, place: int) -> np.ndarray:
         ("OP_START", "a", 72),
         ("OP_DONE", "a", 72),
     ):
-        events[name][events["kind"] == ring_reader.EVENTS[kind]] += by * place
+        events[name][events["kind"] == ring_file.EVENTS[kind]] += by * place
     return events
 
 
 def _rewrite(path: Path, events: np.ndarray) -> None:
-    head = bytearray(path.read_bytes()[: ring_reader.RING_HEADER_BYTES])
+    head = bytearray(path.read_bytes()[: ring_file.RING_HEADER_BYTES])
     TAKEN.pack_into(head, TAKEN_AT, len(events))
     path.write_bytes(bytes(head) + events.tobytes())
 

@@ -31,7 +31,8 @@ from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import APART, key_of, quietly
 from netbottleneck.runtime.session import FINISH_S
-from netbottleneck.trace.ring_reader import DTYPES, EVENTS, KINDS, PHASES, STOCK_KINDS
+from netbottleneck.trace.ring_file import EVENTS
+from netbottleneck.trace.ring_reader import DTYPES, KINDS, PHASES, STOCK_KINDS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

@@ -31,7 +31,7 @@ from netbottleneck.torch.gradients import (
     check_on_host,
     dtype_code,
 )
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

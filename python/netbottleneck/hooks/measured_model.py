@@ -34,7 +34,7 @@ from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, words
 from netbottleneck.torch.gradients import GradientSink
 from netbottleneck.trace.model import STAYS
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
 

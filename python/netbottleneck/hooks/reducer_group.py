@@ -27,7 +27,7 @@ from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job, nccl
 from netbottleneck.runtime.communicators import key_of, quietly
 from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code, is_reachable
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

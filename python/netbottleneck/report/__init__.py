@@ -27,9 +27,10 @@ from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
-from netbottleneck.trace import flight_recorder, kineto, model, ring_reader
+from netbottleneck.trace import flight_recorder, kineto, model, ring_file, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import printable, write_text
+from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING
 from netbottleneck.units import listed
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
@@ -52,8 +53,7 @@ READINGS, READING_BYTES, READING_SEGMENTS = 1000, 1 << 16, 100
 # A connection without a row in this many readings is closed.
 CLOSED_READINGS = 10
 LOSS_COLUMNS = ("sent_segments", "resent_segments")
-# Events that count for all later steps, and how many of them are kept.
-LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM", "DEVICE_CLOCK")
+# Events that count for all later steps: how many of them are kept.
 LASTING_EVENTS = 1 << 12
 # A change of the step time within this number of steps from the first one is one of its beginning.
 FIRST_STEPS = 50
@@ -73,42 +73,61 @@ class _Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.first = 0
-        self.events = np.empty(0, ring_reader.EVENT)
+        self.events = np.empty(0, EVENT)
         self._head: Any = None
         self._next = 0
         self._open = np.empty(0, np.int64)
+        self._lasting = np.zeros(ring_file.LASTING_MOST, bool)  # that were read
+        self._gap: tuple[int, int] | None = None  # as of Ring
 
     def grow(self) -> bool:
-        """Read the slots that were taken since the last call; return True if there are any. Raises as read_slots."""
-        again = [ring_reader.read_slots(self.path, at, at + 1)[1] for at in self._open.tolist()]
+        """Read the events that were taken since the last call; return True if there are any. Raises as read_slots."""
         if self._head is None:
             self._skip()
-        self._head, slots = ring_reader.read_slots(self.path, self._next)
-        fresh = np.concatenate([*again, slots])
-        places = np.concatenate([self._open, np.arange(self._next, self._next + len(slots))])
+        again = [ring_file.read_slots(self.path, at, at + 1) for at in self._open.tolist()]
+        slots = ring_file.read_slots(self.path, self._next)
+        self._head = slots.head
+        numbers = np.concatenate([*(one.numbers for one in again), slots.numbers])
+        fresh = np.concatenate([*(one.events for one in again), slots.events])
         filled = fresh["kind"] != 0
-        self.events = np.concatenate([self.events, fresh[filled]])
-        self._open, self._next = places[~filled][-OPEN_SLOTS:], self._next + len(slots)
-        return bool(filled.any())
+        self._pass(slots)
+        lasting = slots.lasting[(slots.lasting["kind"] != 0) & ~self._lasting[: len(slots.lasting)]]
+        self._lasting[: len(slots.lasting)] |= slots.lasting["kind"] != 0
+        self.events = np.concatenate([self.events, lasting, fresh[filled]])
+        self._open, self._next = numbers[~filled][-OPEN_SLOTS:], max(self._next, slots.taken)
+        return bool(filled.any() or len(lasting))
 
     def _skip(self) -> None:
         """Begin near the end of a long ring."""
-        head, begin = ring_reader.read_slots(self.path, 0, FIRST_EVENTS)
-        last = min(int(head["taken"]), int(head["capacity"])) - LAST_EVENTS
+        slots = ring_file.read_slots(self.path, 0, FIRST_EVENTS)
+        last = slots.taken - LAST_EVENTS
         if last > FIRST_EVENTS:
-            self.events, self._next = begin[begin["kind"] != 0], last
-            self.first = int(ring_reader.read_slots(self.path, last, last + 1)[1]["step"].max(initial=0)) + 1
+            self.events, self._next = slots.events[slots.events["kind"] != 0], last
+            self.first = int(ring_file.read_slots(self.path, last, last + 1).events["step"].max(initial=0)) + 1
+
+    def _pass(self, slots: ring_file.Slots) -> None:
+        """Begin behind the last hole, if events were overwritten before they were read."""
+        holes = np.flatnonzero(np.diff(slots.numbers, prepend=self._next - 1) > 1)
+        if not len(holes):
+            return
+        filled = slots.events["kind"] != 0
+        before = [self.events["step"], slots.events["step"][: holes[0]][filled[: holes[0]]]]
+        behind = int(slots.events["step"][holes[-1] :][filled[holes[-1] :]][:1].max(initial=0))
+        self._gap = int(np.concatenate(before).max(initial=0)) if self._gap is None else self._gap[0], behind
+        self.first = max(self.first, behind + 1)
 
     def keep(self, first: int, begin_ns: int) -> None:
         """Forget the events before step `first`; of NCCL's events, which have no step, those before a time."""
         late = self.events["time_ns"] >= begin_ns if self.timed else self.events["step"] >= first
-        lasting = ~late & np.isin(self.events["kind"], [ring_reader.EVENTS[name] for name in LASTING])
+        lasting = ~late & np.isin(self.events["kind"], [EVENTS[name] for name in LASTING])
         places = np.concatenate([np.flatnonzero(lasting)[-LASTING_EVENTS:], np.flatnonzero(late)])
         self.events, self.first = self.events[np.sort(places)], max(self.first, first)
+        if self._gap is not None and self._gap[1] < first:
+            self._gap = None
 
     def at(self, kind: str) -> NDArray[Any]:
         """Return the events of a kind."""
-        found: NDArray[Any] = self.events[self.events["kind"] == ring_reader.EVENTS[kind]]
+        found: NDArray[Any] = self.events[self.events["kind"] == EVENTS[kind]]
         return found
 
     @property
@@ -127,17 +146,12 @@ class _Tail:
         return begins["step"][np.maximum(places, 0)].astype(np.int64)
 
     @property
-    def full(self) -> bool:
-        """True if the file has no room for further events."""
-        return self._head is not None and int(self._head["taken"]) > int(self._head["capacity"])
-
-    @property
-    def ring(self) -> ring_reader.Ring:
+    def ring(self) -> ring_file.Ring:
         """Return the events that were kept, as a ring. Before `grow`, a RuntimeError."""
         if self._head is None:
             raise RuntimeError(f"{self.path}: not read yet")
-        dropped = max(0, int(self._head["taken"]) - int(self._head["capacity"])) + len(self._open)
-        return ring_reader.ring_of(self._head, self.events, dropped)
+        ring = ring_file.ring_of(self._head, self.events, len(self._open))
+        return replace(ring, gap=self._gap)
 
 
 class _Losses:
@@ -247,14 +261,14 @@ def _rise_of_losses(trains: Mapping[str, _Tail], losses: Iterable[_Losses], last
 def _begins(trains: Mapping[str, _Tail], name: str) -> NDArray[Any]:
     """Return the begins of the steps of the rank that wrote a ring."""
     train = trains.get(f"{name.partition('.')[0]}.{ring_reader.TRAIN}.ring")
-    return np.empty(0, ring_reader.EVENT) if train is None else train.at("STEP_BEGIN")
+    return np.empty(0, EVENT) if train is None else train.at("STEP_BEGIN")
 
 
 class Part:
     """The last steps of a run's rings: each `look` reads only what was written since the one before.
 
     steps: of the window, on all ranks the same; 0: all. A window begins where the step time has last changed or the
-    packet loss has risen, so that it shows one state of the run. full: a ring has no room for further events.
+    packet loss has risen, so that it shows one state of the run.
     """
 
     def __init__(self, folder: Path | str, steps: int = WINDOW_STEPS, most_events: int = WINDOW_EVENTS) -> None:
@@ -270,11 +284,6 @@ class Part:
     def unlike_its_start(self) -> bool:
         """True if there was a change after the first steps, which may be slow for reasons of their own."""
         return self._begin is not None and self.change >= self._begin + FIRST_STEPS
-
-    @property
-    def full(self) -> bool:
-        """True if a ring has no room for further events: later steps are not recorded."""
-        return any(tail.full for tail in self._tails.values())
 
     def look(self) -> bool:
         """Read what was written since the last call; return True if anything was."""
@@ -292,10 +301,10 @@ class Part:
             self._forget()
         return grown
 
-    def ring(self, path: Path) -> ring_reader.Ring:
+    def ring(self, path: Path) -> ring_file.Ring:
         """Return the window of one ring. Raises ValueError if the file cannot be read."""
         tail = self._tails.get(path.name)
-        return tail.ring if tail is not None else ring_reader.read_ring(path)
+        return tail.ring if tail is not None else ring_file.read_ring(path)
 
     def _forget(self) -> None:
         trains = {name: tail for name, tail in self._tails.items() if name.endswith(f".{ring_reader.TRAIN}.ring")}
@@ -567,8 +576,6 @@ class Following:
         lines += [text.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [note for note in trace.notes if note.startswith(("left out:", "rank "))]
-        if self._part.full:
-            lines.append("a ring file is full: later steps are not recorded (NETBOTTLENECK_TRACE_EVENTS)")
         return ["ended" if ended else "stopped" if gone else "in progress", *lines, *self._quiet(trace, ended)]
 
     def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:
@@ -665,7 +672,7 @@ def _opened(folder: Path, rank: int) -> tuple[int, int] | None:
     """Return when a ring of a rank was opened, by the wall clock and the monotonic clock; None without a ring."""
     for path in sorted((folder / "ranks").glob(f"{rank}.*.ring")):
         with contextlib.suppress(OSError, ValueError):
-            head, _ = ring_reader.read_slots(path, 0, 0)
+            head = ring_file.read_slots(path, 0, 0).head
             return int(head["opened_wall_ns"]), int(head["opened_mono_ns"])
     return None
 

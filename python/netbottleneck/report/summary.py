@@ -142,6 +142,16 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
             },
             "steps_unfinished": rank.steps_unfinished,
             "events_dropped": rank.events_dropped,
+            "run_steps": [
+                {
+                    "first": one.first,
+                    "count": one.count,
+                    "mean_s": _s(one.total_ns / one.count),
+                    "longest_s": _s(one.longest_ns),
+                    "mean_waiting_s": _s(one.waited_ns / one.count),
+                }
+                for one in rank.run_steps
+            ],
             "transports": [
                 {
                     "name": info.name,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from netbottleneck.config import Settings
 from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

@@ -21,7 +21,8 @@ from netbottleneck.config import Settings, describe
 from netbottleneck.launch import connect
 from netbottleneck.runtime.job import together
 from netbottleneck.runtime.nccl import loads
-from netbottleneck.trace.ring_reader import NCCL, RING_HEADER_BYTES, read_slots
+from netbottleneck.trace.ring_file import EVENT, RING_HEADER_BYTES, read_slots
+from netbottleneck.trace.ring_reader import NCCL
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -290,9 +291,10 @@ def _written(path: Path) -> bytes:
     """Return the bytes of a file; of a ring that is open, those of its header and its taken slots."""
     if path.suffix == ".ring":
         with contextlib.suppress(ValueError):  # not a ring, or one that is cut short
-            _, slots = read_slots(path)
+            head = read_slots(path, 0, 0).head
             with path.open("rb") as file:
-                return file.read(RING_HEADER_BYTES + slots.nbytes)
+                full = head["taken"] > head["capacity"]
+                return file.read(-1 if full else RING_HEADER_BYTES + int(head["taken"]) * EVENT.itemsize)
     return path.read_bytes()
 
 

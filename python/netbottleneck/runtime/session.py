@@ -23,7 +23,7 @@ from netbottleneck.runtime import communicators, job, monitor, nccl, progress, r
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.model import STAYS
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.trace.transports import AUTO, BARE, NATIVE, NULL, SINGLE, STOCK, Arm
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ waits. Commands are lines of JSON on stdin, each answered by one on stdout: {"do
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import mmap
 import os
 import select
 import signal
@@ -26,18 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace.events import Event, signed
-from netbottleneck.trace.ring_reader import (
-    ALGORITHMS,
-    DTYPES,
-    EVENT,
-    EVENTS,
-    HEADER,
-    IN_MEMORY,
-    KINDS,
-    RING_HEADER_BYTES,
-    RING_MAGIC,
-    RING_VERSIONS,
-)
+from netbottleneck.trace.ring_file import EVENTS, slots_of
+from netbottleneck.trace.ring_reader import ALGORITHMS, DTYPES, IN_MEMORY, KINDS
 
 # State from before the file began: names of operations, and open negotiations. Pure.
 
@@ -405,85 +393,29 @@ _NAMES = MappingProxyType({EVENTS[name]: name for name in USED})
 
 
 class Tail:
-    """The end of a ring file that is being written.
+    """The end of a ring file that is being written. Raises ValueError if it is not a ring file."""
 
-    rewinds: the file has no other reader and cannot shrink. Once half of it is read, writing restarts at its beginning,
-    so that it never ends; otherwise it ends when it is full. Raises ValueError if it is not a ring file.
-    """
-
-    def __init__(self, fd: int, network: str = "TCP", *, rewinds: bool) -> None:
+    def __init__(self, fd: int, network: str = "TCP") -> None:
         self.network = network
         self._fd = fd
-        self._head = self._header()
-        if self._head["magic"] != RING_MAGIC.rstrip(b"\0") or self._head["version"] not in RING_VERSIONS:
-            raise ValueError(f"not a ring file of versions {RING_VERSIONS}")
-        self._capacity = int(self._head["capacity"])
         self._at = 0
-        self._late: int | None = None  # slots of writers that a rewind overtook
-        self._full = 0  # events lost so far in a file that does not rewind
         self._lost = 0
-        self._slots: NDArray[Any] | None = None
-        if rewinds:
-            memory = mmap.mmap(fd, RING_HEADER_BYTES + self._capacity * EVENT.itemsize)
-            self._slots = np.frombuffer(memory, EVENT, self._capacity, RING_HEADER_BYTES)
-            # A single store of eight bytes: a writer's atomic addition comes before it or after it.
-            self._taken = ctypes.c_uint64.from_buffer(memory, int(HEADER.fields["taken"][1]))  # type: ignore[index]
-
-    def _header(self) -> Any:
-        raw = os.pread(self._fd, HEADER.itemsize, 0)
-        return np.frombuffer(raw.ljust(HEADER.itemsize, b"\0"), HEADER, 1)[0]
+        slots_of(fd, "the file", 0, 0)
 
     def lost(self) -> int:
-        """Return the number of events lost since the last call."""
+        """Return the number of events lost since the last call: they were overwritten before they were read."""
         count, self._lost = self._lost, 0
         return count
 
     def take(self) -> list[Event]:
         """Return the events since the last call that a timeline uses, in the ring's order."""
-        events = self._overtaken()
-        taken = int(self._header()["taken"])
-        end = min(taken, self._capacity)
-        # Slots complete in a first read are read again: a writer fills a slot's kind last.
-        empty = np.flatnonzero(self._read(self._at, end)["kind"] == 0)
-        complete = int(empty[0]) if len(empty) else end - self._at
-        events += _named(self._read(self._at, self._at + complete))
-        self._at += complete
-        if self._slots is not None and self._at == end and 2 * self._at >= self._capacity:
-            self._rewind(self._slots)
-        elif self._slots is None and taken - end > self._full:
-            self._lost += taken - end - self._full
-            self._full = taken - end
-        return events
-
-    def _read(self, first: int, end: int) -> NDArray[Any]:
-        want = max(0, end - first) * EVENT.itemsize
-        raw = os.pread(self._fd, want, RING_HEADER_BYTES + first * EVENT.itemsize) if want else b""
-        rows = np.zeros(max(0, end - first), EVENT)
-        got = len(raw) // EVENT.itemsize
-        rows[:got] = np.frombuffer(raw, EVENT, got)
-        return rows
-
-    def _rewind(self, slots: NDArray[Any]) -> None:
-        slots["kind"][: self._at] = 0
-        before = self._taken.value
-        self._taken.value = 0
-        self._lost += max(0, before - self._capacity)
-        self._late = self._at if self._at < self._capacity else None
-        self._at = 0
-
-    def _overtaken(self) -> list[Event]:
-        """Events of writers that reserved a slot just before a rewind."""
-        events: list[Event] = []
-        while self._slots is not None and self._late is not None:
-            if self._late >= self._capacity or self._taken.value > self._late:
-                self._late = None
-            elif self._slots["kind"][self._late] == 0:
-                break
-            else:
-                events += _named(self._read(self._late, self._late + 1))
-                self._slots["kind"][self._late] = 0
-                self._late += 1
-        return events
+        slots = slots_of(self._fd, "the file", self._at)
+        open_slots = np.flatnonzero(slots.events["kind"] == 0)
+        complete = int(open_slots[0]) if len(open_slots) else len(slots.events)
+        end = int(slots.numbers[complete]) if complete < len(slots.numbers) else slots.taken
+        self._lost += end - self._at - complete
+        self._at = end
+        return _named(slots.events[:complete])
 
 
 def _named(rows: NDArray[Any]) -> list[Event]:
@@ -600,7 +532,7 @@ class Writer:
         """Follow another ring too, owned by someone else."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._tails.append(Tail(fd, network, rewinds=False))
+            self._tails.append(Tail(fd, network))
         except ValueError:
             os.close(fd)
             raise
@@ -650,7 +582,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    serve(Writer(Tail(fd, argv[3], rewinds=True), rank), parent)
+    serve(Writer(Tail(fd, argv[3]), rank), parent)
     return 0
 
 

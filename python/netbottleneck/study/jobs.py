@@ -27,7 +27,7 @@ from netbottleneck.runtime.communicators import gloo_store, key_of
 from netbottleneck.runtime.session import Session
 from netbottleneck.study.task import ACCURACY, Outcome, Reports, StepProgress, Task, open_task, warm_up
 from netbottleneck.torch.gradients import Gradients
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
 

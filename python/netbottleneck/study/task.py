@@ -23,7 +23,7 @@ from netbottleneck.runtime.async_operations import average_factor
 from netbottleneck.runtime.communicators import key_of, tensor_over
 from netbottleneck.runtime.session import Session, open_session
 from netbottleneck.trace.model import decode
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 from netbottleneck.whatif.plan import DTYPE, ReplaySchedule, described
 

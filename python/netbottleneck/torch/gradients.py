@@ -16,7 +16,7 @@ import torch
 from netbottleneck import config
 from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import Members
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.whatif import plan
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from netbottleneck.torch.gradients import (
     is_reachable,
 )
 from netbottleneck.torch.handles import memory_of, synchronize
-from netbottleneck.trace.ring_reader import EVENTS
+from netbottleneck.trace.ring_file import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

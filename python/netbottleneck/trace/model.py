@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace.files import whole_file
+from netbottleneck.trace.run_steps import RunSteps
 from netbottleneck.trace.transports import OWN_PATH, Arm
 
 VERSION = 3
@@ -150,7 +151,7 @@ class Rank:
     machine_id: equal for all hosts of one machine, such as its containers or network namespaces; "" if not recorded.
     quota_cores: the cores' worth of processor time that its control group allows, None without a quota; quota_group:
     the group, whose processes share it. device_error_ns: the training's times are those of its GPU, on the host's clock
-    within so much; None: the host's.
+    within so much; None: the host's. run_steps: sums over the steps of the whole run, if some are left out.
     """
 
     rank: int
@@ -168,6 +169,7 @@ class Rank:
     quota_cores: float | None = None
     quota_group: str = ""
     machine_id: str = ""
+    run_steps: tuple[RunSteps, ...] = ()
 
     @property
     def machine(self) -> str:

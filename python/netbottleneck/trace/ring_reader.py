@@ -9,13 +9,15 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,8 @@ from netbottleneck.trace import model as tr
 from netbottleneck.trace.events import Event, signed
 from netbottleneck.trace.heartbeats import HEARTBEAT, clock_of
 from netbottleneck.trace.nccl_events import nccl_operations
+from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING, Ring, read_ring
+from netbottleneck.trace.run_steps import between
 from netbottleneck.trace.transports import STOCK, Arm
 
 # Events of one rank by name, converted to steps, operations, faults and costs. Pure.
@@ -356,121 +360,12 @@ def costs(events: Iterable[Event]) -> tuple[float, ...]:
     return tuple(value / 1e6 for value in fs)
 
 
-# Ring file, as written by csrc/trace/ring.h: readable even after its writer was killed.
-
-RING_MAGIC = b"NBRING1\0"
-RING_VERSION = 3
-# That can be read. Version 1 has no GRADS_READY; version 2 has no phases and ranks in OP_SUBMIT, no mark of evaluation
-# in FORWARD_BEGIN, and no checkpoints.
-RING_VERSIONS = (1, 2, RING_VERSION)
-RING_HEADER_BYTES = 4096
-HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "<u4"),
-        ("event_bytes", "<u4"),
-        ("capacity", "<u8"),
-        ("rank", "<u4"),
-        ("pid", "<u4"),
-        ("opened_mono_ns", "<i8"),
-        ("opened_wall_ns", "<i8"),
-        ("taken", "<u8"),
-        ("closed", "<u8"),
-    ]
-)
-EVENT = np.dtype(
-    [("time_ns", "<i8"), ("kind", "<u4"), ("step", "<u4"), ("key", "<u8")] + [(name, "<u8") for name in "abcde"]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """Content of a ring file: events in order of time. dropped: events that did not fit or were not completed.
-
-    full: some did not fit.
-    """
-
-    rank: int
-    pid: int
-    opened_mono_ns: int
-    opened_wall_ns: int
-    closed: bool
-    dropped: int
-    events: NDArray[Any]
-    full: bool = False
-
-
-def read_slots(path: Path | str, begin: int = 0, end: int | None = None) -> tuple[Any, NDArray[Any]]:
-    """Return the header of a ring file, and its taken slots in [begin, end). Kind 0: the slot is not filled yet.
-
-    Raises ValueError naming the file if it is not a ring, or of another version."""
-    with open(path, "rb") as file:
-        raw = file.read(RING_HEADER_BYTES)
-        if len(raw) < RING_HEADER_BYTES or raw[:8] != RING_MAGIC:
-            raise ValueError(f"{path}: not a ring file")
-        head = np.frombuffer(raw, HEADER, 1)[0]
-        if head["version"] not in RING_VERSIONS or head["event_bytes"] != EVENT.itemsize:
-            raise ValueError(
-                f"{path}: ring version {head['version']}; this netbottleneck reads versions {RING_VERSIONS}"
-            )
-        taken = min(int(head["taken"]), int(head["capacity"]))
-        file.seek(RING_HEADER_BYTES + begin * EVENT.itemsize)
-        body = file.read(max(0, min(taken, taken if end is None else end) - begin) * EVENT.itemsize)
-    return head, np.frombuffer(body, EVENT, len(body) // EVENT.itemsize)
-
-
-def ring_of(head: Any, filled: NDArray[Any], dropped: int) -> Ring:
-    """Return a ring with these events of it, in order of time."""
-    events = _each_ready(filled)
-    return Ring(
-        int(head["rank"]),
-        int(head["pid"]),
-        int(head["opened_mono_ns"]),
-        int(head["opened_wall_ns"]),
-        bool(head["closed"]),
-        dropped,
-        events[np.argsort(events["time_ns"], kind="stable")],
-        int(head["taken"]) > int(head["capacity"]),
-    )
-
-
-def read_ring(path: Path | str) -> Ring:
-    """Read one ring file, complete or cut short. Raises as read_slots."""
-    head, slots = read_slots(path)
-    filled = slots[slots["kind"] != 0]
-    return ring_of(head, filled, int(head["taken"]) - len(filled))
-
-
-def _each_ready(events: NDArray[Any]) -> NDArray[Any]:
-    """Return events with each GRADS_READY replaced by a GRAD_READY for every parameter in it."""
-    packed = events["kind"] == EVENTS["GRADS_READY"]
-    if not packed.any():
-        return events
-    together = events[packed]
-    offsets = np.stack([together[name] for name in "abcde"], axis=1).view("<u4")  # (events, 10)
-    row, at = offsets.nonzero()
-    single = np.zeros(len(row), EVENT)
-    single["time_ns"] = together["time_ns"][row] + offsets[row, at]
-    single["kind"] = EVENTS["GRAD_READY"]
-    single["step"] = together["step"][row]
-    single["key"] = together["key"][row] + at.astype("u8")
-    return np.concatenate([events[~packed], single])
-
-
 # Rings and metadata of all ranks, combined into one Trace.
 
-# Name of each event kind, as in csrc/trace/event.h without NB_EV_.
-_EVENTS = (
-    "NONE STEP_BEGIN STEP_END FORWARD_BEGIN FORWARD_END GRAD_READY OPTIMIZER_BEGIN "
-    "OPTIMIZER_END WAIT_BEGIN WAIT_END OP_SUBMIT OP_AGREED OP_START OP_FIRST_BYTE OP_DONE "
-    "OP_LANE CLOCK PROBE STALL PEER_LOST LANE_LOST COSTS OP_NAME OP_READY OP_PACK NCCL_COMM "
-    "NCCL_TASK NCCL_KERNEL NCCL_STEP GRADS_READY CHECKPOINT_BEGIN CHECKPOINT_END "
-    "DEVICE_CLOCK "
-)
-EVENTS: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(_EVENTS.split())})
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
 # Events for Horovod's timeline only (timeline_writer.py): rank 0 has one per rank and operation.
 _LEFT_OUT = tuple(EVENTS[name] for name in ("OP_NAME", "OP_READY", "OP_PACK"))
+_LASTING = tuple(EVENTS[name] for name in LASTING)
 
 # Monotonic clocks with wall anchors this close are the same clock: no two hosts boot within this time.
 SAME_CLOCK_NS = 20_000_000
@@ -539,8 +434,13 @@ def _clock(files: _RankFiles, reference_ns: int | None) -> tr.Clock:
     return tr.Clock("same clock", 0, 0) if same else tr.Clock("wall", by_wall, None)
 
 
-def _named_events(ring: Ring, clock: tr.Clock) -> list[Event]:
+def _named_events(ring: Ring, clock: tr.Clock, *, of_steps: bool) -> list[Event]:
+    """Return the events of a ring; those with a step without the steps of its gap."""
     rows = ring.events[~np.isin(ring.events["kind"], _LEFT_OUT)]
+    if of_steps and ring.gap is not None:
+        first, last = ring.gap
+        outside = (rows["step"] < first) | (last is not None and rows["step"] > last)
+        rows = rows[outside | np.isin(rows["kind"], _LASTING)]
     rows["time_ns"] = clock.to_rank_0(rows["time_ns"].astype("i8"))
     return [
         Event(_NAMES.get(kind, str(kind)), *rest)
@@ -653,12 +553,13 @@ def _rank_trace(
         clock=clock,
         # After a normal end, the last step is open: the script ends within it.
         steps_unfinished=unfinished + (still_open and not ended_well),
-        events_dropped=sum(ring.dropped for name, ring in files.rings.items() if not ring.full or name == NCCL) + lost,
+        events_dropped=sum(_dropped(name, ring) for name, ring in files.rings.items()) + lost,
         cores=about.cores,
         transports=_transports(about.transports, named),
         device_error_ns=error_ns,
         quota_cores=about.quota_cores,
         quota_group=about.quota_group,
+        run_steps=files.rings[TRAIN].steps if TRAIN in files.rings else (),
     )
     return replace(
         run,
@@ -709,46 +610,66 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
         head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
     parts: list[tr.Trace] = []
-    fulls: list[tuple[int, str]] = []
+    gaps: list[_Gap] = []
     for files in everyone:
         clock = _clock(files, reference)
-        named = {name: _named_events(ring, clock) for name, ring in files.rings.items()}
+        named = {name: _named_events(ring, clock, of_steps=name != NCCL) for name, ring in files.rings.items()}
         parts.append(_rank_trace(head, files, clock, named, plan))
-        fulls += [
-            full for name, ring in files.rings.items() if (full := _full(files.rank, name, ring, parts[-1], named))
-        ]
+        gaps += [_gap(files.rank, name, ring) for name, ring in files.rings.items() if ring.gap and name != NCCL]
     whole = replace(tr.merge(parts), epoch_wall_ns=reference or 0)
-    return _before(whole, *min(fulls)) if fulls else whole
+    return _without(whole, gaps) if gaps else whole
 
 
-def _full(
-    rank: int, name: str, ring: Ring, part: tr.Trace, named: Mapping[str, Sequence[Event]]
-) -> tuple[int, str] | None:
-    """Return (the first step of a rank that a full ring may lack events of, what is said about it); None for others.
+def _dropped(name: str, ring: Ring) -> int:
+    """Return the number of events that steps of the trace lack. Steps without NCCL's events are in it."""
+    return ring.dropped + (ring.overwritten if name == NCCL else 0)
 
-    Steps without NCCL's events are complete. Of a step before the ring was full, events may be written after its end.
+
+class _Gap(NamedTuple):
+    """Steps, from the first to the last, that may lack events of one ring; text: what is said about them."""
+
+    first: int
+    last: float
+    text: str
+
+
+def _gap(rank: int, name: str, ring: Ring) -> _Gap:
+    """Return the steps that are left out for a ring with a gap.
+
+    Events of a step may be written after its end: one more step at each end is left out.
     """
-    if not ring.full or name == NCCL:
-        return None
-    until_ns = max((event.time_ns for event in named[name]), default=0)
-    whole = [step.index for step in part.steps if step.end_ns <= until_ns]
-    first = max(whole, default=0)
-    text = f"steps from {first} on are left out: rank {rank}'s file of events of {name} is full"
-    return first, f"{text}, and {ring.dropped} more were only counted (NETBOTTLENECK_TRACE_EVENTS)"
+    assert ring.gap is not None
+    first, last = ring.gap
+    kept = "is full" if last is None else "keeps only the first and the last events"
+    more = f"{ring.overwritten} others were only counted (NETBOTTLENECK_TRACE_EVENTS)"
+    return _Gap(
+        first - 1, math.inf if last is None else last + 1, f"rank {rank}'s file of events of {name} {kept}, and {more}"
+    )
 
 
-def _before(trace: tr.Trace, first: int, note: str) -> tr.Trace:
-    """Return the trace without the steps from `first` on."""
-    left_out = [step.begin_ns for step in trace.steps if step.index >= first]
-    until_ns = min(left_out, default=0)
-    kept: dict[str, Any] = {
-        name: tuple(
-            row for row in getattr(trace, name) if (row.submit_ns < until_ns if row.step is None else row.step < first)
-        )
-        for name in ("collectives", "nccl")
-    }
-    steps = tuple(step for step in trace.steps if step.index < first)
-    return replace(trace, steps=steps, notes=(*trace.notes, note), **kept)
+def _without(trace: tr.Trace, gaps: Sequence[_Gap]) -> tr.Trace:
+    """Return the trace without the steps of the gaps, and of what is between them."""
+    first, last = min(gap.first for gap in gaps), max(gap.last for gap in gaps)
+    out = [first <= step.index <= last for step in trace.steps]
+    begin_ns = min((step.begin_ns for step in compress(trace.steps, out)), default=0)
+    end_ns = min((step.begin_ns for step in trace.steps if step.index > last), default=math.inf)
+
+    def within(row: tr.Collective | tr.NcclOperation) -> bool:
+        return begin_ns <= row.submit_ns < end_ns if row.step is None else first <= row.step <= last
+
+    which = f"steps from {first} on" if last == math.inf else f"steps {first} to {last:g}"
+    widest = max(gaps, key=lambda gap: (gap.last - gap.first, -gap.first))
+    notes = [f"{which} are left out: {widest.text}"]
+    of_first = trace.ranks[0]
+    if mean := between(of_first.run_steps, first, last):
+        notes.append(f"{mean} on rank {of_first.rank}")
+    return replace(
+        trace,
+        steps=tuple(compress(trace.steps, (not one for one in out))),
+        collectives=tuple(one for one in trace.collectives if not within(one)),
+        nccl=tuple(one for one in trace.nccl if not within(one)),
+        notes=(*trace.notes, *notes),
+    )
 
 
 def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Trace:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from netbottleneck.trace.ring_reader import EVENTS, read_ring
+from netbottleneck.trace.ring_file import EVENTS, read_ring
 
 STEPS = 5
 BOUND = 1e-10

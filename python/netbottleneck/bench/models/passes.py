@@ -24,7 +24,8 @@ from netbottleneck.bench.models import build, sample_shape
 from netbottleneck.launch import connect
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.events import Event
-from netbottleneck.trace.ring_reader import EVENTS, rank_steps, read_ring
+from netbottleneck.trace.ring_file import EVENTS, read_ring
+from netbottleneck.trace.ring_reader import rank_steps
 from netbottleneck.trace.transports import SINGLE
 
 # Layers of a model in execution order, with the operations of each.

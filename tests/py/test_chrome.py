@@ -35,6 +35,21 @@ def test_the_chrome_trace_names_its_lanes_and_none_overlaps(run):
     assert len(set(begun)) == len(begun) == len(run.trace.collectives)
 
 
+@pytest.mark.frameworks
+def test_holistic_trace_analysis_reads_every_span(run):
+    reader = pytest.importorskip("hta.common.trace", reason="HolisticTraceAnalysis is not installed")
+    run.write_all()
+    path = run.path / "trace.json.gz"
+    trace = reader.Trace(trace_files={0: str(path)}, trace_dir="")
+    trace.parse_traces(use_multiprocessing=False)
+    spans = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+    found = trace.get_trace(0)
+    assert len(spans) == len(found) > 0
+    lost_us = sum(event["dur"] for event in spans) - found["dur"].sum()  # it reads whole microseconds
+    assert 0 <= lost_us <= 2 * len(spans)
+    assert set(found["pid"]) == {0, 1}
+
+
 def test_overlapping_operations_and_nested_modules_get_separate_lanes(run):
     step = replace(
         run.trace.steps[0], modules=((0, 100, 900), (1, 200, 300), (2, 250, 800)), waits=((1, 5, 9), (2, 7, 12))

@@ -264,6 +264,12 @@ def onset() -> Iterator[str]:
     return plain("onset", names, ("cause", "what begins", "layers", "s", "first warning"))
 
 
+def long_run() -> Iterator[str]:
+    """Yield what an observed training holds during a long run."""
+    heads = ("step", "private memory, KiB", "with touched pages of files, KiB", "record on the disk, bytes")
+    return plain("long_run", ("step", "private_kib", "with_files_kib", "record_bytes"), heads)
+
+
 def prediction() -> Iterator[str]:
     """Yield forecast steps with their measurements."""
     found = load("prediction")
@@ -374,6 +380,7 @@ MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "scale": scale,
     "automatic": automatic,
     "onset": onset,
+    "long_run": long_run,
     "prediction": prediction,
     "claim": claim,
     "experiment": experiment,

@@ -11,6 +11,7 @@ import pytest
 from conftest import Ranks
 
 from netbottleneck.report import Run, summary
+from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_file
 from netbottleneck.trace.run_steps import RunSteps, between
 
@@ -60,6 +61,8 @@ def test_a_run_longer_than_its_record_has_its_first_and_last_steps_and_sums_of_a
     assert 0 < rows[0].waited_ns < rows[0].total_ns
     assert between(rows, first, last) in " ".join(run.trace.notes)
     assert f"teps {first} to {last} are left out" in " ".join(run.text.split())
+    run.write_all()
+    assert tr.read(folder / "ranks" / "0.jsonl.gz").ranks[0].run_steps == rows
     jsonschema.validate(json.loads(json.dumps(run.summary)), summary.schema(), cls=jsonschema.Draft202012Validator)
     assert sum(row["count"] for row in run.summary["ranks"][0]["run_steps"]) == ends[-1]
 

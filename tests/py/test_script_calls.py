@@ -428,6 +428,38 @@ def test_a_second_optimizer_is_optimizer_time_and_not_input(warm_ranks: Ranks, t
         assert len(step.optimizer) >= 2  # a hook of each level of a step
 
 
+# Micro-batches from a loader that sleeps; only the last pass reduces gradients.
+FETCHING = """
+import time
+def fetch(batches):
+    for _ in range(batches):
+        begin = now()
+        time.sleep(0.03)
+        notes["times"].append([step, begin, now()])
+        yield torch.ones(4, 8)
+"""
+ACCUMULATED = """
+with model.no_sync():
+    output.square().sum().backward()
+    for batch in fetch(2):
+        model(batch).square().sum().backward()
+dist.all_reduce(torch.ones(3))
+output = model(next(fetch(1)))
+"""
+
+
+def test_micro_batches_of_a_step_are_waited_for_in_its_input(warm_ranks: Ranks, tmp_path: Path) -> None:
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", setting=FETCHING, before=ACCUMULATED)
+    assert trace is not None
+    slept = {step: sum(end - begin for at, begin, end in measured[0]["times"] if at == step) for step in range(6)}
+    found = {step.index: split for step, split, _ in split_steps(trace) if step.rank == 0}
+    assert len(found) >= 4
+    for index, split in found.items():
+        assert slept[index] >= 90_000_000
+        assert slept[index] <= split.input_ns
+        assert sum(split.phases().values()) == split.step_ns
+
+
 SAVING = """
 import io
 model.eval()

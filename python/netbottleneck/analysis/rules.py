@@ -462,8 +462,8 @@ def before_forward(facts: Facts) -> RuleResult:
         rests=f"{f.label}: {value} {where}",
         why=f"{ms(saving.value)} of {whole} pass before the forward{how} ({low} to {high} of the step): a step saves "
         "that at most.",
-        next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
-        "prefetching. Logging counts there as well.",
+        next="Look at what runs before the forward passes, those of micro-batches too. For input: more data loader "
+        "workers, or prefetching. Logging counts there as well.",
         at_most=True,
         **facts.more_steps(saving),
     )

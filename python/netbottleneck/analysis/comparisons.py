@@ -239,6 +239,20 @@ def last_change(values: Sequence[float] | Floats, groups: Sequence[int] | NDArra
     return begin
 
 
+def last_shift(rows: Floats) -> int:
+    """Return the place from which on a column is surely higher or lower than before; 0 if there is none.
+
+    rows: shape (times, columns). As last_change, by the sum of ranks of the column with the clearest change.
+    """
+    begin = 0
+    while len(rows) - begin >= 2 * CHANGE_VALUES:
+        place, score, _ = max((_clearest(_ranks(column)) for column in rows[begin:].T), key=lambda found: found[1])
+        if score < CHANGE_SCORE:
+            break
+        begin += place
+    return begin
+
+
 def changed_at(trace: Trace) -> tuple[int, float] | None:
     """Return the first step after the last change of the step time, and the factor of the median; None: no change."""
     longest: dict[int, Step] = {}
@@ -265,8 +279,7 @@ def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     level = logs.copy()
     for group in np.unique(groups):
         level[groups == group] -= np.median(logs[groups == group])
-    _, same, times = np.unique(level, return_inverse=True, return_counts=True)
-    place, score, _ = _clearest((np.cumsum(times) - (times - 1) / 2)[same])
+    place, score, _ = _clearest(_ranks(level))
     factor = abs(float(np.median(level[place:]) - np.median(level[:place])))
     if score >= CHANGE_SCORE and factor >= math.log(CHANGE_FACTOR):
         return place
@@ -275,6 +288,13 @@ def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     middle = (place + len(slow)) // 2
     lasts = slow[place:middle].any() == slow[middle:].any()  # not one group of slow values
     return place if score >= CHANGE_SCORE and distance >= SLOW_VALUES and lasts else 0
+
+
+def _ranks(values: Floats) -> Floats:
+    """Places of the values in their order; equal ones share a place."""
+    _, same, times = np.unique(values, return_inverse=True, return_counts=True)
+    places: Floats = (np.cumsum(times) - (times - 1) / 2)[same]
+    return places
 
 
 def _clearest(values: Floats) -> tuple[int, float, float]:

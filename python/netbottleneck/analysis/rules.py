@@ -380,9 +380,9 @@ def straggler(facts: Facts) -> RuleResult:
         applies=not unsure,
         saving=saving,
         source=f.label,
-        rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
+        rests=unsure or f"{f.label}: last by rank test over {late.counted}",
         why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
-        f"({late.steps} steps; chance {late.chance:.0e}).{cause}",
+        f"({late.counted}; chance {late.chance:.0e}).{cause}",
         next=f"Look at {where}: {look}.",
         **facts.more_steps(late.persistent_ns, error_ns),
     )

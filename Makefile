@@ -42,8 +42,7 @@ faults: ## run the faults matrix: outcomes, times and leftovers (ARGS="--only ki
 
 scenarios: ## check verdicts and lengths of jobs with known answers, 40 minutes (SEED=n, ARGS="--only WORDS")
 	@tools/setup_env.sh run
-	@.venv/bin/python tests/scenarios/run.py --seed $(or $(SEED),1) --live --known 50 $(ARGS)
-	@.venv/bin/python tests/scenarios/run.py --seed $(or $(SEED),1) --lengths 5 $(ARGS)
+	@.venv/bin/python tests/scenarios/run.py --seed $(or $(SEED),1) --live --known 50 --lengths 5 $(ARGS)
 
 docs: ## build the documentation into build/docs; warnings are errors
 	@tools/setup_env.sh dev

@@ -253,8 +253,8 @@ def scale() -> Iterator[str]:
 
 def automatic() -> Iterator[str]:
     """Yield what the automatic choice kept on simulated networks."""
-    names = ("network", "width", "stock_ms", "best", "kept", "by_step", "kept_over_best", "cost_steps", "right")
-    heads = ("network", "width", "stock, ms", "best", "kept", "from step", "kept over best", "cost, steps", "right")
+    names = ("network", "width", "stock_ms", "best", "kept", "by_step", "kept_over_best", "cost_steps", "judged")
+    heads = ("network", "width", "stock, ms", "best", "kept", "from step", "kept over best", "cost, steps", "judged")
     return plain("auto", names, heads)
 
 

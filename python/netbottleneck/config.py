@@ -211,6 +211,17 @@ RANKS = integer(1)
 
 PREFIX = "NETBOTTLENECK"
 
+# Variables of Horovod that are set by its launcher: places, and how its own ranks meet.
+HOROVOD = "HOROVOD_"
+_LAUNCHER = {f"{HOROVOD}{scope}{what}" for scope in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")} | {
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_ELASTIC",
+    "HOROVOD_ELASTIC_TIMEOUT",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+}
 # Variables of Horovod that change how it works inside, and what to say of each.
 _NOT_OURS = "operations start when all ranks have submitted them, without cycles"
 _TUNED = "streams and algorithms are chosen by measured costs"
@@ -225,6 +236,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_TORUS_ALLREDUCE": _TUNED,
     "HOROVOD_NUM_NCCL_STREAMS": "NETBOTTLENECK_STREAMS has the number of parallel lanes",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum does not go through MPI",
+    "HOROVOD_COMPRESSION": "the argument compression of DistributedOptimizer sets it",
 }
 
 
@@ -237,9 +249,17 @@ def shares_a_queue(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a line for each variable of Horovod that is set, and that this package does not follow."""
-    found = [(name, why) for name, why in WITHOUT_EFFECT.items() if environ.get(name, "0") not in ("", "0")]
-    return [f"{name}={environ[name]} has no effect here: {why}" for name, why in found]
+    """Return lines that name each variable of Horovod that is set, and that this package does not follow.
+
+    One line for each of which it says why, and one with the names of all others, whose values may be secret.
+    """
+    followed = {name for _, variable in _variables() for name, _ in variable.fallbacks} | _LAUNCHER
+    found = [name for name in sorted(environ) if name.startswith(HOROVOD) and environ[name] and name not in followed]
+    lines = [
+        f"{name}={environ[name]} has no effect here: {WITHOUT_EFFECT[name]}" for name in found if name in WITHOUT_EFFECT
+    ]
+    others = [name for name in found if name not in WITHOUT_EFFECT]
+    return [*lines, f"set, but without effect here: {', '.join(others)}"] if others else lines
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,30 @@ def test_a_rank_that_is_late_for_a_while_is_not_persistently_late(ranks):
     assert arrivals._chance(arrivals._places(arrived)) <= CHANCE_MAX
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("rho", [0.0, 0.8])
+def test_no_change_of_equal_ranks_makes_one_a_straggler(ranks, rho):
+    random = np.random.default_rng(ranks)
+    alarms = 0
+    for _ in range(400):
+        values = random.normal(size=(80, ranks))
+        for index in range(1, len(values)):
+            values[index] += rho * values[index - 1]
+        alarms += arrivals._later(values[20:], [])[0] > 0
+    assert alarms <= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_that_begins_to_be_late_is_late_from_there_on(ranks):
+    arrived = np.random.default_rng(2).normal(size=(85, ranks))
+    arrived[55:, 0] += 50
+    since, late, _ = arrivals._later(arrived, [])
+    assert abs(since - 55) <= 2
+    assert late == [[0]]
+    ended = np.concatenate([arrived[55:], arrived[:55]])  # late in the first 30 of 85 steps, and no longer
+    assert arrivals._later(ended, [])[0] == 0
+
+
 def test_ranks_that_arrive_together_share_a_place():
     assert arrivals._places(np.array([[5.0, 5.0, 1.0]])).tolist() == [[1.5, 1.5, 0.0]]
 
@@ -352,13 +376,16 @@ def test_long_steps_of_any_rank_name_none():
 
 
 def stepwise(works_ms, steps=30):
-    """A run of operations that block both ranks: by operation, the ms that each rank computes before it, then 1 ms."""
+    """A run of operations that block both ranks: by operation, the ms that each rank computes before it, then 1 ms.
+
+    works_ms: of all steps, or a function of the step's index.
+    """
     plain = trace_of(Job(buckets=(MIB,), blocks=1, block_steps=steps + 1))
     kept, operations = [], []
     for index in range(steps + 1):
         at = begin = index * 1000 * MS
         forward = {0: [], 1: []}
-        for key, works in enumerate(works_ms):
+        for key, works in enumerate(works_ms(index) if callable(works_ms) else works_ms):
             entered = [at + work * MS for work in works]
             for rank, submit in enumerate(entered):
                 forward[rank].append((at, submit))
@@ -371,6 +398,19 @@ def stepwise(works_ms, steps=30):
             times = {"begin_ns": begin, "end_ns": at, "forward": tuple(forward[rank]), "grad_ready": (), "waits": ()}
             kept.append(replace(step, index=index, block=0, optimizer=(), modules=(), **times))
     return replace(plain, steps=tuple(kept), collectives=tuple(operations))
+
+
+def test_a_rank_that_begins_to_be_late_is_the_straggler_of_the_steps_from_there_on():
+    random = np.random.default_rng(3)
+    noise = random.uniform(-2, 2, (200, 2))
+    trace = stepwise(lambda step: ((20 + noise[step, 0], 20 + noise[step, 1] + 15 * (step > 55)),), steps=85)
+    found = findings.find(trace)
+    late = found.lateness
+    assert (late.straggler, late.since, late.steps) == (1, 56, 30)
+    assert late.persistent_ns.value == pytest.approx(15 * MS, rel=0.06)
+    decided = verdict.decide(found)
+    assert decided.code == "STRAGGLER"
+    assert "(30 steps, from step 56 on; chance" in decided.why
 
 
 def test_waits_that_alternate_inside_a_step_are_named_and_not_sure():

@@ -190,6 +190,25 @@ def test_the_line_names_what_was_measured() -> None:
     json.dumps(job.plans[0].described())
 
 
+def test_the_line_tells_the_run_of_which_a_trial_costs_the_bound() -> None:
+    """Tcp is the fastest arm. Over the others a block of the trial costs as many ms more as its steps, times 10."""
+    times = {STOCK: 60.0, TCP: 50.0, OFI: 60.0}
+    job = Job(lambda arm, _step, _rank: times[arm]).run(300)
+    (line,), (trial,) = job.lines, job.plans[0].trials
+    slower = sum(arm != TCP for arm in job.arms[trial.first_step : trial.end_step])
+    assert trial.cost_ns == slower * 10 * MS
+    assert trial.least_steps == math.ceil(slower * 10 / 50 * 49)
+    assert line.endswith(
+        f"{slower * 10} ms more than the same steps over tcp, 2 % of a run of {trial.least_steps} steps"
+    )
+    assert trial.cost_ns == pytest.approx(auto.COST_MAX * (trial.cost_ns + trial.least_steps * 50 * MS), rel=0.001)
+
+
+def test_a_trial_that_costs_nothing_has_no_part_of_a_run() -> None:
+    (line,) = Job(lambda _arm, _step, _rank: 50.0).run(300).lines
+    assert line.endswith("0 ms more than the same steps over stock")
+
+
 def test_steps_of_a_host_that_runs_ahead_count_as_a_whole() -> None:
     plan = Auto([STOCK, TCP], 5)
     plan.runs_ahead = True

@@ -13,7 +13,8 @@ import pytest
 from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import config
-from netbottleneck.config import settings, without_effect
+from netbottleneck.config import describe, settings, without_effect
+from netbottleneck.launch import rendezvous, topology
 
 PYTHON = Path(__file__).resolve().parents[2] / "python"
 
@@ -110,8 +111,25 @@ def test_ranks_must_agree_on_the_size_of_buckets() -> None:
 
 def test_variables_of_horovod_that_are_not_followed_are_named() -> None:
     environ = {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_AUTOTUNE": "0", "HOROVOD_CACHE_CAPACITY": ""}
-    (line,) = without_effect(environ)
-    assert line.startswith("HOROVOD_CYCLE_TIME=3.5 has no effect here: ")
+    off, cycle = without_effect(environ)
+    assert off.startswith("HOROVOD_AUTOTUNE=0 has no effect here: ")
+    assert cycle.startswith("HOROVOD_CYCLE_TIME=3.5 has no effect here: ")
+
+
+def test_every_variable_of_horovod_is_followed_or_named() -> None:
+    unknown = {"HOROVOD_QUANTIZATION_BITS": "4", "HOROVOD_REDUCTION": "SRA", "HOROVOD_NEW": "0"}
+    compression, others = without_effect({"HOROVOD_COMPRESSION": "maxmin", **unknown, "HOROVOD_EMPTY": ""})
+    assert compression.startswith("HOROVOD_COMPRESSION=maxmin has no effect here: ")
+    assert others == "set, but without effect here: HOROVOD_NEW, HOROVOD_QUANTIZATION_BITS, HOROVOD_REDUCTION"
+
+
+def test_variables_of_horovod_that_are_followed_or_the_launchers_are_not_named() -> None:
+    followed = {name: "1" for row in describe(environ={}) for name in row.instead}
+    places = dict.fromkeys(topology.LAUNCHERS[0].variables(), "1")
+    server = dict.fromkeys(rendezvous.EXPOSED["http"], "1")
+    assert followed["HOROVOD_TIMELINE"] == places["HOROVOD_RANK"] == "1"
+    how = ("HOSTNAME", "ELASTIC", "ELASTIC_TIMEOUT", "CONTROLLER", "CPU_OPERATIONS")  # of ranks that horovodrun starts
+    assert without_effect({**followed, **places, **server, **{f"HOROVOD_{name}": "1" for name in how}}) == []
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "ten"])

@@ -5,10 +5,13 @@ import importlib
 import platform
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbclient
 import nbformat
 import pytest
+
+from netbottleneck.analysis.verdict import CODES, Verdict
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "benchmarks" / "notebooks"
@@ -64,6 +67,19 @@ def test_the_notebook_of_the_stored_trace_runs():
     assert printed.startswith("Yes.\n")
     assert "Verdict: TRANSPORT_LIMITED" in printed
     check_stored(ANSWER, outputs)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_answer_follows_from_every_verdict(code, capsys):
+    cells = nbformat.read(ANSWER, as_version=4).cells
+    (source,) = (cell.source for cell in cells if cell.cell_type == "code" and "Not decided." in cell.source)
+    split = {"stock": {"exposed_communication_s": 1, "wait_s": 1, "step_s": 4}}
+    run = SimpleNamespace(verdict=Verdict(code, "", ""), summary={"base": "stock", "split": split})
+    exec(source, {"run": run})
+    here = ("HOST_LIMITED", "STRAGGLER", "IMBALANCE", "INPUT_LIMITED", "OPTIMIZER_LIMITED", "NOT_NETWORK", "DO_NOTHING")
+    unknown = ("INCONCLUSIVE", "NO_COMMUNICATION")
+    expected = "No." if code in here else "Not decided." if code in unknown else "Yes."
+    assert capsys.readouterr().out.splitlines()[0] == expected
 
 
 def test_the_what_if_notebook_of_the_stored_trace_runs():

@@ -133,6 +133,36 @@ def test_evaluation_lasts_from_its_first_pass_to_its_last_and_input_leaves_it_ou
     }
 
 
+def test_input_is_the_time_before_each_forward_of_a_step_in_which_nothing_else_is_recorded():
+    step = one_step(
+        forward=((10, 15), (30, 35), (60, 65)),
+        grad_ready=((0, 20), (0, 40), (0, 70)),
+        waits=((0, 55, 57),),
+        evaluation=((41, 43),),
+        checkpoints=((44, 46),),
+        optimizer=((47, 49), (75, 80)),
+    )
+    by_script = operation(51, 54, phase="other")
+    queued = operation(28, 29, submit_ns=27, phase="other")
+    found, _ = split_of(step, by_script, queued)
+    assert found.phases() == {
+        "compute": 10 + 10 + 10,
+        "exposed": 3 + 2,
+        "optimizer": 2 + 5,
+        "input": 10 + (10 - 2) + (20 - 2 - 2 - 2 - 3 - 2),
+        "evaluation": 2,
+        "checkpoint": 2,
+        "other": (57 - 55) + (75 - 70) + (100 - 80),
+    }
+    assert sum(found.phases().values()) == found.step_ns
+
+
+def test_time_between_two_forward_passes_without_a_gradient_is_not_input():
+    found, _ = split_of(one_step(forward=((10, 20), (30, 40), (70, 80)), grad_ready=((0, 60), (0, 90))))
+    assert found.input_ns == 10 + 10
+    assert found.other_ns == 10 + 10 + 10 + 10
+
+
 def test_bytes_of_the_script_do_not_count_as_those_of_another_transport():
     step = one_step(arm=Arm("tcp"), grad_ready=((0, 60),), forward=((0, 30),))
     own = operation(60, 80, arm=Arm("tcp"), wire_bytes=8)

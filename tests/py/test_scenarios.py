@@ -108,6 +108,32 @@ def test_a_matrix_has_a_row_for_a_cause_and_one_for_its_twin():
     assert found[0]["verdicts"] == {"INPUT_LIMITED": 2}
 
 
+def test_one_run_counts_scenarios_trainings_and_lengths_and_a_failure_skips_none(capsys, monkeypatch):
+    ran = []
+
+    def answers(what):
+        def yielded(count, seed, only):
+            for number in range(count):
+                ran.append(what)
+                yield known.Answer("input", what, 10.0, 10.0, 20.0 if number == 0 else 10.0, 100.0)
+
+        return yielded
+
+    monkeypatch.setattr(known, "answers", answers("jobs"))
+    monkeypatch.setattr(lengths, "answers", answers("trainings"))
+    monkeypatch.setattr(program, "LIVE", [])
+    wrong = program.main(["--live", "--known", "2", "--lengths", "3", "--only", "one rank stalls once"])
+    printed = capsys.readouterr().out
+    assert wrong == 1
+    assert ran == ["jobs"] * 2 + ["trainings"] * 3
+    assert printed.count(" passed, ") == 1
+    assert printed.endswith("4 passed, 2 failed\n")  # a scenario, and the answers but for the first of each
+    assert "known answers of jobs" in printed
+    assert "known answers of trainings" in printed
+    program.main(["--lengths", "1"])
+    assert ran[5:] == ["trainings"]
+
+
 def test_several_seeds_make_one_matrix(capsys):
     assert program.main(["--seeds", "3-4", "--only", "slow optimizer"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from netbottleneck import _core
-from netbottleneck.analysis.intervals import split_steps
+from netbottleneck.analysis.intervals import backward_intervals, split_steps
 from netbottleneck.hooks import collectives
 from netbottleneck.hooks.updates import Updates
 from netbottleneck.report import Run
@@ -426,6 +427,74 @@ def test_a_second_optimizer_is_optimizer_time_and_not_input(warm_ranks: Ranks, t
         assert split.optimizer_ns >= 20_000_000
         assert split.input_ns < split.step_ns - split.optimizer_ns
         assert len(step.optimizer) >= 2  # a hook of each level of a step
+
+
+# A forward and a backward of known parts, and what DDP's logger says of the pass before.
+SLEEPING = """
+import time
+class Sleeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.04)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.06)
+        return gradient
+inside = Sleeping.apply
+"""
+LOGGED = """
+logged = model._get_ddp_logging_data()
+notes["times"].append([logged["iteration"]] + [logged.get(f"{what}_compute_time") for what in ("forward", "backward")])
+"""
+
+
+def test_forward_and_backward_last_as_long_as_in_ddps_own_log(warm_ranks: Ranks, tmp_path: Path) -> None:
+    """DDP keeps the times of its first 10 passes, each until the forward of the next one."""
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", setting=SLEEPING, after=LOGGED, steps=10)
+    assert trace is not None
+    for rank, notes in enumerate(measured):
+        steps = {step.index: step for step in trace.steps if step.rank == rank}
+        ratios = []
+        for iteration, *theirs in notes["times"][2:]:  # the first pass also sets DDP up
+            step = steps[iteration - 1]
+            ours = [sum(end - begin for begin, end in spans) for spans in (step.forward, backward_intervals(step))]
+            ratios.append([own / other for own, other in zip(ours, theirs, strict=True)])
+        assert len(ratios) == 8
+        for of_pass in zip(*ratios, strict=True):
+            assert median(of_pass) == pytest.approx(1, abs=0.05)
+
+
+# Micro-batches from a loader that sleeps; only the last pass reduces gradients.
+FETCHING = """
+import time
+def fetch(batches):
+    for _ in range(batches):
+        begin = now()
+        time.sleep(0.03)
+        notes["times"].append([step, begin, now()])
+        yield torch.ones(4, 8)
+"""
+ACCUMULATED = """
+with model.no_sync():
+    output.square().sum().backward()
+    for batch in fetch(2):
+        model(batch).square().sum().backward()
+dist.all_reduce(torch.ones(3))
+output = model(next(fetch(1)))
+"""
+
+
+def test_micro_batches_of_a_step_are_waited_for_in_its_input(warm_ranks: Ranks, tmp_path: Path) -> None:
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", setting=FETCHING, before=ACCUMULATED)
+    assert trace is not None
+    slept = {step: sum(end - begin for at, begin, end in measured[0]["times"] if at == step) for step in range(6)}
+    found = {step.index: split for step, split, _ in split_steps(trace) if step.rank == 0}
+    assert len(found) >= 4
+    for index, split in found.items():
+        assert slept[index] >= 90_000_000
+        assert slept[index] <= split.input_ns
+        assert sum(split.phases().values()) == split.step_ns
 
 
 SAVING = """

@@ -953,3 +953,29 @@ def test_threads_that_run_side_by_side_do_not_tell_whether_compute_had_a_core(tm
     busy = rule_of("HOST_LIMITED", replace(two, cores_busy=0.97))
     assert "cores busy" in busy.why
     assert "for a core" not in busy.why
+
+
+@pytest.mark.parametrize("code", ["LINK_LIMITED", "LATENCY_LIMITED", "BUCKET_SIZES"])
+def test_no_cause_in_the_network_saves_more_than_steps_without_traffic(tmp_path, code):
+    numbers = findings_of(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    if code == "LATENCY_LIMITED":
+        numbers = replace(numbers, latency_share=Estimate(0.8, 0.7, 0.9))
+    causes = {"LINK_LIMITED": "link", "LATENCY_LIMITED": "latency", "BUCKET_SIZES": "buckets"}
+    engine = rule_facts.Predicted({causes[code]: Estimate(30e6, 28e6, 32e6)})
+
+    def found(low_ms, value_ms, high_ms, pairs=6, script_ns=0.0):
+        less = Estimate(-value_ms * 1e6, -high_ms * 1e6, -low_ms * 1e6)
+        headroom = Paired(Arm("stock"), Arm("null"), pairs, 60, less, Estimate(0.9, 0.8, 0.95))
+        beside = replace(numbers, headroom=headroom, script_ns=script_ns)
+        results = rules.judge(rule_facts.Facts(beside, numbers.base, engine, ()))
+        return next(one for one in results if one.code == code)
+
+    assert found(5, 8, 11).saving == Estimate(8e6, 5e6, 11e6)
+    assert "at most the 8.00 ms that steps without traffic save (measured: 6 pairs)" in found(5, 8, 11).rests
+    assert found(5, 8, 11).fired
+    assert not found(-3, 0, 3).fired
+    assert found(-3, -1, 3).saving == Estimate(0.0, 0.0, 3e6)
+    assert found(5, 8, 11, script_ns=4e6).saving == Estimate(12e6, 9e6, 15e6)  # null leaves the script's own calls
+    for bound in (found(33, 35, 37), found(5, 8, 11, pairs=2)):
+        assert bound.saving == Estimate(30e6, 28e6, 32e6)
+        assert "without traffic" not in bound.rests

@@ -1,8 +1,8 @@
 """Runs the scenarios: `run.py [--seeds A-B] [--live] [--known N] [--lengths N] [--only TEXT]`. The last line counts.
 
 Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps. `--known`
-compares injected lengths of time with those that the report shows, of simulated jobs; `--lengths` of trainings in labs.
-`--store` keeps the outcome.
+compares injected lengths of time with those that the report shows, of simulated jobs; `--lengths` of trainings in labs,
+and alone without `--live` and `--known`. `--store` keeps the outcome.
 """
 
 from __future__ import annotations
@@ -41,9 +41,14 @@ def _shown(result: Result) -> Result:
     return result
 
 
+def _lengths_alone(args: argparse.Namespace) -> bool:
+    """True if only the lengths of trainings are asked for."""
+    return args.lengths > 0 and not (args.live or args.known)
+
+
 def _results(args: argparse.Namespace) -> Iterator[Result]:
     """Run the scenarios with each seed."""
-    for seed in () if args.lengths else args.seeds:
+    for seed in () if _lengths_alone(args) else args.seeds:
         if len(args.seeds) > 1:
             print(f"seed {seed}")
         for case in _drawn(CASES, seed, args.only) if args.live != "only" else ():
@@ -53,21 +58,23 @@ def _results(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def _known(args: argparse.Namespace) -> list[known.Answer]:
-    """Run the known answers, and print their table."""
-    asked = lengths.answers if args.lengths else known.answers
+    """Run the known answers, and print a table of those of simulated jobs and one of those of trainings."""
     found = []
-    for one in asked(args.lengths or args.known, args.seeds[0], args.only):
-        found.append(one)
-        if one.wrong:
-            print(f"FAILED  {one.kind}: {one.truth_ms:.3f} ms injected, {one.shown_ms:.3f} ms shown: {one.job}")
-    if found:
-        print(f"known answers: an error of at most {known.ERROR_MAX:.0%} passes")
-    for row in known.table(found):
-        print(
-            f"{row['kind']}: {row['runs']} runs of {row['least_part_percent']} % to {row['largest_part_percent']} % of "
-            f"the step; error: median {row['median_error_percent']} %, nine of ten {row['nine_of_ten_percent']} %, "
-            f"largest {row['largest_error_percent']} %; beyond: {row['beyond']}"
-        )
+    for what, answers, count in (("jobs", known.answers, args.known), ("trainings", lengths.answers, args.lengths)):
+        own = []
+        for one in answers(count, args.seeds[0], args.only):
+            own.append(one)
+            if one.wrong:
+                print(f"FAILED  {one.kind}: {one.truth_ms:.3f} ms injected, {one.shown_ms:.3f} ms shown: {one.job}")
+        if own:
+            print(f"known answers of {what}: an error of at most {known.ERROR_MAX:.0%} passes")
+        for row in known.table(own):
+            print(
+                f"{row['kind']}: {row['runs']} runs of {row['least_part_percent']} % to {row['largest_part_percent']} "
+                f"% of the step; error: median {row['median_error_percent']} %, nine of ten "
+                f"{row['nine_of_ten_percent']} %, largest {row['largest_error_percent']} %; beyond: {row['beyond']}"
+            )
+        found += own
     return found
 
 
@@ -101,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--known", type=int, default=0, metavar="N", help="also run N known answers of each kind (0)")
     parser.add_argument(
-        "--lengths", type=int, default=0, metavar="N", help="run N trainings in labs of each length, and nothing else"
+        "--lengths", type=int, default=0, metavar="N", help="run N trainings in labs of each length (0)"
     )
     parser.add_argument(
         "--live", nargs="?", const="also", choices=("also", "only"), help="also, or only, run trainings in labs"
@@ -115,10 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all scenarios. Returns 1 if one failed."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.lengths and (args.live or args.known or len(args.seeds) > 1):
-        parser.error("--lengths runs with one seed, without --live and --known")
-    live = args.live == "only"
-    if args.store and (args.only or args.live == "also" or (live or args.lengths > 0) == bool(args.known)):
+    if args.lengths and len(args.seeds) > 1:
+        parser.error("--lengths runs with one seed")
+    live, alone = args.live == "only", _lengths_alone(args)
+    mixed = args.only or args.live == "also" or (args.lengths > 0 and not alone)
+    if args.store and (mixed or (live or alone) == bool(args.known)):
         parser.error("--store keeps a run of all simulated scenarios with --known, of the live ones, or of lengths")
     begin = time.monotonic()
     results = list(_results(args))

@@ -11,7 +11,7 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_delays, mean_of_steps
+from netbottleneck.analysis.comparisons import Estimate, Floats, last_shift, mean_of_delays, mean_of_steps
 from netbottleneck.analysis.intervals import Split, host_count
 from netbottleneck.analysis.thresholds import (
     CHANCE_MAX,
@@ -243,7 +243,7 @@ class Lateness:
     operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank the input, compute
     and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is not communication. step_ns: of the mean
     step. rare: if most of the wait is in single steps; left_out: the number of these steps, if they are too few to
-    support a claim.
+    support a claim. since: the first of `steps`, if `ranks` are late from there on; None: steps of the whole record.
     """
 
     steps: int
@@ -259,6 +259,12 @@ class Lateness:
     step_ns: float = 0.0
     rare: Rare | None = None
     left_out: int = 0
+    since: int | None = None
+
+    @property
+    def counted(self) -> str:
+        """The number of steps as text, and where they begin if not with the record."""
+        return f"{self.steps} steps" if self.since is None else f"{self.steps} steps, from step {self.since} on"
 
     @property
     def without(self) -> str:
@@ -423,18 +429,33 @@ def _last(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[list[Sequenc
     return min(found, key=lambda one: float(_evened(arrived, _columns(one[0])).max(axis=1).mean()), default=ranks)
 
 
+def _later(arrived: Floats, hosts: Sequence[Sequence[int]]) -> tuple[int, list[Sequence[int]], float]:
+    """(the step from which on ranks or hosts arrive last persistently, their columns, chance of that).
+
+    A change of how late a rank is looks like steps that resemble their neighbours. So where the whole record has no
+    such ranks, the steps after the last such change are tested. Without ranks then, the result is that of all steps.
+    """
+    groups, chance = _last(arrived, hosts)
+    since = 0 if groups else last_shift(arrived - np.median(arrived, axis=1, keepdims=True))
+    if since:
+        later = _last(arrived[since:], hosts)
+        if later[0]:
+            return since, *later
+    return 0, groups, chance
+
+
 def _columns(groups: Sequence[Sequence[int]]) -> list[int]:
     return sorted(column for own in groups for column in own)
 
 
-def _longer(splits: Sequence[Split], ranks: Sequence[int]) -> dict[str, float]:
+def _longer(splits: Sequence[Split], ranks: Sequence[int], first: int) -> dict[str, float]:
     """By phase, and of OWN, all but communication: how much longer the median of `ranks` is than that of the others.
 
-    In ns a step.
+    In ns a step, from the step `first` on.
     """
     means: dict[str, dict[int, float]] = defaultdict(dict)
     for member in {split.rank for split in splits}:
-        own = [split for split in splits if split.rank == member]
+        own = [split for split in splits if split.rank == member and split.index >= first]
         means["input"][member] = float(np.mean([s.input_ns for s in own]))
         means["optimizer"][member] = float(np.mean([s.optimizer_ns for s in own]))
         means["compute"][member] = float(np.mean([s.compute_ns - s.optimizer_ns for s in own]))
@@ -565,7 +586,9 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     steps, arrived = _common(trace, arm, splits)
     if trace.size < 2 or not steps:
         return None
-    groups, chance = _last(arrived, _by_host(trace, range(trace.size)))
+    since, groups, chance = _later(arrived, _by_host(trace, range(trace.size)))
+    arrived, steps = arrived[since:], steps[since:]
+    first = steps[0][0].index
     last = tuple(_columns(groups))
     evened = _evened(arrived, last)
     rare, left_out = _rare(evened, steps), 0
@@ -575,7 +598,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         arrived, steps = arrived[kept], list(compress(steps, kept))
     persistent, jitter = _saved(arrived, last, rare, steps)
     others = [float(np.mean([_for_others(split, last) for split in step.values()])) for step in steps]
-    longer = _longer(splits, last) if last else {}
+    longer = _longer(splits, last, first) if last else {}
     return Lateness(
         len(steps),
         max(last, key=lambda rank: float(arrived[:, rank].mean()), default=None),
@@ -590,6 +613,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         float(np.mean([split.step_ns for step in steps for split in step.values()])),
         rare,
         left_out,
+        first if since else None,
     )
 
 

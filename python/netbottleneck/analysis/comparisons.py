@@ -40,6 +40,8 @@ STUDENT = (12.706, 4.303, 3.182, 2.776)
 NORMAL = 1.959964
 # A sequence of steps is cut into at most this many parts, of this many steps if that leaves 5 parts.
 BATCHES, BATCH_STEPS = 10, 4
+# Largest correlation of neighbouring steps that an interval takes into account.
+ALIKE_MOST = 0.9
 # Fewest blocks whose medians stand for a run.
 BLOCKS_MIN = 5
 # Largest number of pairs that is planned.
@@ -237,6 +239,20 @@ def last_change(values: Sequence[float] | Floats, groups: Sequence[int] | NDArra
     return begin
 
 
+def last_shift(rows: Floats) -> int:
+    """Return the place from which on a column is surely higher or lower than before; 0 if there is none.
+
+    rows: shape (times, columns). As last_change, by the sum of ranks of the column with the clearest change.
+    """
+    begin = 0
+    while len(rows) - begin >= 2 * CHANGE_VALUES:
+        place, score, _ = max((_clearest(_ranks(column)) for column in rows[begin:].T), key=lambda found: found[1])
+        if score < CHANGE_SCORE:
+            break
+        begin += place
+    return begin
+
+
 def changed_at(trace: Trace) -> tuple[int, float] | None:
     """Return the first step after the last change of the step time, and the factor of the median; None: no change."""
     longest: dict[int, Step] = {}
@@ -263,8 +279,7 @@ def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     level = logs.copy()
     for group in np.unique(groups):
         level[groups == group] -= np.median(logs[groups == group])
-    _, same, times = np.unique(level, return_inverse=True, return_counts=True)
-    place, score, _ = _clearest((np.cumsum(times) - (times - 1) / 2)[same])
+    place, score, _ = _clearest(_ranks(level))
     factor = abs(float(np.median(level[place:]) - np.median(level[:place])))
     if score >= CHANGE_SCORE and factor >= math.log(CHANGE_FACTOR):
         return place
@@ -273,6 +288,13 @@ def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     middle = (place + len(slow)) // 2
     lasts = slow[place:middle].any() == slow[middle:].any()  # not one group of slow values
     return place if score >= CHANGE_SCORE and distance >= SLOW_VALUES and lasts else 0
+
+
+def _ranks(values: Floats) -> Floats:
+    """Places of the values in their order; equal ones share a place."""
+    _, same, times = np.unique(values, return_inverse=True, return_counts=True)
+    places: Floats = (np.cumsum(times) - (times - 1) / 2)[same]
+    return places
 
 
 def _clearest(values: Floats) -> tuple[int, float, float]:
@@ -289,21 +311,28 @@ def _clearest(values: Floats) -> tuple[int, float, float]:
     at = int(np.argmax(scores))
     place = int(before[at])
     rest = np.concatenate([values[:place] - values[:place].mean(), values[place:] - values[place:].mean()])
-    power = float(np.dot(rest, rest))
-    alike = min(max(float(np.dot(rest[1:], rest[:-1])) / power, 0.0), 0.99) if power > 0 else 0.0
+    alike = min(max(_alike(rest), 0.0), 0.99)
     return place, float(scores[at]) * math.sqrt((1 - alike) / (1 + alike)), float(distance[at])
+
+
+def _alike(rest: Floats) -> float:
+    """Correlation of values, less their means, with those before them."""
+    power = float(np.dot(rest, rest))
+    return float(np.dot(rest[1:], rest[:-1])) / power if power > 0 else 0.0
 
 
 def mean_of_steps(values: Sequence[float] | Floats) -> Estimate:
     """Return the mean of a sequence of steps, in order of time, with Student's interval over means of its parts.
 
     Steps near each other are alike, so means over at most BATCHES parts of the sequence are compared (batch means: Law,
-    Simulation Modeling and Analysis, 9.5). Raises ValueError without a value.
+    Simulation Modeling and Analysis, 9.5), and the interval is wider where these are alike, too. Raises ValueError
+    without a value.
     """
     array = np.asarray(values, np.float64)
     if not array.size:
         raise ValueError("an estimate needs at least one value")
-    return _around(float(array.mean()), [float(part.mean()) for part in np.array_split(array, _batches(len(array)))])
+    means = [float(part.mean()) for part in np.array_split(array, _batches(len(array)))]
+    return _around(float(array.mean()), means, _widening(array, len(means)))
 
 
 def _batches(steps: int) -> int:
@@ -311,10 +340,30 @@ def _batches(steps: int) -> int:
     return min(BATCHES, max(5, steps // BATCH_STEPS), steps)
 
 
-def _around(value: float, parts: Sequence[float]) -> Estimate:
-    """A value with Student's interval over the values of parts of a sequence."""
+def _widening(values: Floats, parts: int) -> float:
+    """Factor of the interval over parts of a sequence: their means are alike, so these differ less than the whole may.
+
+    The values are taken as a first-order autoregressive sequence. The estimate of its correlation r is too small by (1
+    + 3r) / n (Kendall, Note on bias in the estimation of autocorrelation, 1954), and its error, which is added, is
+    sqrt((1 - r^2) / n): where r is taken as too small, the interval does not cover. The mean of m values has the
+    variance ((1 + r) / (1 - r) - 2r (1 - r^m) / (m (1 - r)^2)) / m.
+    """
+    count = len(values)
+    if parts < 2:
+        return 1.0
+    found = _alike(values - values.mean())
+    above = (1 + 3 * found) / count + math.sqrt(max(1 - found**2, 0.0) / count)
+    r = min(max(found + above, 0.0), ALIKE_MOST)
+    whole, part = (
+        ((1 + r) / (1 - r) - 2 * r * (1 - r**m) / (m * (1 - r) ** 2)) / m for m in (float(count), count / parts)
+    )
+    return math.sqrt(whole * (parts - 1) / (part - whole))
+
+
+def _around(value: float, parts: Sequence[float], factor: float) -> Estimate:
+    """A value with Student's interval over the values of parts of a sequence, times a factor."""
     found = _student_interval(np.array(parts))
-    half = (found.high - found.low) / 2
+    half = factor * (found.high - found.low) / 2
     return Estimate(value, value - half, value + half)
 
 
@@ -329,7 +378,7 @@ def mean_of_typical(values: Sequence[float] | Floats, lengths: Sequence[float] |
         raise ValueError("an estimate needs at least one value")
     parts = np.array_split(np.arange(len(array)), _batches(len(array)))
     means = [float(array[part][middle_half(long[part])].mean()) for part in parts]
-    return _around(float(array[middle_half(long)].mean()), means)
+    return _around(float(array[middle_half(long)].mean()), means, _widening(array, len(means)))
 
 
 def pairs_needed(effect: float, spread: float) -> int:

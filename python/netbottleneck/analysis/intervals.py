@@ -85,11 +85,11 @@ class Split:
     communication: union of the operations from start to done. hidden: its part within compute; exposed: its part
     outside of compute, evaluation and checkpoints. wait: time without any of these while an operation is submitted but
     not started. other: the rest of the step. evaluation_ns, checkpoint_ns: parts of other, minus blocked time;
-    input_ns: what else of other is before the first forward. optimizer_ns: the part of compute in optimizers. skew_ns:
-    the part of exposed and wait before the last rank submitted the same operation; late_ns: skew_ns by the last
-    rank. transfer_ns: union over the step's operations, from the last rank's submission (or the start, if later) to
-    done. bus_bytes: their tensor bytes times bus_factor. own_ns: our own work between the step before and this one,
-    which no step contains; 0 if that step was not recorded, or torch recorded the run.
+    input_ns: what else of other is before a forward, and not blocked: see before_forwards. optimizer_ns: the part of
+    compute in optimizers. skew_ns: the part of exposed and wait before the last rank submitted the same operation;
+    late_ns: skew_ns by the last rank. transfer_ns: union over the step's operations, from the last rank's submission
+    (or the start, if later) to done. bus_bytes: their tensor bytes times bus_factor. own_ns: our own work between the
+    step before and this one, which no step contains; 0 if that step was not recorded, or torch recorded the run.
     """
 
     rank: int
@@ -158,6 +158,21 @@ def backward_intervals(step: Step, operations: Sequence[Collective] = ()) -> lis
         if inside:
             passes_.append((end, max(inside)))
     return passes_
+
+
+def before_forwards(step: Step, operations: Sequence[Collective] = ()) -> list[tuple[int, int]]:
+    """From the step's begin to its first forward pass, and from each backward pass to the next forward pass.
+
+    operations: as for backward_intervals. After a forward pass without gradients, the end of its work is not known.
+    """
+    ends = [step.begin_ns, *(end for _, end in backward_intervals(step, operations))]
+    found, former = [], step.begin_ns - 1
+    for begin, _ in sorted(step.forward):
+        since = max((end for end in ends if end <= begin), default=begin)
+        if since > former:
+            found.append((since, begin))
+        former = begin
+    return found
 
 
 def compute_intervals(step: Step, operations: Sequence[Collective] = ()) -> Intervals:
@@ -304,8 +319,7 @@ def _split(
     moved = _moved(step, own)
     wire = [c.wire_bytes for c in moved if c.wire_bytes is not None]
     other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
-    begins = [begin for begin, _ in step.forward]
-    before = intervals([(step.begin_ns, min(begins))]) if begins else whole[:0]
+    used = union(busy, communication, wait, intervals((begin, end) for _, begin, end in step.waits))
     split = Split(
         rank=step.rank,
         index=step.index,
@@ -318,7 +332,7 @@ def _split(
         exposed_ns=total(exposed),
         wait_ns=total(wait),
         other_ns=other_ns,
-        input_ns=total(subtraction(before, union(busy, communication, wait))),
+        input_ns=total(subtraction(intersection(intervals(before_forwards(step, near)), whole), used)),
         optimizer_ns=total(intersection(intervals(step.optimizer), compute)),
         evaluation_ns=total(evaluation),
         checkpoint_ns=total(saving),

@@ -215,6 +215,22 @@ class Facts:
         step = self.step_ns if step_ns is None else step_ns
         return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * step, step_ns=step, **fields)  # type: ignore[arg-type]
 
+    def bounded(self, saving: Estimate) -> tuple[Estimate, str]:
+        """A predicted saving of the network, and if steps without traffic bound it, a note on that, else "".
+
+        The bound is what these steps save, as far as measured, and the exposed time of the script's own calls.
+        """
+        pair = self.f.headroom
+        if pair is None or not pair.enough:
+            return saving, ""
+        less, script_ns = pair.difference_ns, self.f.script_ns
+        most = [max(0.0, script_ns - end) for end in (less.value, less.high, less.low)]
+        if saving.value <= most[0] and saving.low <= most[1] and saving.high <= most[2]:
+            return saving, ""
+        ends = (saving.value, saving.low, saving.high)
+        note = f"; at most the {ms(most[0])} that steps without traffic save ({self.f.label}: {pair.pairs} pairs)"
+        return Estimate(*map(min, ends, most)), note
+
     def more_steps(self, saving: Estimate, error_ns: float = 0.0) -> dict[str, Any]:
         """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
 

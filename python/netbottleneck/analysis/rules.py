@@ -82,7 +82,9 @@ def _probe(facts: Facts) -> RuleResult:
     if did is None or can is None or unknown:
         return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
     count, rate = can.best
-    saving = facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
+    saving, bound = facts.bounded(
+        facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
+    )
     first, second = beside(f, can.transport)
     compared = next((pair for pair in f.comparisons if pair.other in (first, second)), None)
     ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={first},{second} NETBOTTLENECK_STREAMS={count}"
@@ -93,7 +95,7 @@ def _probe(facts: Facts) -> RuleResult:
         "TRANSPORT_LIMITED",
         applies=rate >= limits.PROBE_RATIO * did.active_bps,
         saving=saving,
-        rests=f"predicted from the probe of {streams(count)}",
+        rests=f"predicted from the probe of {streams(count)}{bound}",
         why=f"The {base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached "
         f"{gbit(rate)}, {rate / did.active_bps:.1f} times as much. At that rate the step would be "
         f"{facts.share(saving)} shorter (predicted).",
@@ -118,13 +120,13 @@ def link(facts: Facts) -> RuleResult:
     used = shared * did.active_bps / limit
     part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}"
     predicted = facts.predicted.savings_ns
-    saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
+    saving, bound = facts.bounded(predicted.get("link") or facts.moving.scaled(min(used, 1.0)))
     return facts.evidence(
         "link",
         "LINK_LIMITED",
         applies=used >= limits.LINK_UTILISATION,
         saving=saving,
-        rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
+        rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}{bound}",
         why=f"In transfer {gbit(shared * did.active_bps)} of {gbit(limit)}, {part}; "
         f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
@@ -206,14 +208,15 @@ def latency(facts: Facts) -> RuleResult:
     if share is None:
         return facts.evidence("latency", "LATENCY_LIMITED", rests=rests)
     moving = facts.moving
-    saving = fitted or Estimate(moving.value * share.value, moving.low * share.low, moving.high * share.high)
+    scaled = Estimate(moving.value * share.value, moving.low * share.low, moving.high * share.high)
+    saving, bound = facts.bounded(fitted or scaled)
     how = "predicted" if fitted is not None else "exposed x share"
     return facts.evidence(
         "latency",
         "LATENCY_LIMITED",
         applies=share.low > limits.LATENCY_SHARE,
         saving=saving,
-        rests=f"{rests}; {how}",
+        rests=f"{rests}; {how}{bound}",
         why=f"{percent(share.value)} of transfer time ({percent(share.low)} to {percent(share.high)}) does not depend "
         f"on size ({rests}): {f.gradient_operations:.0f} operations of gradients a step. Without it the step would be "
         f"{facts.share(saving)} shorter.{as_good_sentence(f)}",
@@ -226,17 +229,18 @@ def latency(facts: Facts) -> RuleResult:
 
 def buckets(facts: Facts) -> RuleResult:
     """Other bucket sizes would overlap better or cost less."""
-    saving = facts.predicted.savings_ns.get("buckets")
-    if saving is None:
+    predicted = facts.predicted.savings_ns.get("buckets")
+    if predicted is None:
         return facts.evidence("bucket sizes", "BUCKET_SIZES", rests=facts.predicted.refused or "no plan to compare")
     if latency(facts).fired:
         return facts.evidence("bucket sizes", "BUCKET_SIZES", rests="larger buckets: see latency")
+    saving, bound = facts.bounded(predicted)
     return facts.evidence(
         "bucket sizes",
         "BUCKET_SIZES",
         applies=True,
         saving=saving,
-        rests=f"predicted: {facts.predicted.buckets}",
+        rests=f"predicted: {facts.predicted.buckets}{bound}",
         why=f"With {facts.predicted.buckets} the step would be {facts.share(saving)} shorter (predicted).",
         next=f"Set {facts.predicted.buckets} (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD), and measure again.",
         needs=MORE_STEPS,
@@ -376,9 +380,9 @@ def straggler(facts: Facts) -> RuleResult:
         applies=not unsure,
         saving=saving,
         source=f.label,
-        rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
+        rests=unsure or f"{f.label}: last by rank test over {late.counted}",
         why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
-        f"({late.steps} steps; chance {late.chance:.0e}).{cause}",
+        f"({late.counted}; chance {late.chance:.0e}).{cause}",
         next=f"Look at {where}: {look}.",
         **facts.more_steps(late.persistent_ns, error_ns),
     )
@@ -462,8 +466,8 @@ def before_forward(facts: Facts) -> RuleResult:
         rests=f"{f.label}: {value} {where}",
         why=f"{ms(saving.value)} of {whole} pass before the forward{how} ({low} to {high} of the step): a step saves "
         "that at most.",
-        next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
-        "prefetching. Logging counts there as well.",
+        next="Look at what runs before the forward passes, those of micro-batches too. For input: more data loader "
+        "workers, or prefetching. Logging counts there as well.",
         at_most=True,
         **facts.more_steps(saving),
     )
@@ -499,7 +503,7 @@ def configuration(facts: Facts) -> RuleResult:
     used, there, moved = rating(slow[0]), rating(slow[1]), _moved_bps(facts, slow[0])
     full = moved is not None and moved >= limits.LINK_UTILISATION * used
     predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
-    saving = predicted or facts.moving.scaled(1 - used / there)
+    saving, bound = facts.bounded(predicted or facts.moving.scaled(1 - used / there))
     saving = saving if full else replace(saving, low=min(saving.low, 0.0))
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
     whose, then = "", f"Set {variable}={slow[1].interface}."
@@ -518,7 +522,7 @@ def configuration(facts: Facts) -> RuleResult:
         applies=True,
         saving=saving,
         rests=f"ratings of the interfaces; {_part_of_rating(moved, used)}; "
-        f"{'predicted' if predicted else 'exposed x their ratio'}",
+        f"{'predicted' if predicted else 'exposed x their ratio'}{bound}",
         why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} {whose}has "
         f"{gbit(there)}. At that rate the step would be up to {facts.share(saving)} shorter.",
         next=then,
@@ -557,13 +561,13 @@ def _buffers(facts: Facts) -> RuleResult:
         if perhaps is not None:
             rests = carrier_text(perhaps[0].interface or "", facts.base)
         return facts.evidence("configuration", "MISCONFIGURED", rests=rests)
-    saving, share = facts.moving.scaled(found.share), percent(found.share)
+    (saving, bound), share = facts.bounded(facts.moving.scaled(found.share)), percent(found.share)
     return facts.evidence(
         "configuration",
         "MISCONFIGURED",
         applies=True,
         saving=saving,
-        rests=f"full {found.what}: {share} of communication time; exposed x that part",
+        rests=f"full {found.what}: {share} of communication time; exposed x that part{bound}",
         why=f"The {found.what} limits {facts.base}'s connections for {share} of communication time (round trip "
         f"{ms(found.rtt_s * 1e9)}). Without that the step would be {facts.share(saving)} shorter (predicted).",
         next=found.remedy(facts.link_bps),
@@ -580,7 +584,7 @@ def other_traffic(facts: Facts) -> RuleResult:
     speed = facts.speed_of(more)
     full = speed is not None and more.active_bps >= limits.LINK_UTILISATION * speed
     predicted = facts.predicted.savings_ns.get(NO_OTHERS)
-    saving = predicted or facts.moving.scaled(part)
+    saving, bound = facts.bounded(predicted or facts.moving.scaled(part))
     saving = replace(saving, low=saving.low * surely / part if part and full else min(saving.low, 0.0))
     used = (
         "the link's speed is not known" if speed is None else f"{percent(more.active_bps / speed)} of the link is used"
@@ -591,7 +595,7 @@ def other_traffic(facts: Facts) -> RuleResult:
         applies=facts.others is not None,
         saving=saving,
         rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes; {used}; "
-        f"{'predicted' if predicted else 'exposed x that part'}",
+        f"{'predicted' if predicted else 'exposed x that part'}{bound}",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
         f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
         next="Find what else uses the network of this host: another job, a copy, data loading or checkpoints over the "

@@ -26,7 +26,7 @@ FUSED_OPERATIONS_MIN = 3
 SLOWEST_LINK_BPS = 100_000_000
 # The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
 CORES_BUSY = 0.90
-# The input rule applies from this on: time before the first forward, as a part of the step.
+# The input rule applies from this on: time before forward passes, as a part of the step.
 INPUT_SHARE = 0.10
 # The optimizer rule applies from this on: time in the optimizer, as a part of the step.
 OPTIMIZER_SHARE = 0.20

@@ -45,6 +45,16 @@ CODES = (
     "DO_NOTHING",
     "INCONCLUSIVE",
 )
+# Of these, the causes in the network or in how the training uses it.
+NETWORK_CODES = (
+    "TRANSPORT_LIMITED",
+    "LINK_LIMITED",
+    "LATENCY_LIMITED",
+    "BUCKET_SIZES",
+    "MISCONFIGURED",
+    "OTHER_TRAFFIC",
+    "PACKET_LOSS",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,11 @@ class Verdict:
     next: str
     evidence: tuple[RuleResult, ...] = ()
     more: int | None = None
+
+    @property
+    def of_network(self) -> bool:
+        """True if the cause is in the network or in how the training uses it."""
+        return self.code in NETWORK_CODES
 
     @property
     def secondary(self) -> tuple[RuleResult, ...]:

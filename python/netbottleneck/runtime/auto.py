@@ -32,7 +32,9 @@ LOOK_S = 2.0  # time between two looks while an arm is kept
 LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
 CHANGED = 1.15  # factor of the step time that counts as a change of the network
 LOOKS = 2  # consecutive looks that must see a change
-COST_BEFORE, COST_MAX = 0.01, 0.02  # of the run's time: trials so far, before another one begins and while it runs
+# Of the run's time: the cost of trials so far, before another one begins and while it runs. The first trial has no such
+# bound: what tells two arms apart costs more than that part of the few steps that have run.
+COST_BEFORE, COST_MAX = 0.01, 0.02
 
 VALUES = struct.Struct(
     "<QQQQ"
@@ -50,7 +52,7 @@ class Block:
 
 @dataclass(slots=True)
 class Trial:
-    """One trial. cost_ns: see Auto.
+    """One trial. cost_ns: see Auto. least_steps: number of steps of a run whose time the cost is COST_MAX of.
 
     against_stock: step time over stock's, by arm, with its interval; infinite for too few pairs of blocks.
     """
@@ -61,6 +63,7 @@ class Trial:
     why: str = ""
     blocks: int = 0
     cost_ns: int = 0
+    least_steps: int = 0
     against_stock: dict[str, Estimate] = field(default_factory=dict)
 
     def line(self) -> str:
@@ -75,10 +78,11 @@ class Trial:
             f"{name} {change(ratio.value - 1)} {interval(ratio)}" for name, ratio in self.against_stock.items()
         )
         times = f"; step time against stock (measured, 95 % interval): {found}" if found else ""
+        part = f", {100 * COST_MAX:.0f} % of a run of {self.least_steps} steps" if self.cost_ns else ""
         return (
             f"auto: from step {self.end_step} on {self.kept}: {self.why}{times}. "
             f"Trial of steps {self.first_step} to {self.end_step - 1}: {ms(self.cost_ns)} more than the same steps "
-            f"over {self.kept}"
+            f"over {self.kept}{part}"
         )
 
 
@@ -272,6 +276,7 @@ class Auto:
                 kept, why = former, f"{why}; no arm is surely faster"
         trial.end_step, trial.kept, trial.why, trial.blocks = step, str(kept), why, self._cycle
         trial.cost_ns = self._cost_of(kept)
+        trial.least_steps = math.ceil(trial.cost_ns * (1 / COST_MAX - 1) / max(self._step_ns(kept), 1))
         for arm in self.arms[1:]:
             logs = self._logs(arm, STOCK)
             if len(logs) < PAIRS_MIN:

@@ -26,16 +26,62 @@ SMALL = Training(options={"kib": 16})
 
 @live
 def live_flow_cap(draw: Draw) -> Case[Training]:
-    flow = draw.randrange(60, 120)
-    run = Training(f"1gbit/{flow}mbit", "stock,tcp,bare")
+    flow = draw.randrange(130, 160)
+    options = {"layers": 2, "sizes": [4096, 1024], "bucket_kib": 4096, "ms": 10.0, "steps": 90, "learn": True}
+    run = Training(f"1gbit/{flow}mbit", "stock,tcp,ofi,bare", options, env={"NETBOTTLENECK_BLOCK_STEPS": "5"})
     return Case(
-        "live: flow cap, other transport measured",
+        "live: flow cap, other transports measured",
         run,
         ("TRANSPORT_LIMITED",),
         run.but("1gbit"),
         "TRANSPORT_LIMITED",
         never=("STRAGGLER", "LINK_LIMITED"),
-        advises="NETBOTTLENECK_TRANSPORT=tcp",
+        advises="NETBOTTLENECK_TRANSPORT=",
+        numbers={
+            "bandwidth.stock.active_bits_per_s": (0.85e6 * flow, 1.05e6 * flow),
+            "bandwidth.stock.active_utilization": (0.0, 0.2),
+            "probe.points.0.bits_per_s": (0.85e6 * flow, 1.05e6 * flow),
+            "probe.points.3.streams": (8, 8),
+            "probe.points.3.bits_per_s": (0.7e9, 1e9),
+            "comparisons.tcp.ratio.value": (0.0, 1 / 3),
+            "comparisons.ofi.ratio.value": (0.0, 1 / 3),
+        },
+        same=replace(run.but("none", ms=0.0), arms="stock"),
+    )
+
+
+@live
+def live_slow_link_of_one_host(draw: Draw) -> Case[Training]:
+    slow, options = draw.randrange(3), {"kib": 256, "steps": 80}
+    even = Training("500mbit", "stock", options, hosts=3, env={"NETBOTTLENECK_MONITOR_HZ": "20"})
+    run = replace(even, slow_link=(slow, f"{draw.randrange(60, 100)}mbit"))
+    return Case(
+        "live: the link of one of three hosts is slow",
+        run,
+        ("LINK_LIMITED",),
+        even,
+        "LINK_LIMITED",
+        never=("STRAGGLER", "IMBALANCE", "TRANSPORT_LIMITED", "MISCONFIGURED"),
+        saves=True,
+        says=f"The link of the host of rank {slow}",
+        advises=f"Look at the interface, cable and switch port of the host of rank {slow}",
+    )
+
+
+@live
+def live_slow_interface_of_one_host(draw: Draw) -> Case[Training]:
+    mbit, gbps = draw.randrange(60, 100), "NETBOTTLENECK_LINK_GBPS"
+    even = Training("1gbit", "stock", {"steps": 80})
+    run = replace(even, slow_link=(1, f"{mbit}mbit"), host_env={1: {gbps: str(mbit / 1e3)}})
+    return Case(
+        "live: the interface of one of two hosts is slow, as it states",
+        run,
+        ("MISCONFIGURED",),
+        even,
+        "MISCONFIGURED",
+        never=("STRAGGLER", "IMBALANCE", "TRANSPORT_LIMITED", "LINK_LIMITED"),
+        says="on rank 1",
+        advises="Look at the interface, cable and switch port of the host of rank 1",
     )
 
 

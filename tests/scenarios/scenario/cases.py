@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from scenario.checks import costs, fused, least_link, raised_link
 from scenario.job import MIB, Job
 
 if TYPE_CHECKING:
@@ -83,12 +84,17 @@ def flow_cap_measured(draw: Draw) -> Case[Job]:
         never=("LINK_LIMITED",),
         saves=True,
         advises="NETBOTTLENECK_TRANSPORT=tcp",
+        numbers={
+            "bandwidth.stock.active_bits_per_s": (0.97 * cap, cap),
+            "bandwidth.stock.active_utilization": (0.97 * cap / 1e10, cap / 1e10),
+        },
     )
 
 
 @case
 def flow_cap_probed(draw: Draw) -> Case[Job]:
-    job = replace(_big(draw), link_bps=1e10, flow_bps=draw.uniform(1.5e9, 2.5e9), probe=True)
+    cap = draw.uniform(1.5e9, 2.5e9)
+    job = replace(_big(draw), link_bps=1e10, flow_bps=cap, probe=True)
     return Case(
         "flow cap, probe only",
         job,
@@ -97,14 +103,62 @@ def flow_cap_probed(draw: Draw) -> Case[Job]:
         "TRANSPORT_LIMITED",
         saves=True,
         advises="NETBOTTLENECK_TRANSPORT=stock,tcp",
+        numbers={
+            "bandwidth.stock.active_bits_per_s": (0.97 * cap, cap),
+            "probe.points.0.bits_per_s": (0.97 * cap, 1.03 * cap),
+            "probe.points.1.streams": (8, 8),
+            "probe.points.1.bits_per_s": (0.97e10, 1.03e10),
+        },
+    )
+
+
+@case
+def flow_cap_on_a_faster_link(draw: Draw) -> Case[Job]:
+    cap = draw.uniform(1.5e9, 2.5e9)
+    job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=4, link_bps=5e9, flow_bps=cap)
+    return Case(
+        "flow cap, and the same on a link that is four times as fast",
+        job,
+        ("TRANSPORT_LIMITED",),
+        replace(job, link_bps=2e10),
+        "LINK_LIMITED",
+        never=("LINK_LIMITED",),
+        checks=(raised_link(cap, 5e9, 2e10, 0.1),),
     )
 
 
 @case
 def full_link(draw: Draw) -> Case[Job]:
-    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9))
+    rate = draw.uniform(1e9, 3e9)
+    job = replace(_big(draw), link_bps=rate)
     return Case(
-        "full link", job, ("LINK_LIMITED",), replace(job, link_bps=1e13, flow_bps=1e13), "LINK_LIMITED", saves=True
+        "full link",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        saves=True,
+        numbers={"bandwidth.stock.active_utilization": (0.97, 1.0)},
+        checks=(least_link(0.9, rate, 1e12),),
+    )
+
+
+@case
+def half_of_the_step_on_a_link(draw: Draw) -> Case[Job]:
+    rate = draw.uniform(4e9, 6e9)
+    job = replace(NOISY, backward_ms=60, buckets=(2 * MIB, 62 * MIB), link_bps=rate)
+    return Case(
+        "full link, and compute as long as communication",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        saves=True,
+        says="averaged over the step",
+        numbers={
+            "bandwidth.stock.active_utilization": (0.97, 1.0),
+            "bandwidth.stock.average_utilization": (0.4, 0.7),
+        },
     )
 
 
@@ -160,6 +214,22 @@ def latency_of_many_sizes(draw: Draw) -> Case[Job]:
         replace(job, latency_ms=0.005),
         "LATENCY_LIMITED",
         saves=True,
+    )
+
+
+@case
+def latency_and_fusion(draw: Draw) -> Case[Job]:
+    alpha, sizes = draw.uniform(0.8, 1.5), tuple(draw.choice((4096, 16384, 65536, 262144)) for _ in range(50))
+    job = replace(NOISY, backward_ms=20, buckets=sizes, latency_ms=alpha)
+    return Case(
+        "latency, several sizes, and the same with fusion",
+        job,
+        ("LATENCY_LIMITED",),
+        replace(job, buckets=(sum(sizes),)),
+        "LATENCY_LIMITED",
+        says="does not depend on size",
+        advises="larger buckets",
+        checks=(fused(64, 0.2), costs(1e6 * alpha, 1e10, 0.05)),
     )
 
 

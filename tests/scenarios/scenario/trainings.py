@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from scenario.cases import Case, Draw
+from scenario.checks import least_link, raised_link
 from scenario.training import Training
 
 Make = Callable[[Draw], Case[Training]]
@@ -87,7 +88,8 @@ def live_slow_interface_of_one_host(draw: Draw) -> Case[Training]:
 
 @live
 def live_full_link(draw: Draw) -> Case[Training]:
-    run = Training(f"{draw.randrange(80, 160)}mbit", "stock,tcp,bare")
+    mbit = draw.randrange(100, 160)
+    run = Training(f"{mbit}mbit", "stock,tcp,bare", {"sizes": [384, 768, 1152, 768], "ms": 20.0, "steps": 90})
     return Case(
         "live: full link",
         run,
@@ -96,6 +98,12 @@ def live_full_link(draw: Draw) -> Case[Training]:
         "LINK_LIMITED",
         never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
         saves=True,
+        says="averaged over the step",
+        numbers={
+            "bandwidth.stock.active_utilization": (0.85, 1.05),
+            "bandwidth.stock.average_utilization": (0.3, 0.8),
+        },
+        checks=(least_link(0.9, 1e6 * mbit, 1e11),),
     )
 
 
@@ -222,6 +230,8 @@ def live_pinned(draw: Draw) -> Case[Training]:
         run.but(core=None),
         "HOST_LIMITED",
         never=("LINK_LIMITED", "INPUT_LIMITED"),
+        says="of its cores busy over the whole step",
+        numbers={"cores_busy": (0.9, 1.05)},
     )
 
 
@@ -378,15 +388,16 @@ def live_straggler_on_a_full_link(draw: Draw) -> Case[Training]:
 @live
 def live_flow_cap_on_a_faster_link(draw: Draw) -> Case[Training]:
     flow = draw.randrange(60, 100)
-    run = Training(f"250mbit/{flow}mbit", "stock,tcp,bare")
+    run = Training(f"250mbit/{flow}mbit", "stock,tcp,bare", {"kib": 384, "steps": 110})
     return Case(
         "live: flow cap, the link could do more",
         run,
         ("TRANSPORT_LIMITED",),
-        run.but("1gbit"),
-        "TRANSPORT_LIMITED",
+        run.but(f"1gbit/{flow}mbit"),
+        "LINK_LIMITED",
         never=("STRAGGLER", "LINK_LIMITED"),
         advises="NETBOTTLENECK_TRANSPORT=tcp",
+        checks=(raised_link(1e6 * flow, 0.25e9, 1e9, 0.1),),
     )
 
 
@@ -426,6 +437,7 @@ def live_small_operations(draw: Draw) -> Case[Training]:
         run.but(bucket_kib=25 << 10),
         "LATENCY_LIMITED",
         never=("LINK_LIMITED", "TRANSPORT_LIMITED", "STRAGGLER"),
+        says="does not depend on size",
         advises="larger buckets",
     )
 

@@ -1,0 +1,98 @@
+"""What else must hold of a scenario: predictions of its run, compared with limits and with the twin's run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from netbottleneck.report import what_if
+from netbottleneck.trace.model import Network
+from netbottleneck.trace.transports import STOCK
+from netbottleneck.whatif import forecast, questions, sweeps
+from netbottleneck.whatif.cost import Wire
+
+if TYPE_CHECKING:
+    from scenario.cases import Check
+    from scenario.judge import Judged
+
+MIB = 1 << 20
+
+
+def _step_ns(judged: Judged) -> float:
+    """The step of a run that the report shows."""
+    return judged.found.parts_ns["step"].value
+
+
+def _apart(what: str, value: float, least: float, most: float) -> Iterator[str]:
+    if not least <= value <= most:
+        yield f"{what} is {value:.6g}, not {least:.6g} to {most:.6g}"
+
+
+def least_link(target: float, least_bps: float, most_bps: float) -> Check:
+    """The what-if of the run has a sentence with the least link of a scaling factor, between these rates."""
+
+    def check(got: Judged, _: Judged | None) -> Iterator[str]:
+        job = questions.job(got.found.trace, got.found.base)
+        found = sweeps.least_link(job, target)
+        told = what_if.sentences(sweeps.Answers(job, (), (found,)))[-1]
+        if f"a scaling factor of {target:g} needs " not in told:
+            yield f"no least link: {told}"
+        elif found.value is not None:
+            yield from _apart("the least link", found.value.value, least_bps, most_bps)
+
+    return check
+
+
+def fused(mib: int, within: float) -> Check:
+    """The predicted step with fusion is that of the twin, which fuses, within a part of it."""
+
+    def check(got: Judged, twin: Judged | None) -> Iterator[str]:
+        assert twin is not None
+        job = questions.job(got.found.trace, got.found.base)
+        one = next(iter(sweeps.answers(job, sweeps.fusions(job, [mib * MIB]))))
+        if one.step_s is None:
+            yield f"the step with fusion is not predicted: {one.refused}"
+        else:
+            ratio = 1e9 * one.step_s.value / _step_ns(twin)
+            yield from _apart("the predicted step with fusion, over the measured one", ratio, 1 - within, 1 + within)
+
+    return check
+
+
+def costs(alpha_ns: float, beta_bps: float, within: float) -> Check:
+    """The fitted time of an operation, and the rate of its bytes, are these within a part; so is the fit's error."""
+
+    def check(got: Judged, _: Judged | None) -> Iterator[str]:
+        fitted = questions.job(got.found.trace, got.found.base)
+        assert fitted.fit is not None
+        alpha = (fitted.cost.fixed_ns + fitted.cost.launch_ns) / alpha_ns
+        yield from _apart("the fitted time of an operation, over the true one", alpha, 1 - within, 1 + within)
+        beta = fitted.cost.link.rate_bps / beta_bps
+        yield from _apart("the fitted rate, over the true one", beta, 1 - within, 1 + within)
+        yield from _apart("the error of the fit", fitted.fit.error, 0.0, within)
+
+    return check
+
+
+def raised_link(flow_bps: float, before_bps: float, after_bps: float, within: float) -> Check:
+    """A faster link with the same cap of flows is predicted to gain little, and its full use much.
+
+    The twin has that link: its step over stock is the predicted one, within a part of it.
+    """
+
+    def check(got: Judged, twin: Judged | None) -> Iterator[str]:
+        assert twin is not None
+        trace = replace(got.found.trace, network=Network("caps", before_bps, (flow_bps,)))
+        made = forecast.make(trace, trace, trace.size, Wire(after_bps, flow_bps), (STOCK,)).transports
+        steps: Mapping[str, float] = {name: one.step_ns.value for name, one in made.items() if one.step_ns is not None}
+        if set(steps) != {STOCK, forecast.FULL_USE}:
+            yield f"not predicted: {'; '.join(one.why for one in made.values())}"
+            return
+        own_ns = _step_ns(got)
+        yield from _apart("the predicted gain of a faster link", 1 - steps[STOCK] / own_ns, -0.05, 0.05)
+        yield from _apart("the predicted gain of its full use", 1 - steps[forecast.FULL_USE] / own_ns, 0.25, 1.0)
+        ratio = steps[STOCK] / _step_ns(twin)
+        yield from _apart("the predicted step with a faster link, over the measured", ratio, 1 - within, 1 + within)
+
+    return check

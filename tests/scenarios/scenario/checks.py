@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from netbottleneck.report import what_if
 from netbottleneck.trace.model import Network
-from netbottleneck.trace.transports import STOCK
+from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.whatif import forecast, questions, sweeps
 from netbottleneck.whatif.cost import Wire
 
@@ -75,10 +75,11 @@ def costs(alpha_ns: float, beta_bps: float, within: float) -> Check:
     return check
 
 
-def raised_link(flow_bps: float, before_bps: float, after_bps: float, within: float) -> Check:
+def raised_link(flow_bps: float, before_bps: float, after_bps: float, within: float, full: str = "") -> Check:
     """A faster link with the same cap of flows is predicted to gain little, and its full use much.
 
-    The twin has that link: its step over stock is the predicted one, within a part of it.
+    The twin has that link: its step over stock is the predicted one, within a part of it; so is that over the arm
+    `full`, which uses all of the link.
     """
 
     def check(got: Judged, twin: Judged | None) -> Iterator[str]:
@@ -94,5 +95,8 @@ def raised_link(flow_bps: float, before_bps: float, after_bps: float, within: fl
         yield from _apart("the predicted gain of its full use", 1 - steps[forecast.FULL_USE] / own_ns, 0.25, 1.0)
         ratio = steps[STOCK] / _step_ns(twin)
         yield from _apart("the predicted step with a faster link, over the measured", ratio, 1 - within, 1 + within)
+        if full:
+            ratio = steps[forecast.FULL_USE] / twin.found.times[Arm(full)].median_ns
+            yield from _apart("the predicted step at full use, over the measured", ratio, 1 - within, 1 + within)
 
     return check

@@ -243,7 +243,7 @@ def latency(facts: Facts) -> RuleResult:
         rests=f"{rests}; {how}",
         why=f"{percent(share.value)} of transfer time ({percent(share.low)} to {percent(share.high)}) does not depend "
         f"on size ({rests}): {f.gradient_operations:.0f} operations of gradients a step. Without it the step would be "
-        f"{facts.share(saving)} shorter.{as_good_sentence(f)}",
+        f"{facts.share(saving)} shorter.{facts.predicted.costs}{as_good_sentence(f)}",
         next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD)."
         if f.gradient_operations >= limits.FUSED_OPERATIONS_MIN
         else "A path with less delay, or gradients of several batches in one step (no_sync() of DDP).",

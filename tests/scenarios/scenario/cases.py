@@ -229,7 +229,7 @@ def latency_and_fusion(draw: Draw) -> Case[Job]:
         "LATENCY_LIMITED",
         says="does not depend on size",
         advises="larger buckets",
-        checks=(fused(64, 0.2), costs(1e6 * alpha, 1e10, 0.05)),
+        checks=(fused(64, 0.2), costs(alpha, 10.0, 0.05)),
     )
 
 

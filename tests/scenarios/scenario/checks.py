@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -60,17 +61,25 @@ def fused(mib: int, within: float) -> Check:
     return check
 
 
-def costs(alpha_ns: float, beta_bps: float, within: float) -> Check:
-    """The fitted time of an operation, and the rate of its bytes, are these within a part; so is the fit's error."""
+COSTS = re.compile(
+    r"An operation takes ([\d.]+) ms \(([\d.]+) ms to ([\d.]+) ms\) beside its bytes, "
+    r"which move at ([\d.]+) Gbit/s \(([\d.]+) Gbit/s to ([\d.]+) Gbit/s\)"
+)
+
+
+def costs(alpha_ms: float, beta_gbps: float, within: float) -> Check:
+    """The reason has the time of an operation and the rate of its bytes, these within a part, with intervals."""
 
     def check(got: Judged, _: Judged | None) -> Iterator[str]:
-        fitted = questions.job(got.found.trace, got.found.base)
-        assert fitted.fit is not None
-        alpha = (fitted.cost.fixed_ns + fitted.cost.launch_ns) / alpha_ns
-        yield from _apart("the fitted time of an operation, over the true one", alpha, 1 - within, 1 + within)
-        beta = fitted.cost.link.rate_bps / beta_bps
-        yield from _apart("the fitted rate, over the true one", beta, 1 - within, 1 + within)
-        yield from _apart("the error of the fit", fitted.fit.error, 0.0, within)
+        told = COSTS.search(got.verdict.why)
+        if told is None:
+            yield "the reason has no costs of an operation"
+            return
+        alpha, alpha_low, alpha_high, beta, beta_low, beta_high = map(float, told.groups())
+        yield from _apart("the time of an operation, over the true one", alpha / alpha_ms, 1 - within, 1 + within)
+        yield from _apart("the rate of its bytes, over the true one", beta / beta_gbps, 1 - within, 1 + within)
+        yield from _apart("the time of an operation", alpha, alpha_low, alpha_high)
+        yield from _apart("the rate of its bytes", beta, beta_low, beta_high)
 
     return check
 

@@ -34,7 +34,7 @@ def live_flow_cap(draw: Draw) -> Case[Training]:
         "live: flow cap, other transports measured",
         run,
         ("TRANSPORT_LIMITED",),
-        run.but("1gbit"),
+        run.but("300mbit"),
         "TRANSPORT_LIMITED",
         never=("STRAGGLER", "LINK_LIMITED"),
         advises="NETBOTTLENECK_TRANSPORT=",

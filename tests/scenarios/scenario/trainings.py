@@ -53,8 +53,8 @@ def live_flow_cap(draw: Draw) -> Case[Training]:
 
 @live
 def live_slow_link_of_one_host(draw: Draw) -> Case[Training]:
-    slow, options = draw.randrange(3), {"kib": 256, "steps": 80}
-    even = Training("500mbit", "stock", options, hosts=3, env={"NETBOTTLENECK_MONITOR_HZ": "20"})
+    slow, options = draw.randrange(3), {"sizes": [16, 256, 256, 256], "ms": 20.0, "steps": 80}
+    even = Training("1gbit", "stock", options, hosts=3, env={"NETBOTTLENECK_MONITOR_HZ": "20"})
     run = replace(even, slow_link=(slow, f"{draw.randrange(60, 100)}mbit"))
     return Case(
         "live: the link of one of three hosts is slow",

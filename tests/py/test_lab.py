@@ -136,6 +136,17 @@ def test_caps_change_while_the_lab_is_open(hosts: int, before: str, after: str) 
     assert found["ok"]
 
 
+@pytest.mark.parametrize(("slow", "mbit"), [(0, 80), (1, 200), (2, 80)])
+def test_the_link_of_one_host_gets_a_rate_of_its_own(slow: int, mbit: int) -> None:
+    with open_lab(3, "200mbit") as lab:
+        lab.set_caps("80mbit", slow)
+        found = lab.verify()
+        with pytest.raises(IndexError, match="host 3 of 3"):
+            lab.set_caps("80mbit", 3)
+    assert found["lab"] == "200mbit"
+    assert found["many_flows"]["measured_bps"] == pytest.approx(mbit * 1e6, rel=0.15)
+
+
 @pytest.mark.parametrize("other", ["none", "200mbit", "200mbit/50mbit,60mbit", "200mbit+100mbit/50mbit"])
 def test_only_rates_change(other: str) -> None:
     with open_lab(2, "200mbit/50mbit") as lab, pytest.raises(ValueError, match=re.escape(other)):

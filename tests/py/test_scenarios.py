@@ -5,6 +5,7 @@ A scenario gets its verdict and saving, and its twin does not get that verdict. 
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import run as program
 from scenario import known, lengths, matrix
 from scenario.cases import CASES
 from scenario.job import Job, work_of
-from scenario.judge import judge, run
+from scenario.judge import judge, number, run
 from scenario.live import measure
 from scenario.trainings import LIVE
 
@@ -96,6 +97,37 @@ def test_the_clock_counts_compute_slowed_by_traffic():
     work, _ = work_of(Job(noise=0.0, latency_ms=1.0, link_bps=1e30, flow_bps=1e30, contention=2.0))
     assert work.spent[0, 0]["slowed"] == pytest.approx(1.5)
     assert work.steps[0].duration_ns == pytest.approx(1e6 * (0.5 + 30 + 60 + 1.5 + 1 + 2))
+
+
+def test_a_number_of_the_summary_has_a_path():
+    values = {"probe": {"points": [{"streams": 1, "bits_per_s": 5}]}, "comparisons": [{"other": "tcp", "gain": 0.5}]}
+    assert number(values, "probe.points.0.bits_per_s") == 5
+    assert number(values, "comparisons.tcp.gain") == 0.5
+    for path in ("probe.points.1.bits_per_s", "comparisons.ofi.gain", "probe", "comparisons.tcp.other"):
+        with pytest.raises(LookupError):
+            number(values, path)
+
+
+def test_a_number_beyond_its_limits_and_a_failed_check_are_wrong():
+    make = next(make for make in CASES if make.__name__ == "slow_input")
+    case = make(random.Random(SEED))
+    numbers = {"split.stock.input_s": (0.0, 0.001), "split.tcp.input_s": (0.0, 1.0)}
+    case = replace(case, numbers=numbers, checks=(lambda got, twin: [f"{got.verdict.code}, {twin.verdict.code}"],))
+    wrong = run(case, SEED, judge).wrong
+    assert [text.split(" is ")[0] for text in wrong] == [
+        "split.stock.input_s",
+        "the summary has no split.tcp.input_s",
+        "INPUT_LIMITED, NOT_NETWORK",
+    ]
+
+
+def test_weights_that_differ_from_those_of_the_other_training_are_wrong():
+    case = replace(next(make for make in CASES if make.__name__ == "few_steps")(random.Random(SEED)), same=Job())
+
+    def weighed(job, seed):
+        return replace(judge(job, seed), weights=str(job.blocks))
+
+    assert run(case, SEED, weighed).wrong == ("the weights differ from those of the other training",)
 
 
 def test_a_matrix_has_a_row_for_a_cause_and_one_for_its_twin():

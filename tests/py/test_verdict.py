@@ -15,7 +15,7 @@ from netbottleneck.report.progress import missing_text, verdict_line
 from netbottleneck.report.text import NO_SCALING, saving_text, sentences
 from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network
+from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network, Rank, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
 from ringwriter import BUCKETS, FakeRun
@@ -868,6 +868,62 @@ def test_delays_are_not_known_if_most_steps_are_above_a_fastest_quarter_without_
     assert delays(*usual, 201).mean_ns.value == pytest.approx(10e6, rel=0.01)
     assert delays(*[1] * 10, *usual) is None  # most are above the fastest ones, and may be the usual ones
     assert delays(*[1] * 10, 2).mean_ns.value == pytest.approx(1e6 / 11)
+
+
+def ring(*mbit, busy=1.0, receiver=0.0):
+    """Connections from each rank to the next one, which move data at these rates while they are busy."""
+    return usage.Connected(
+        tuple(
+            usage.ConnectionUse(
+                rank=rank,
+                peer=(rank + 1) % len(mbit),
+                arm=Arm("stock"),
+                local=("a", rank),
+                remote=("b", rank),
+                seconds=1.0,
+                sent_bytes=busy * min(mbit) * 1e6 / 8,
+                busy_s=busy * min(mbit) / rate,
+                rtt_s=0.001,
+                least_rtt_s=0.001,
+                receiver_s=receiver * busy * min(mbit) / rate,
+                buffer_s=0.0,
+            )
+            for rank, rate in enumerate(mbit)
+        )
+    )
+
+
+def on_hosts(size):
+    ranks = tuple(Rank(rank, f"host{rank}", f"h{rank}") for rank in range(size))
+    return Trace(id="a", size=size, arms=(Arm("stock"),), ranks=ranks)
+
+
+def test_the_host_of_all_slow_connections_and_of_no_fast_one_has_the_slow_link():
+    found = usage.slow_link(on_hosts(4), ring(900, 100, 110, 800), Arm("stock"))
+    assert found == usage.SlowLink((2,), pytest.approx(110e6), pytest.approx(800e6), pytest.approx(100 / 110))
+
+
+@pytest.mark.parametrize(
+    "connected",
+    [
+        ring(900, 900, 900, 900),
+        ring(900, 100, 900, 900),  # one direction: of either host
+        ring(900, 100, 100, 100),  # of two hosts
+        ring(180, 100, 100, 180),  # less than twice as fast
+        ring(900, 100, 100, 900, busy=0.4),  # idle most of the time: the link is not full
+        ring(900, 100, 100, 900, receiver=0.9),  # the receiver is slow, not the link
+        ring(100, 100),
+        usage.Connected(ring(900, 100, 100, 900).ends[:3]),
+        usage.NO_CONNECTIONS,
+    ],
+)
+def test_no_link_is_the_slow_one_without_evidence(connected):
+    size = max((end.peer + 1 for end in connected.ends), default=4)
+    assert usage.slow_link(on_hosts(size), connected, Arm("stock")) is None
+
+
+def test_no_link_is_the_slow_one_if_a_rank_has_no_record():
+    assert usage.slow_link(on_hosts(3), ring(900, 100, 100, 900), Arm("stock")) is None
 
 
 LOSSY = usage.ConnectionUse(0, 1, Arm("stock"), ("a", 1), ("b", 2), 1.0, 1e9, 70_000.0, 1400.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import Lateness
+from netbottleneck.analysis.bandwidth import Achieved
 from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.analysis.findings import Findings, best_gain
 from netbottleneck.analysis.intervals import host_count
@@ -35,10 +36,10 @@ from netbottleneck.analysis.traffic import (
     rating,
     slow_interface,
 )
-from netbottleneck.analysis.usage import LOOPBACK, limited
+from netbottleneck.analysis.usage import LOOPBACK, limited, slow_link
 from netbottleneck.trace.model import TransportInfo
 from netbottleneck.trace.transports import NULL, SINGLE, STOCK, Arm
-from netbottleneck.units import gbit, ms, nbytes, percent, streams
+from netbottleneck.units import gbit, listed, ms, nbytes, percent, streams
 
 
 def _streams_hint(f: Findings, arm: Arm) -> str:
@@ -109,6 +110,9 @@ def link(facts: Facts) -> RuleResult:
     """The link itself is full while data move."""
     f, did = facts.f, facts.f.achieved.get(facts.base)
     unknown = facts.rates_known
+    slow = None if did is None or unknown or facts.lost or configuration(facts).fired else _slow_link(facts, did)
+    if slow is not None:
+        return slow
     limit, what = _limit(facts)
     if limit is None:
         return facts.evidence("link", "LINK_LIMITED", rests=what)
@@ -131,6 +135,29 @@ def link(facts: Facts) -> RuleResult:
         f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
+        needs=MORE_STEPS,
+    )
+
+
+def _slow_link(facts: Facts, did: Achieved) -> RuleResult | None:
+    """The link of one host is full, and slower than those of the others; None if that is not so."""
+    slow = slow_link(facts.f.trace, facts.connected, facts.base)
+    moved_bps = on_interface(facts.f.trace, facts.base) * did.active_bps
+    if slow is None or moved_bps < limits.LINK_UTILISATION * slow.bps:
+        return None
+    saving = facts.moving.scaled(1 - slow.bps / slow.others_bps)
+    names = ", ".join(dict.fromkeys(r.hostname for r in facts.f.trace.ranks if r.rank in slow.ranks and r.hostname))
+    whose = f"the host of rank{'s' if slow.ranks[1:] else ''} {listed(slow.ranks)}{f' ({names})' if names else ''}"
+    return facts.evidence(
+        "link",
+        "LINK_LIMITED",
+        applies=True,
+        saving=saving,
+        rests=f"its connections are busy {percent(slow.busy)} of communication time; exposed x ratio of the rates",
+        why=f"The link of {whose} is the slow one: in transfer {gbit(moved_bps)}. While its connections are busy, they "
+        f"move {gbit(slow.bps)} one way at most, those between the other hosts {gbit(slow.others_bps)} or more. At "
+        f"that rate the step would be {facts.share(saving)} shorter.",
+        next=f"Look at the interface, cable and switch port of {whose}: their speed (ethtool) and caps.",
         needs=MORE_STEPS,
     )
 
@@ -219,7 +246,7 @@ def latency(facts: Facts) -> RuleResult:
         rests=f"{rests}; {how}{bound}",
         why=f"{percent(share.value)} of transfer time ({percent(share.low)} to {percent(share.high)}) does not depend "
         f"on size ({rests}): {f.gradient_operations:.0f} operations of gradients a step. Without it the step would be "
-        f"{facts.share(saving)} shorter.{as_good_sentence(f)}",
+        f"{facts.share(saving)} shorter.{facts.predicted.costs}{as_good_sentence(f)}",
         next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD)."
         if f.gradient_operations >= limits.FUSED_OPERATIONS_MIN
         else "A path with less delay, or gradients of several batches in one step (no_sync() of DDP).",

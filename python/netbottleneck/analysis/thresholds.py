@@ -87,3 +87,7 @@ DELAYED = 6.0
 TIMEOUT_NS = 200_000_000
 # Packet loss is named from this number of sent segments on.
 LOSS_SEGMENTS = 1000
+# The link of one host is named as the slow one from this on: lowest rate between other hosts, over its highest.
+SLOW_LINK_RATIO = 2.0
+# So it is from this on: part of communication time in which its connections are busy.
+SLOW_LINK_BUSY = 0.50

@@ -6,6 +6,7 @@ shorter than the sampling interval is uncertain.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.intervals import Intervals, counted, intersection, intervals, total
-from netbottleneck.analysis.thresholds import COVERED_MIN, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
+from netbottleneck.analysis.thresholds import (
+    COVERED_MIN,
+    LOSS_SEGMENTS,
+    LOSS_SHARE,
+    QUEUE_RATIO,
+    SLOW_LINK_BUSY,
+    SLOW_LINK_RATIO,
+)
 from netbottleneck.trace.model import (
     Clock,
     Connection,
@@ -562,6 +570,72 @@ def packet_loss(connected: Connected, arm: Arm) -> str:
         f"Packet loss: {arm} sent {percent(end.resent_share or 0.0)} of {end.segments or 0:.0f} segments from rank "
         f"{end.rank} to {peer} again; {len(ends)} of its connections lost packets (measured)."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """The link of one host, which is slower than those of all others.
+
+    ranks: of the host. bps: of its connections to and from other hosts while they are busy, the highest rate one way;
+    others_bps: between the other hosts, the lowest. busy: its connections' busy part of communication time, the least.
+    """
+
+    ranks: tuple[int, ...]
+    bps: float
+    others_bps: float
+    busy: float
+
+
+@dataclass(slots=True)
+class _Way:
+    """The connections from one host to another.
+
+    bps: their rate while only the network limits them; least_bps: while they are busy. busy: part of the time.
+    """
+
+    bps: float = 0.0
+    least_bps: float = 0.0
+    busy: float = 0.0
+
+    def add(self, end: ConnectionUse, busy_s: float) -> None:
+        """Add a connection. A queue in the network fills buffers too."""
+        share = 1.0 if end.queued else end.network_share
+        self.bps += 8 * end.sent_bytes / (busy_s * share) if share else math.inf
+        self.least_bps += 8 * end.sent_bytes / busy_s
+        self.busy = max(self.busy, min(1.0, busy_s / end.seconds))
+
+
+def _ways(connected: Connected, arm: Arm, hosts: Mapping[int, str]) -> dict[tuple[str, str], _Way]:
+    """The connections of an arm by the hosts of their ends; {} unless all of them, and of every host, are known."""
+    found: dict[tuple[str, str], _Way] = defaultdict(_Way)
+    for end in (end for end in connected.ends if end.arm == arm):
+        one, two = hosts.get(end.rank), None if end.peer is None else hosts.get(end.peer)
+        if one is None or two is None or not end.busy_s or end.seconds <= 0:
+            return {}
+        if one != two:
+            found[one, two].add(end, end.busy_s)
+    every = set(hosts.values())
+    return found if {one for one, _ in found} == {two for _, two in found} == every else {}
+
+
+def _link_of(host: str, ranks: tuple[int, ...], ways: Mapping[tuple[str, str], _Way]) -> SlowLink:
+    own = [way for pair, way in ways.items() if host in pair]
+    rest = [way.least_bps for pair, way in ways.items() if host not in pair]
+    return SlowLink(ranks, max(way.bps for way in own), min(rest, default=0.0), min(way.busy for way in own))
+
+
+def slow_link(trace: Trace, connected: Connected, arm: Arm) -> SlowLink | None:
+    """The host whose link is slower than those of the others, by an arm's connections; None if none is surely.
+
+    Of two hosts, either may be the slow one. A host is named if all data that it sends or gets move slowly, and all
+    others do not.
+    """
+    hosts = {rank.rank: rank.host_id or str(rank.rank) for rank in trace.ranks}
+    ways = _ways(connected, arm, hosts)
+    ranks = {host: tuple(rank for rank in hosts if hosts[rank] == host) for host in hosts.values()}
+    links = [_link_of(host, own, ways) for host, own in ranks.items()] if ways else []
+    surely = (one for one in links if one.others_bps >= SLOW_LINK_RATIO * one.bps and one.busy >= SLOW_LINK_BUSY)
+    return next(surely, None)
 
 
 def total_of(ends: Sequence[ConnectionUse]) -> ConnectionUse:

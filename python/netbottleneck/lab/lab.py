@@ -380,11 +380,12 @@ class Lab:
         self.address(host, link)
         self._open_namespaces().batch("ip", [(self._host_namespaces[host], network.link_commands(link, up))])
 
-    def set_caps(self, spec: LinkSpec | str) -> None:
+    def set_caps(self, spec: LinkSpec | str, host: int | None = None) -> None:
         """Change the rates of the links and of single flows, while ranks run.
 
-        Raises ValueError if other things are capped than in the lab's own spec, and LabError without network
-        namespaces, or with paced flows."""
+        host: only of its links, and of the flows that it sends; `spec` remains that of the others. Of two hosts, which
+        no switch joins, a host's caps are those of what it sends. Raises IndexError, ValueError if other things are
+        capped than in the lab's own spec, and LabError without network namespaces, or with paced flows."""
         new = parse_lab(spec) if isinstance(spec, str) else spec
         for old, link in zip(self.spec.links, new.links, strict=False):
             if (old.link_bps is None, len(old.flow_bps)) != (link.link_bps is None, len(link.flow_bps)):
@@ -394,11 +395,14 @@ class Lab:
         namespaces = self._open_namespaces()
         if self.flow_cap == "pacing":
             raise LabError("the caps of paced flows cannot change")
+        self.address(host or 0)
+        hosts = range(self.hosts) if host is None else [host]
         caps = network.changed_caps(network.host_caps(new, self.flow_cap == "htb"))
-        namespaces.batch("tc", [(place, caps) for place in self._host_namespaces])
+        namespaces.batch("tc", [(self._host_namespaces[each], caps) for each in hosts])
         if self._switch is not None:
-            namespaces.batch("tc", [(self._switch, network.changed_caps(network.switch_caps(new, self.hosts)))])
-        self.spec = new
+            namespaces.batch("tc", [(self._switch, network.changed_caps(network.switch_caps(new, hosts)))])
+        if host is None:
+            self.spec = new
 
     def drop(self, host: int, part: float) -> None:
         """Drop a part of the packets that a host receives, at random, from now on. Once for each host.
@@ -519,7 +523,7 @@ class Lab:
         else:
             self._switch = namespaces.hold(self.way)
             namespaces.batch("ip", [(self._switch, network.switch_commands(pids, links))])
-            namespaces.batch("tc", [(self._switch, network.switch_caps(self.spec, self.hosts))])
+            namespaces.batch("tc", [(self._switch, network.switch_caps(self.spec, range(self.hosts)))])
         namespaces.batch(
             "ip", [(place, network.host_commands(host, links)) for host, place in enumerate(self._host_namespaces)]
         )

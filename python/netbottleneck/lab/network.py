@@ -10,7 +10,9 @@ one interface, one network and, with a switch, one bridge per link.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from netbottleneck.lab._space import PORTS
 
@@ -174,11 +176,11 @@ def interface_caps(device: str, spec: LinkSpec, per_flow: bool, major: int = 1) 
     return "".join(f"{line}\n" for line in lines)
 
 
-def switch_caps(spec: LinkSpec, hosts: int) -> str:
-    """Return the `tc` commands for the switch's side of every link."""
+def switch_caps(spec: LinkSpec, hosts: Iterable[int]) -> str:
+    """Return the `tc` commands for the switch's side of the links of these hosts."""
     lines: list[str] = []
-    for index, link in enumerate(spec.links):
-        for host in range(hosts if link.link_bps is not None else 0):
+    for host, (index, link) in product(hosts, enumerate(spec.links)):
+        if link.link_bps is not None:
             lines += _link(_port(host, index), link.link_bps or UNCAPPED_BPS)
             lines.append(f"qdisc add dev {_port(host, index)} parent 1:10 pfifo limit 256")
     return "".join(f"{line}\n" for line in lines)

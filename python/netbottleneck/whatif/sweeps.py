@@ -27,6 +27,7 @@ from netbottleneck.whatif.questions import (
     Setting,
     answer,
     estimates,
+    interval,
     interval_ends,
     least,
     simulate_setting,
@@ -316,6 +317,21 @@ def _compute_as_recorded(job: Job) -> Job:
     return replace(same, fit=fit, measured_ns=job.measured_ns)
 
 
+def _costs(job: Job) -> str:
+    """Sentence: the fitted time of an operation beside its bytes, and the rate of these; "" if they are not known."""
+    ends, cost = interval_ends(job, job.cost), job.cost
+    if cost.alpha_ns or cost.host_alpha_ns or cost.host_bps or cost.link.rate_bps >= UNLIMITED:
+        return ""
+    others = [end.apply(cost) for end in ends]
+    alpha = interval(cost.fixed_ns + cost.launch_ns, ends, [one.fixed_ns + one.launch_ns for one in others])
+    rate = interval(cost.link.rate_bps, ends, [one.link.rate_bps for one in others])
+    each = f"{ms(alpha.value)} ({ms(alpha.low)} to {ms(alpha.high)})"
+    high = "any rate" if rate.high >= UNLIMITED else gbit(rate.high)
+    return (
+        f" An operation takes {each} beside its bytes, which move at {gbit(rate.value)} ({gbit(rate.low)} to {high})."
+    )
+
+
 def savings(
     trace: Trace, arm: Arm | None, link_bps: float | None, faster: Mapping[str, float] = MappingProxyType({})
 ) -> Predicted:
@@ -342,8 +358,8 @@ def savings(
         plans = [(_saved(alone, lambda cost: cost, plan), title) for title, plan in _bucket_plans(alone)]
         best = max(plans, key=lambda row: row[0].value, default=None)
         if best is None:
-            return Predicted(saved)
-        return Predicted({**saved, "buckets": best[0]}, buckets=best[1])
+            return Predicted(saved, costs=_costs(found))
+        return Predicted({**saved, "buckets": best[0]}, buckets=best[1], costs=_costs(found))
     except ValueError as error:
         return Predicted(refused=str(error))
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from scenario.checks import costs, fused, least_link, raised_link
 from scenario.job import MIB, Job
 
+if TYPE_CHECKING:
+    from scenario.judge import Judged
+
 T = TypeVar("T")
+Check = Callable[["Judged", "Judged | None"], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,8 @@ class Case(Generic[T]):
     expected: codes that may be the verdict; also: codes that must have fired; never: codes that must not. gone: what
     the job is without its cause (the twin), where `cause` must not appear. saves: the saving is compared with the
     twin's step. says, advises: parts of the reason and of the advice. silent: parts that the advice must not have.
+    numbers: of summary.json, by path (see judge.number), from the least to the most. checks: each yields what else is
+    wrong with the outcome and its twin's. same: a training whose weights must be equal at its end.
     """
 
     name: str
@@ -32,6 +39,9 @@ class Case(Generic[T]):
     says: str = ""
     advises: str = ""
     silent: tuple[str, ...] = field(default=())
+    numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+    same: T | None = None
 
 
 Draw = random.Random
@@ -74,12 +84,17 @@ def flow_cap_measured(draw: Draw) -> Case[Job]:
         never=("LINK_LIMITED",),
         saves=True,
         advises="NETBOTTLENECK_TRANSPORT=tcp",
+        numbers={
+            "bandwidth.stock.active_bits_per_s": (0.97 * cap, cap),
+            "bandwidth.stock.active_utilization": (0.97 * cap / 1e10, cap / 1e10),
+        },
     )
 
 
 @case
 def flow_cap_probed(draw: Draw) -> Case[Job]:
-    job = replace(_big(draw), link_bps=1e10, flow_bps=draw.uniform(1.5e9, 2.5e9), probe=True)
+    cap = draw.uniform(1.5e9, 2.5e9)
+    job = replace(_big(draw), link_bps=1e10, flow_bps=cap, probe=True)
     return Case(
         "flow cap, probe only",
         job,
@@ -88,14 +103,62 @@ def flow_cap_probed(draw: Draw) -> Case[Job]:
         "TRANSPORT_LIMITED",
         saves=True,
         advises="NETBOTTLENECK_TRANSPORT=stock,tcp",
+        numbers={
+            "bandwidth.stock.active_bits_per_s": (0.97 * cap, cap),
+            "probe.points.0.bits_per_s": (0.97 * cap, 1.03 * cap),
+            "probe.points.1.streams": (8, 8),
+            "probe.points.1.bits_per_s": (0.97e10, 1.03e10),
+        },
+    )
+
+
+@case
+def flow_cap_on_a_faster_link(draw: Draw) -> Case[Job]:
+    cap = draw.uniform(1.5e9, 2.5e9)
+    job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=4, link_bps=5e9, flow_bps=cap)
+    return Case(
+        "flow cap, and the same on a faster link",
+        job,
+        ("TRANSPORT_LIMITED",),
+        replace(job, link_bps=1.2e10),
+        "LINK_LIMITED",
+        never=("LINK_LIMITED",),
+        checks=(raised_link(cap, 5e9, 1.2e10, 0.1, "tcp"),),
     )
 
 
 @case
 def full_link(draw: Draw) -> Case[Job]:
-    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9))
+    rate = draw.uniform(1e9, 3e9)
+    job = replace(_big(draw), link_bps=rate)
     return Case(
-        "full link", job, ("LINK_LIMITED",), replace(job, link_bps=1e13, flow_bps=1e13), "LINK_LIMITED", saves=True
+        "full link",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        saves=True,
+        numbers={"bandwidth.stock.active_utilization": (0.97, 1.0)},
+        checks=(least_link(0.9, rate, 1e12),),
+    )
+
+
+@case
+def half_of_the_step_on_a_link(draw: Draw) -> Case[Job]:
+    rate = draw.uniform(4e9, 6e9)
+    job = replace(NOISY, backward_ms=60, buckets=(2 * MIB, 62 * MIB), link_bps=rate)
+    return Case(
+        "full link, and compute as long as communication",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        saves=True,
+        says="averaged over the step",
+        numbers={
+            "bandwidth.stock.active_utilization": (0.97, 1.0),
+            "bandwidth.stock.average_utilization": (0.4, 0.7),
+        },
     )
 
 
@@ -151,6 +214,22 @@ def latency_of_many_sizes(draw: Draw) -> Case[Job]:
         replace(job, latency_ms=0.005),
         "LATENCY_LIMITED",
         saves=True,
+    )
+
+
+@case
+def latency_and_fusion(draw: Draw) -> Case[Job]:
+    alpha, sizes = draw.uniform(0.8, 1.5), tuple(draw.choice((4096, 16384, 65536, 262144)) for _ in range(50))
+    job = replace(NOISY, backward_ms=20, buckets=sizes, latency_ms=alpha)
+    return Case(
+        "latency, several sizes, and the same with fusion",
+        job,
+        ("LATENCY_LIMITED",),
+        replace(job, buckets=(sum(sizes),)),
+        "LATENCY_LIMITED",
+        says="does not depend on size",
+        advises="larger buckets",
+        checks=(fused(64, 0.2), costs(alpha, 10.0, 0.05)),
     )
 
 
@@ -351,7 +430,14 @@ def clocks_apart(draw: Draw) -> Case[Job]:
 @case
 def clocks_apart_on_a_full_link(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=1.5e9, clock_ms={1: draw.uniform(8, 15)})
-    return Case("clocks differ, full link", job, ("LINK_LIMITED",), never=("STRAGGLER", "IMBALANCE"))
+    return Case(
+        "clocks differ, full link",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "IMBALANCE"),
+    )
 
 
 @case
@@ -436,7 +522,15 @@ def contended_compute(draw: Draw) -> Case[Job]:
 def contention_larger_than_the_link(draw: Draw) -> Case[Job]:
     job = replace(_overlapped(draw), contention=draw.uniform(1.5, 1.8), link_bps=4e9, flow_bps=4e9)
     job = replace(job, buckets=(*job.buckets[:3], 8 * MIB))
-    return Case("compute slowed more than the link costs", job, ("HOST_LIMITED",), also=("LINK_LIMITED",))
+    return Case(
+        "compute slowed more than the link costs",
+        job,
+        ("HOST_LIMITED",),
+        replace(job, contention=1.0),
+        "HOST_LIMITED",
+        also=("LINK_LIMITED",),
+        saves=True,
+    )
 
 
 @case
@@ -812,10 +906,70 @@ def few_steps(_: Draw) -> Case[Job]:
 @case
 def straggler_on_a_full_link(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=2.5e9, sleeps_ms={1: draw.uniform(20, 30)})
-    return Case("full link, and a straggler", job, ("LINK_LIMITED",), also=("STRAGGLER",))
+    return Case(
+        "full link, and a straggler",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        also=("STRAGGLER",),
+        saves=True,
+    )
+
+
+@case
+def slow_link_of_one_host(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(4)
+    job = replace(_big(draw), ranks=4, link_bps=1e11, flow_bps=1e11, host_bps={slow: draw.uniform(1e9, 3e9)})
+    return Case(
+        "the link of one of four hosts is slow",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, host_bps={slow: 1e11}),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "IMBALANCE", "TRANSPORT_LIMITED", "MISCONFIGURED"),
+        saves=True,
+        says=f"The link of the host of rank {slow} (host{slow}) is the slow one",
+        advises=f"Look at the interface, cable and switch port of the host of rank {slow}",
+    )
+
+
+def _large_buckets(draw: Draw) -> Job:
+    """A job of 32 tensors in two buckets that are too large to overlap."""
+    size = 64 * round(draw.uniform(0.8, 1.0) * MIB / 2)
+    job = replace(NOISY, forward_ms=20, backward_ms=150, buckets=(size, 2 * size), tensors=16)
+    return replace(job, link_bps=6e9, flow_bps=6e9)
+
+
+def _small_buckets(job: Job) -> Job:
+    """The same tensors in buckets of two each."""
+    return replace(job, buckets=tuple(size // 8 for size in job.buckets for _ in range(8)), tensors=2)
 
 
 @case
 def large_buckets(draw: Draw) -> Case[Job]:
-    job = replace(_big(draw), forward_ms=20, backward_ms=150, buckets=(8 * MIB, 64 * MIB), link_bps=6e9, flow_bps=6e9)
-    return Case("buckets too large to overlap", job, ("BUCKET_SIZES", "LINK_LIMITED"))
+    job = _large_buckets(draw)
+    return Case(
+        "buckets too large to overlap on a full link",
+        job,
+        ("LINK_LIMITED",),
+        _small_buckets(job),
+        "BUCKET_SIZES",
+        also=("BUCKET_SIZES",),
+        never=("STRAGGLER", "LATENCY_LIMITED"),
+    )
+
+
+@case
+def large_buckets_alone(draw: Draw) -> Case[Job]:
+    job = replace(_large_buckets(draw), link_known=False)
+    return Case(
+        "buckets too large to overlap",
+        job,
+        ("BUCKET_SIZES",),
+        _small_buckets(job),
+        "BUCKET_SIZES",
+        never=("LINK_LIMITED", "TRANSPORT_LIMITED", "LATENCY_LIMITED", "STRAGGLER"),
+        saves=True,
+        advises="bucket_cap_mb of DDP",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,17 +36,19 @@ RESEND_MS = 200.0  # the least timeout of Linux
 class Job:
     """The causes of a job's step. Times in ms, rates in bits a second.
 
-    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one
-    flow; stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its
-    compute. sleeps_ms, input_of_ms, saves_ms: by rank, within the backward, before the forward, and in checkpoints, in
-    every `every`-th step. jitter: deviation of a
-    rank's compute from step to step, as a part of it; input_jitter: the same of its input; noise: the same, of all
-    ranks of a block together. contention: compute takes this many times as long beside traffic. hooks: factor of
-    every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy: cores that a rank keeps
-    busy, of two of its own, or of the shared_cores of its host. other_share: part of the interface's bytes that is
-    not recorded, while operations are in flight; None: no counters. other_bps, loopback_bps: rates of bytes that are
-    not recorded, of the interface and of the loopback, all the time. headers: of an operation, on the interface. lost:
-    part of the operations that wait RESEND_MS until a lost packet is sent again. hostname: of all hosts; "": of each.
+    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. tensors: of a bucket,
+    equally large and ready one after the other. flow_bps: cap of one flow; stock has one, every other arm
+    `streams`. latency_ms: of an operation. slower: by rank, factor of its compute. sleeps_ms, input_of_ms,
+    saves_ms: by rank, within the backward, before the forward, and in checkpoints, in every `every`-th step.
+    jitter: deviation of a rank's compute from step to step, as a part of it; input_jitter: the same of its input;
+    noise: the same, of all ranks of a block together. contention: compute takes this many times as long beside
+    traffic. hooks: factor of every recorded step's forward. clock_ms: by rank, how far its clock is ahead. busy:
+    cores that a rank keeps busy, of two of its own, or of the shared_cores of its host. other_share: part of the
+    interface's bytes that is not recorded, while operations are in flight; None: no counters. other_bps,
+    loopback_bps: rates of bytes that are not recorded, of the interface and of the loopback, all the time. headers:
+    of an operation, on the interface. lost: part of the operations that wait RESEND_MS until a lost packet is sent
+    again. hostname: of all hosts; "": of each. host_bps: by host, the rate of its link; {}: link_bps, and no
+    connections are recorded.
     """
 
     ranks: int = 2
@@ -58,6 +60,7 @@ class Job:
     optimizer_ms: float = 2.0
     input_ms: float = 0.5
     buckets: tuple[int, ...] = (2 * MIB, 4 * MIB, 4 * MIB, 1 * MIB)
+    tensors: int = 1
     link_bps: float = 1e10
     flow_bps: float = 1e10
     streams: int = 8
@@ -88,10 +91,13 @@ class Job:
     loopback_bps: float = 0.0
     headers: int = 0
     hostname: str = ""
+    host_bps: Mapping[int, float] = field(default_factory=dict)
 
     def rate_bps(self, arm: str) -> float:
         """Rate of an arm's flows together."""
-        return min(self.link_bps, self.flow_bps * (1 if arm in ("stock", "bare") else self.streams))
+        return min(
+            self.link_bps, *self.host_bps.values(), self.flow_bps * (1 if arm in ("stock", "bare") else self.streams)
+        )
 
     def bus_bytes(self, nbytes: int) -> float:
         """Bytes of an operation that cross the link of a host, one way."""
@@ -197,6 +203,16 @@ class Clockwork:
             self.record(arm, block, r, marks, sent)
         self.now, self.index = end, self.index + 1
 
+    def tensors_at(
+        self, rank: int, forward_end: float, sent: Sequence[tuple[np.ndarray, float, float]]
+    ) -> Iterator[float]:
+        """Yield when each tensor of a rank is ready: the last one of a bucket with the bucket."""
+        begin = forward_end
+        for at, _, _ in sent:
+            for number in range(1, self.job.tensors + 1):
+                yield begin + (at[rank] - begin) * number / self.job.tensors
+            begin = at[rank]
+
     def record(
         self,
         arm: Arm,
@@ -219,7 +235,7 @@ class Clockwork:
                 forward=((forward, forward_end),),
                 checkpoints=((begin, saved),) if saved > begin else (),
                 optimizer=((resumed, end),),
-                grad_ready=tuple((place, ns(at[rank])) for place, (at, _, _) in enumerate(sent)),
+                grad_ready=tuple((n, ns(at)) for n, at in enumerate(self.tensors_at(rank, marks[3], sent))),
                 waits=((0, ready, resumed),) if resumed > ready else (),
                 cpu_ns=cpu,
             )
@@ -295,8 +311,14 @@ def work_of(job: Job, seed: int = 0) -> tuple[Clockwork, Trace]:
         arms=tuple(map(Arm, job.arms)),
         network=Network("a scenario", job.link_bps) if job.link_known else None,
         ranks=tuple(_rank(job, rank) for rank in range(job.ranks)),
-        parameters=tuple(Parameter(f"layer{n}.weight", size, "float32", n) for n, size in enumerate(job.buckets)),
-        buckets=tuple(Bucket(f"ddp/{n}", n + 1, size, "float32", (n,)) for n, size in enumerate(job.buckets)),
+        parameters=tuple(
+            Parameter(f"layer{n}.weight", job.buckets[n // job.tensors] // job.tensors, "float32", n)
+            for n in range(len(job.buckets) * job.tensors)
+        ),
+        buckets=tuple(
+            Bucket(f"ddp/{n}", n + 1, size, "float32", tuple(range(n * job.tensors, (n + 1) * job.tensors)))
+            for n, size in enumerate(job.buckets)
+        ),
         steps=tuple(work.steps),
         collectives=tuple(work.collectives),
     )
@@ -309,9 +331,14 @@ def trace_of(job: Job, seed: int = 0) -> Trace:
 
 def connected_of(job: Job) -> Connected:
     """The connection of each rank to the next one over stock, of which some segments were sent again."""
-    if not job.lost:
+    if not job.lost and not job.host_bps:
         return NO_CONNECTIONS
     ends = [(f"10.0.0.{rank + 1}", 40000 + rank) for rank in range(job.ranks)]
+    hosts = [rank // job.ranks_per_host for rank in range(job.ranks)]
+    rates = [
+        min(job.host_bps.get(host, job.link_bps) for host in (one, two))
+        for one, two in zip(hosts, hosts[1:] + hosts[:1], strict=True)
+    ]
     return Connected(
         tuple(
             ConnectionUse(
@@ -321,7 +348,10 @@ def connected_of(job: Job) -> Connected:
                 local=ends[rank],
                 remote=ends[(rank + 1) % job.ranks],
                 seconds=1.0,
-                sent_bytes=1e9,
+                sent_bytes=min(rates) / 8,
+                busy_s=min(rates) / rates[rank],
+                receiver_s=0.0,
+                buffer_s=0.0,
                 segments=700_000.0,
                 resent_segments=700_000 * job.lost / 4,
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from netbottleneck.analysis import findings, traffic, usage, verdict
 from netbottleneck.analysis.intervals import counted
-from netbottleneck.report import text
+from netbottleneck.report import summary, text
 from netbottleneck.whatif import sweeps
 from scenario.cases import CASES, Case
 from scenario.job import Job, connected_of, samples_of, trace_of
@@ -20,10 +20,18 @@ OTHER_MAX = 0.02
 
 @dataclass(frozen=True)
 class Judged:
-    """A job's findings and verdict."""
+    """A job's findings and verdict, and the use of its hosts and connections. weights: of a training, their hash."""
 
     found: findings.Findings
     verdict: verdict.Verdict
+    hosts: Sequence[usage.HostUse] = ()
+    connected: usage.Connected = usage.NO_CONNECTIONS
+    weights: str = ""
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """Content of summary.json."""
+        return summary.summary(self.found, self.verdict, self.hosts, self.connected)
 
     @property
     def fired(self) -> set[str]:
@@ -57,7 +65,33 @@ def decide(
     """Decide, as a report does."""
     faster = {} if found.base is None else traffic.faster(found.trace, found.base, hosts)
     predicted = sweeps.savings(found.trace, found.base, found.link_bps, faster)
-    return Judged(found, verdict.decide(found, predicted, hosts, connected))
+    return Judged(found, verdict.decide(found, predicted, hosts, connected), hosts, connected)
+
+
+def number(values: Any, path: str) -> float:
+    """Return a number of summary.json by its path, such as "bandwidth.stock.active_bits_per_s".
+
+    An entry of a list has its place as its name, or one of its values. Raises LookupError for no number.
+    """
+    for name in path.split("."):
+        if isinstance(values, list) and not name.isdigit():
+            values = {value: one for one in values for value in one.values() if isinstance(value, str)}
+        values = values[int(name) if isinstance(values, list) else name]
+    if not isinstance(values, int | float):
+        raise LookupError(path)
+    return float(values)
+
+
+def _beyond(got: Judged, numbers: Mapping[str, tuple[float, float]]) -> Iterator[str]:
+    """The numbers that are not within their limits."""
+    for path, (least, most) in numbers.items():
+        try:
+            value = number(got.summary, path)
+        except (LookupError, TypeError):
+            yield f"the summary has no {path}"
+            continue
+        if not least <= value <= most:
+            yield f"{path} is {value:.6g}, not {least:.6g} to {most:.6g}"
 
 
 def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
@@ -77,6 +111,7 @@ def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
         if rest > OTHER_MAX * parts.step_ns:
             yield f"other is {rest / parts.step_ns:.1%} of the step"
     yield from (f"the advice has {text!r}" for text in case.silent if text in got.verdict.next)
+    yield from _beyond(got, case.numbers)
 
 
 def _step_ns(judged: Judged, *, uneven: bool) -> float:
@@ -106,6 +141,10 @@ def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
             uneven = case.cause in ("PACKET_LOSS", "IMBALANCE")
             truth = _step_ns(got, uneven=uneven) - _step_ns(twin, uneven=uneven)
             error = first.saving.value / truth - 1
+    for check in case.checks:
+        wrong += check(got, twin)
+    if case.same is not None and not got.weights == judge(case.same, seed).weights != "":
+        wrong.append("the weights differ from those of the other training")
     return Result(case, got, tuple(wrong), error, twin)
 
 

@@ -59,6 +59,8 @@ def train(training: Training, folder: str, seed: int) -> None:
             variables["NETBOTTLENECK_LINK_GBPS"] = str(link_bps / 1e9)
         if training.lost:
             lab.drop(training.hosts - 1, training.lost)
+        if training.slow_link:
+            lab.set_caps(training.slow_link[1], training.slow_link[0])
         if training.other_flows:
             _start_others(lab, training.other_flows)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -67,7 +69,7 @@ def train(training: Training, folder: str, seed: int) -> None:
             lab.popen(
                 rank,
                 [*_shifted(clock_s if rank == lab.size - 1 else 0), *command],
-                {**os.environ, **variables},
+                {**os.environ, **variables, **training.host_env.get(lab.host(rank), {})},
                 **pipes,
             )
             for rank in range(lab.size)
@@ -85,6 +87,7 @@ def train(training: Training, folder: str, seed: int) -> None:
 def measure(training: Training, seed: int) -> Judged:
     """Run a training, and judge it as its report does."""
     with tempfile.TemporaryDirectory() as folder:
-        train(training, folder, seed)
-        run = Run(folder)
-        return Judged(run.findings, run.verdict)
+        weights = Path(folder, "weights")
+        train(training.but(weights=str(weights)) if training.options.get("learn") else training, folder, seed)
+        run, equal = Run(folder), weights.read_text(encoding="ascii") if weights.exists() else ""
+        return Judged(run.findings, run.verdict, run.hosts, run.connections, equal)

@@ -8,12 +8,14 @@ save_ms: an evaluation and a checkpoint in each 10th step. accumulate: passes in
 the forward. norm_kib: statistics of all ranks. Of rank slow_rank alone: sleep_ms in the backward, slower (a factor on
 compute), late_input_ms, late_optimizer_ms. contention: a factor on compute while the host sends. counts: a folder for
 what each rank counts in a step, in ms: begin (a moment), input (until the forward), slowed (by contention), ready (the
-moment of its last gradient). uneven: how far input_ms and sleep_ms may be off in a step, as a part.
+moment of its last gradient). uneven: how far input_ms and sleep_ms may be off in a step, as a part. learn: gradients
+depend on the rank, the step and the weights. weights: a file for the hash of the weights at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -39,7 +41,7 @@ SLICE_MS = 1.0
 # Bytes in a slice from which on a host sends: control messages are fewer.
 SENDS_BYTES = 8192
 SLOW = OPTIONS.get("slow_rank") == RANK
-
+DRAW = torch.Generator().manual_seed(1000 * OPTIONS["seed"] + RANK)
 
 UNEVEN = [1.0]
 
@@ -118,11 +120,12 @@ class Layer(nn.Module):
     def __init__(self, kib: int, ms: float) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.zeros(kib * 256) for _ in range(OPTIONS.get("parts", 1)))
+        self.factors = torch.rand(kib * 256, generator=DRAW) if OPTIONS.get("learn") else 1.0
         self.ms = ms
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Add the mean of each tensor."""
-        values = values + sum(weight.mean() for weight in self.weights)
+        """Add the mean of each tensor, with this rank's factors."""
+        values = values + sum((weight * self.factors).mean() for weight in self.weights)
         return Timed.apply(values, self.ms / 2, self.ms + UNEVEN[0] * own("sleep_ms") / OPTIONS["layers"])
 
 
@@ -256,7 +259,14 @@ def passes(model: nn.Module, count: int) -> None:
     for number in range(count):
         alone = number < count - 1 and isinstance(model, DistributedDataParallel)
         with model.no_sync() if alone else contextlib.nullcontext():
-            model(torch.ones(1, requires_grad=True)).sum().backward()
+            loss(model).backward()
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    """Return what a step makes smaller: of data of this rank, if the model learns."""
+    if not OPTIONS.get("learn"):
+        return model(torch.ones(1, requires_grad=True)).sum()
+    return model(torch.randn(1, generator=DRAW).requires_grad_()).square().sum()
 
 
 def look(model: nn.Module, step: int) -> None:
@@ -296,6 +306,9 @@ def main() -> None:
     end()
     if "counts" in OPTIONS:
         (Path(OPTIONS["counts"]) / str(RANK)).write_text(json.dumps(COUNTS), encoding="utf-8")
+    if "weights" in OPTIONS and RANK == 0:
+        values = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+        Path(OPTIONS["weights"]).write_text(hashlib.sha256(values).hexdigest(), encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ class Training:
     lab: its link and flow caps. flow: how flows are capped. arms: NETBOTTLENECK_TRANSPORT. options: the arguments of
     train.py, and `clock_s`, by which the clock of the last rank is ahead. env: further variables. lost: part of the
     packets that the last host does not get. other_flows: connections of another job, which send all the time from the
-    first host to the last.
+    first host to the last. slow_link: a host, and the caps of its link. host_env: further variables by host.
     """
 
     lab: str = "none"
@@ -26,6 +26,8 @@ class Training:
     lost: float = 0.0
     other_flows: int = 0
     flow: str = "htb"
+    slow_link: tuple[int, str] | None = None
+    host_env: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def but(self, lab: str | None = None, **options: Any) -> Training:
         """Return the same training on another lab or with other arguments; None: without the argument."""

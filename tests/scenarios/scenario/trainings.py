@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from scenario.cases import Case, Draw
+from scenario.checks import least_link, raised_link
 from scenario.training import Training
 
 Make = Callable[[Draw], Case[Training]]
@@ -26,22 +27,69 @@ SMALL = Training(options={"kib": 16})
 
 @live
 def live_flow_cap(draw: Draw) -> Case[Training]:
-    flow = draw.randrange(60, 120)
-    run = Training(f"1gbit/{flow}mbit", "stock,tcp,bare")
+    flow = draw.randrange(130, 160)
+    options = {"layers": 2, "sizes": [4096, 1024], "bucket_kib": 4096, "ms": 10.0, "steps": 90, "learn": True}
+    run = Training(f"1gbit/{flow}mbit", "stock,tcp,ofi,bare", options, env={"NETBOTTLENECK_BLOCK_STEPS": "5"})
     return Case(
-        "live: flow cap, other transport measured",
+        "live: flow cap, other transports measured",
         run,
         ("TRANSPORT_LIMITED",),
-        run.but("1gbit"),
+        run.but("300mbit"),
         "TRANSPORT_LIMITED",
         never=("STRAGGLER", "LINK_LIMITED"),
-        advises="NETBOTTLENECK_TRANSPORT=tcp",
+        advises="NETBOTTLENECK_TRANSPORT=",
+        numbers={
+            "bandwidth.stock.active_bits_per_s": (0.85e6 * flow, 1.05e6 * flow),
+            "bandwidth.stock.active_utilization": (0.0, 0.2),
+            "probe.points.0.bits_per_s": (0.85e6 * flow, 1.05e6 * flow),
+            "probe.points.3.streams": (8, 8),
+            "probe.points.3.bits_per_s": (0.7e9, 1e9),
+            "comparisons.tcp.ratio.value": (0.0, 1 / 3),
+            "comparisons.ofi.ratio.value": (0.0, 1 / 3),
+        },
+        same=replace(run.but("none", ms=0.0), arms="stock"),
+    )
+
+
+@live
+def live_slow_link_of_one_host(draw: Draw) -> Case[Training]:
+    slow, options = draw.randrange(3), {"sizes": [16, 256, 256, 256], "ms": 20.0, "steps": 80}
+    even = Training("1gbit", "stock", options, hosts=3, env={"NETBOTTLENECK_MONITOR_HZ": "20"})
+    run = replace(even, slow_link=(slow, f"{draw.randrange(60, 100)}mbit"))
+    return Case(
+        "live: the link of one of three hosts is slow",
+        run,
+        ("LINK_LIMITED",),
+        even,
+        "LINK_LIMITED",
+        never=("STRAGGLER", "IMBALANCE", "TRANSPORT_LIMITED", "MISCONFIGURED"),
+        saves=True,
+        says=f"The link of the host of rank {slow}",
+        advises=f"Look at the interface, cable and switch port of the host of rank {slow}",
+    )
+
+
+@live
+def live_slow_interface_of_one_host(draw: Draw) -> Case[Training]:
+    mbit, gbps = draw.randrange(60, 100), "NETBOTTLENECK_LINK_GBPS"
+    even = Training("1gbit", "stock", {"steps": 80})
+    run = replace(even, slow_link=(1, f"{mbit}mbit"), host_env={1: {gbps: str(mbit / 1e3)}})
+    return Case(
+        "live: the interface of one of two hosts is slow, as it states",
+        run,
+        ("MISCONFIGURED",),
+        even,
+        "MISCONFIGURED",
+        never=("STRAGGLER", "IMBALANCE", "TRANSPORT_LIMITED", "LINK_LIMITED"),
+        says="on rank 1",
+        advises="Look at the interface, cable and switch port of the host of rank 1",
     )
 
 
 @live
 def live_full_link(draw: Draw) -> Case[Training]:
-    run = Training(f"{draw.randrange(80, 160)}mbit", "stock,tcp,bare")
+    mbit = draw.randrange(100, 160)
+    run = Training(f"{mbit}mbit", "stock,tcp,bare", {"sizes": [384, 768, 1152, 768], "ms": 20.0, "steps": 90})
     return Case(
         "live: full link",
         run,
@@ -50,6 +98,12 @@ def live_full_link(draw: Draw) -> Case[Training]:
         "LINK_LIMITED",
         never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
         saves=True,
+        says="averaged over the step",
+        numbers={
+            "bandwidth.stock.active_utilization": (0.85, 1.05),
+            "bandwidth.stock.average_utilization": (0.3, 0.8),
+        },
+        checks=(least_link(0.9, 1e6 * mbit, 1e11),),
     )
 
 
@@ -176,6 +230,8 @@ def live_pinned(draw: Draw) -> Case[Training]:
         run.but(core=None),
         "HOST_LIMITED",
         never=("LINK_LIMITED", "INPUT_LIMITED"),
+        says="of its cores busy over the whole step",
+        numbers={"cores_busy": (0.9, 1.05)},
     )
 
 
@@ -332,15 +388,16 @@ def live_straggler_on_a_full_link(draw: Draw) -> Case[Training]:
 @live
 def live_flow_cap_on_a_faster_link(draw: Draw) -> Case[Training]:
     flow = draw.randrange(60, 100)
-    run = Training(f"250mbit/{flow}mbit", "stock,tcp,bare")
+    run = Training(f"250mbit/{flow}mbit", "stock,tcp,bare", {"kib": 384, "steps": 110})
     return Case(
         "live: flow cap, the link could do more",
         run,
         ("TRANSPORT_LIMITED",),
-        run.but("1gbit"),
-        "TRANSPORT_LIMITED",
+        run.but(f"1gbit/{flow}mbit"),
+        "LINK_LIMITED",
         never=("STRAGGLER", "LINK_LIMITED"),
         advises="NETBOTTLENECK_TRANSPORT=tcp",
+        checks=(raised_link(1e6 * flow, 0.25e9, 1e9, 0.1),),
     )
 
 
@@ -380,6 +437,7 @@ def live_small_operations(draw: Draw) -> Case[Training]:
         run.but(bucket_kib=25 << 10),
         "LATENCY_LIMITED",
         never=("LINK_LIMITED", "TRANSPORT_LIMITED", "STRAGGLER"),
+        says="does not depend on size",
         advises="larger buckets",
     )
 
@@ -428,18 +486,16 @@ def live_packets_lost(draw: Draw) -> Case[Training]:
 
 @live
 def live_large_buckets(draw: Draw) -> Case[Training]:
-    run = Training(
-        f"{draw.randrange(180, 260)}mbit",
-        options={"sizes": [64, *[256] * draw.randrange(7, 10)], "ms": 12.0, "bucket_kib": 8 << 10},
-    )
+    options = {"sizes": [64, *[256] * 9], "ms": 10.0, "bucket_kib": 1536, "steps": 120}
+    run = Training(f"none/{draw.randrange(140, 200)}mbit", options=options)
     return Case(
         "live: buckets too large to overlap",
         run,
-        ("BUCKET_SIZES", "LINK_LIMITED"),
+        ("BUCKET_SIZES",),
         run.but(bucket_kib=250),
         "BUCKET_SIZES",
-        also=("BUCKET_SIZES",),
-        never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
+        never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED", "LINK_LIMITED"),
+        advises="bucket_cap_mb of DDP",
     )
 
 

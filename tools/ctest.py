@@ -31,15 +31,17 @@ APART = {
     **{
         name: ("shm", "tcp", "ofi")
         for name in (
-            *("test_engine", "test_groups", "test_join", "test_shapes", "test_types"),
-            *("test_cuda_engine", "test_cuda_faults"),
+            *("test_arena_mapping", "test_cancel", "test_control", "test_engine", "test_groups", "test_join"),
+            *("test_progress_owner", "test_shapes", "test_types", "test_cuda_engine", "test_cuda_faults"),
         )
     },
+    "test_connection_loss": ("tcp", "ofi"),
     "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_nccl": ("tcp", "ofi"),
     "test_nccl_early": ("tcp", "ofi"),
     "test_nccl_links": ("tcp", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
+    "test_transport": ("mem", "mem-rma", "tcp", "ofi", "tcp6", "ofi6", "double", "double8"),
     "test_twolevel_faults": ("kill", "stop", "reset", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
 }

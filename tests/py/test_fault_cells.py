@@ -65,3 +65,32 @@ def test_a_fault_has_its_outcome_and_leaves_nothing(machine: Machine, name: str,
     if outcome.verdict == "not applicable":
         pytest.skip(outcome.details)
     assert outcome.verdict == "passed", (outcome.details, outcome.left)
+
+
+@pytest.mark.parametrize(
+    ("network", "may_lose", "held", "lost"),
+    [
+        (
+            "ofi",
+            3,
+            ["rank 0: 2 × descriptor socket established", "rank 0: 1 × descriptor socket closed by its peer"],
+            3,
+        ),
+        ("ofi", 3, ["rank 0: 3 × descriptor socket established", "rank 1: 3 × descriptor socket established"], 6),
+        ("ofi", 3, ["rank 0: 4 × descriptor socket established"], 0),
+        ("ofi", 0, ["rank 0: 1 × descriptor socket established"], 0),
+        ("ofi", 3, ["rank 0: 1 × descriptor socket listening", "rank 0: 1 × descriptor socket AF_UNIX"], 0),
+        ("tcp", 3, ["rank 0: 1 × descriptor socket established"], 0),
+    ],
+)
+def test_a_rank_may_leave_so_many_connections_of_libfabrics_and_nothing_else(
+    machine: Machine, network: str, may_lose: int, held: list[str], lost: int
+) -> None:
+    class Ended:
+        def ended(self, _names: list[str]) -> list[str]:
+            return held
+
+    cell = Cell(machine, BY_NAME["kill"], network, 2, may_lose=may_lose)
+    cell.ended(Ended(), ["0", "1"])  # type: ignore[arg-type]
+    assert cell.lost == lost
+    assert cell.left == ([] if lost else held)

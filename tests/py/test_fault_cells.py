@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
 sys.path.insert(0, str(FAULTS))
 
-from matrix.cell import Cell  # noqa: E402 - found by the path above
+from matrix.cell import Cell, Outcome  # noqa: E402 - found by the path above
 from matrix.place import Machine  # noqa: E402
 from matrix.rows import ROWS  # noqa: E402
+from matrix.table import judged  # noqa: E402
 
 BY_NAME = {row.name: row for row in ROWS}
 # Links that go down are test_links.py's.
@@ -94,3 +97,33 @@ def test_a_rank_may_leave_so_many_connections_of_libfabrics_and_nothing_else(
     cell.ended(Ended(), ["0", "1"])  # type: ignore[arg-type]
     assert cell.lost == lost
     assert cell.left == ([] if lost else held)
+
+
+@pytest.mark.parametrize(
+    ("details", "ci", "verdict"),
+    [
+        ("no port of libfabric is open", "true", "not applicable"),
+        ("no network namespaces on this machine: EPERM", "", "not applicable"),
+        ("no network namespaces on this machine: EPERM", "true", "failed"),
+        ("the moon is full", "", "failed"),
+    ],
+)
+def test_a_cell_is_left_out_for_a_listed_reason_only(
+    monkeypatch: pytest.MonkeyPatch, details: str, ci: str, verdict: str
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    assert judged(Outcome("blackhole", "tcp", 2, "not applicable", details)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--networks", ","], "--networks: name at least one"),
+        (["--only", "outsider-ofi", "--networks", "tcp"], "0 passed, 0 failed"),
+    ],
+)
+def test_a_run_in_which_no_cell_passes_fails(arguments: list[str], said: str) -> None:
+    argv = [sys.executable, FAULTS / "run.py", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
+    assert said in done.stdout + done.stderr
+    assert done.returncode != 0

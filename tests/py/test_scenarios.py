@@ -108,6 +108,11 @@ def test_a_matrix_has_a_row_for_a_cause_and_one_for_its_twin():
     assert found[0]["verdicts"] == {"INPUT_LIMITED": 2}
 
 
+def test_a_run_of_no_scenario_fails(capsys):
+    assert program.main(["--only", "no such scenario"]) == 1
+    assert capsys.readouterr().out.endswith("0 passed, 0 failed\n")
+
+
 def test_several_seeds_make_one_matrix(capsys):
     assert program.main(["--seeds", "3-4", "--only", "slow optimizer"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -114,6 +114,8 @@ fabric_headers() {
     done
 }
 
+nvcc_here() { command -v "${NVCC-nvcc}" || { [ -z "${NVCC+set}" ] && command -v /usr/local/cuda/bin/nvcc; } || true; }
+
 words() { tr ' ' '\n' | sort -u | xargs; }
 
 system_packages() {
@@ -219,8 +221,8 @@ torch() {
 # The editable install runs once; later calls compile only changed files.
 c_build() {
     local setup hash
-    setup=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py)
-    hash=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py tools/cbuild.py csrc)-$(fabric_headers)
+    setup=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py)-$PWD # a copy has its own
+    hash=$setup-$(hash_of tools/cbuild.py csrc)-$(fabric_headers)-$(nvcc_here)-${CC:-}
     if is_done build "$hash" && [ -f python/netbottleneck/_core.abi3.so ]; then return 0; fi
     export NETBOTTLENECK_WERROR=${NETBOTTLENECK_WERROR-1}
     if is_done editable "$setup" && $venv/bin/python -c 'import importlib.metadata as m; m.version("netbottleneck")' 2>/dev/null; then

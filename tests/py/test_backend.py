@@ -7,9 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
-
-from test_hvd import checks
+from conftest import Ranks, checks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # A rank that is missing is named soon.
@@ -24,7 +22,7 @@ def run(ranks: Ranks, size: int, script: str, names: list[str], env: dict[str, s
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_what_torch_distributed_does(warm_ranks: Ranks, size: int) -> None:
-    run(warm_ranks, size, "backend_checks.py", checks("backend_checks.py"))
+    run(warm_ranks, size, "backend_checks.py", checks(SCRIPTS / "backend_checks.py"))
 
 
 def test_the_name_for_the_cpu_alone_and_shared_memory(warm_ranks: Ranks) -> None:
@@ -38,7 +36,7 @@ def test_training(warm_ranks: Ranks, size: int, tmp_path: Path) -> None:
         warm_ranks,
         size,
         "backend_training.py",
-        checks("backend_training.py"),
+        checks(SCRIPTS / "backend_training.py"),
         {"CHECKPOINT": str(tmp_path / "checkpoint")},
     )
 

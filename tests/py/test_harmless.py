@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Ranks, by_torchrun
+from conftest import Ranks, by_torchrun, checks
 
 pytest.importorskip("torch")
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 
 
 def test_a_measured_model_behaves_as_the_scripts_own(warm_ranks: Ranks) -> None:
-    names = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+    names = checks(SCRIPT)
     for result in warm_ranks(2, SCRIPT, {}, args=names):
         lines = [line for line in result.stdout.splitlines() if line.startswith("ok ")]
         assert lines == [f"ok {name}" for name in names], result.stderr

@@ -40,6 +40,7 @@ APART = {
     "test_nccl": ("tcp", "ofi"),
     "test_nccl_early": ("tcp", "ofi"),
     "test_nccl_links": ("tcp", "ofi"),
+    "test_no_memory_open": ("tcp", "shm", "hosts", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
     "test_transport": ("mem", "mem-rma", "tcp", "ofi", "tcp6", "ofi6", "double", "double8"),
     "test_twolevel_faults": ("kill", "stop", "reset", "ofi"),
@@ -61,6 +62,7 @@ WRAPPED = {
     "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
     "test_many": ("nb_negotiation_flush",),
     "test_no_memory": ("calloc", "nb_autotune_guess"),
+    "test_no_memory_open": ("malloc", "calloc", "realloc", "aligned_alloc", "nb_job_open"),
     "test_start_order": (
         "nb_negotiation_flush",
         "nb_coordinator_collect",

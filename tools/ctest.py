@@ -165,8 +165,8 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     """Compile core and tests; return each program's binary, or the output of its failed compile or link."""
     folder = BUILD / flavour
     cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
-    named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
-    compiler = [named, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
+    command = [f"{cross}gcc"] if cross else cbuild.c_compiler()
+    compiler = [*command, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
     sources = [*cbuild.core_sources(tests=True), cbuild.cuda_image(), *sorted(TESTS.glob("mem/*.c"))]
     objects = cbuild.compile_all(sources, folder, compiler, jobs=jobs)
     archive = folder / "libcore.a"
@@ -178,7 +178,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     if any("cuda" in program.stem for program in programs):
         fake = cbuild.compile_all(sorted(FAKE_CUDA.glob("*.c")), folder, [*compiler, "-fPIC"], jobs=1)
         shared = ["-shared", "-Wl,-soname,libcuda.so.1", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
-        cbuild.run_compiler([compiler[0], *shared, *cbuild.LIBRARIES])
+        cbuild.run_compiler([*command, *shared, *cbuild.LIBRARIES])
 
     def one(program: Path) -> Path | str:
         target = folder / program.stem
@@ -186,7 +186,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
             (made,) = cbuild.compile_all([program], folder, compiler, jobs=1)
             wrapped = [f"-Wl,--wrap={name}" for name in WRAPPED.get(program.stem, ())]
             parts = [*sanitize, *wrapped, str(made), str(archive)]
-            cbuild.run_compiler([compiler[0], *parts, "-o", str(target), *cbuild.LIBRARIES])
+            cbuild.run_compiler([*command, *parts, "-o", str(target), *cbuild.LIBRARIES])
         except RuntimeError as error:
             return str(error)
         return target

@@ -67,8 +67,10 @@ useful=(iproute2 libfabric-dev g++)
 # True if a package of these lists, or its replacement, is missing.
 lacks() {
     case $1 in
-        gcc) ! have "${CC:-gcc}" ;;
-        libc6-dev) ! have "${CC:-gcc}" || ! echo '#include <stdio.h>' | "${CC:-gcc}" -E - >/dev/null 2>&1 ;;
+        # shellcheck disable=SC2086 # CC may have several words, such as "ccache gcc"
+        gcc) ! have ${CC:-gcc} ;;
+        # shellcheck disable=SC2086
+        libc6-dev) ! have ${CC:-gcc} || ! echo '#include <stdio.h>' | ${CC:-gcc} -E - >/dev/null 2>&1 ;;
         make) ! have make ;;
         python3) [ -z "$python" ] ;;
         python3-venv) [ -z "$python" ] || { [ ! -x $venv/bin/python ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; } ;;

@@ -24,6 +24,8 @@ from netbottleneck.lab import Lab, LabError
 SEED = 1
 # A saving differs from the difference to the twin by at most this part.
 ERROR_MAX = 0.25
+# Of these seeds, an answer needs at most so many jobs until one has a length that is long enough to be judged.
+DRAWS_MAX = 4
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_a_training_in_a_lab_gets_its_verdict(name):
 @pytest.mark.parametrize("kind", known.KINDS, ids=lambda kind: kind.name)
 def test_a_report_shows_an_injected_length_within_5_percent(kind, number):
     found = known.answer(kind, random.Random(f"test/{kind.name}/{number}"), number)
-    assert found.truth_ms >= known.RESOLVED_MIN * found.step_ms
+    assert found.draws <= DRAWS_MAX
     assert found.shown_ms == pytest.approx(found.truth_ms, rel=0.05)
 
 

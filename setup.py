@@ -20,6 +20,7 @@ import cbuild  # noqa: E402
 
 SHIM_SOURCE = ROOT / "csrc" / "lab" / "flowcap.c"
 SHIM_NAME = "libnbflowcap.so"
+COMPILER = cbuild.c_compiler(sysconfig.get_config_var("CC") or "gcc")
 PLUGINS = [ROOT / "build" / "core" / name for name in cbuild.PLUGINS]
 
 
@@ -75,7 +76,7 @@ class BuildCore(build_ext):
     def _build_shim(self) -> None:
         made = ROOT / "build" / "core" / SHIM_NAME
         made.parent.mkdir(parents=True, exist_ok=True)
-        compiler = [*self.compiler.compiler_so[:1], "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE", "-std=gnu11"]
+        compiler = [*COMPILER, "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE", "-std=gnu11"]
         warnings = cbuild.WARNINGS if our_own_build() else []
         try:
             cbuild.run_compiler(
@@ -88,7 +89,7 @@ class BuildCore(build_ext):
     def _build_plugin(self, plugin: Path, objects: list[Path]) -> None:
         """Link a library that NCCL loads, from objects that are mostly _core's. Raises RuntimeError."""
         plugin.parent.mkdir(parents=True, exist_ok=True)
-        linker = [*self.compiler.compiler_so[:1], *cbuild.plugin_link(plugin.name)]
+        linker = [*COMPILER, *cbuild.plugin_link(plugin.name)]
         cbuild.run_compiler([*linker, *map(str, objects), "-o", str(plugin), *cbuild.LIBRARIES])
 
     @staticmethod

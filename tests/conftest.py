@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import shutil
@@ -51,6 +52,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, [os.environ.get(
 os.environ.setdefault("NETBOTTLENECK_SHM", "0")
 # Ranks have these as they are now: libraries that tests load set some of them, and a rank would not be forked for it.
 EARLY = read_early(os.environ)
+
+
+def checks(script: Path) -> list[str]:
+    """Return the names of all functions of a script that have the decorator `check`, in order.
+
+    Raises ValueError if there is none.
+    """
+    found = [
+        node.name
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(part, ast.Name) and part.id == "check" for part in node.decorator_list)
+    ]
+    if not found:
+        raise ValueError(f"{script} has no checks")
+    return found
 
 
 def inherited() -> dict[str, str]:

@@ -59,6 +59,11 @@ def plugin_link(name: str) -> list[str]:
     return ["-shared", "-Wl,-z,nodelete", "-Wl,-z,defs", f"-Wl,-soname,{name}", f"-Wl,--version-script={exports}"]
 
 
+def c_compiler(default: str = "gcc") -> list[str]:
+    """Return the words of the C compiler's command: CC, such as "ccache gcc", else the default."""
+    return shlex.split(os.environ.get("CC") or default)
+
+
 def version() -> str:
     """Return the package's version, read without an import."""
     namespace: dict[str, str] = {}

@@ -31,15 +31,18 @@ APART = {
     **{
         name: ("shm", "tcp", "ofi")
         for name in (
-            *("test_engine", "test_groups", "test_join", "test_shapes", "test_types"),
-            *("test_cuda_engine", "test_cuda_faults"),
+            *("test_arena_mapping", "test_cancel", "test_control", "test_engine", "test_groups", "test_join"),
+            *("test_progress_owner", "test_shapes", "test_types", "test_cuda_engine", "test_cuda_faults"),
         )
     },
+    "test_connection_loss": ("tcp", "ofi"),
     "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_nccl": ("tcp", "ofi"),
     "test_nccl_early": ("tcp", "ofi"),
     "test_nccl_links": ("tcp", "ofi"),
+    "test_no_memory_open": ("tcp", "shm", "hosts", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
+    "test_transport": ("mem", "mem-rma", "tcp", "ofi", "tcp6", "ofi6", "double", "double8"),
     "test_twolevel_faults": ("kill", "stop", "reset", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
 }
@@ -59,6 +62,7 @@ WRAPPED = {
     "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
     "test_many": ("nb_negotiation_flush",),
     "test_no_memory": ("calloc", "nb_autotune_guess"),
+    "test_no_memory_open": ("malloc", "calloc", "realloc", "aligned_alloc", "nb_job_open"),
     "test_start_order": (
         "nb_negotiation_flush",
         "nb_coordinator_collect",
@@ -176,8 +180,8 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     """Compile core and tests; return each program's binary, or the output of its failed compile or link."""
     folder = BUILD / ("plain" if flavour == "valgrind" else flavour)
     cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
-    named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
-    compiler = [named, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
+    command = [f"{cross}gcc"] if cross else cbuild.c_compiler()
+    compiler = [*command, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
     sources = [*cbuild.core_sources(tests=True), cbuild.cuda_image(), *sorted(TESTS.glob("mem/*.c"))]
     objects = cbuild.compile_all(sources, folder, compiler, jobs=jobs)
     archive = folder / "libcore.a"
@@ -189,7 +193,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     if any("cuda" in program.stem for program in programs):
         fake = cbuild.compile_all(sorted(FAKE_CUDA.glob("*.c")), folder, [*compiler, "-fPIC"], jobs=1)
         shared = ["-shared", "-Wl,-soname,libcuda.so.1", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
-        cbuild.run_compiler([compiler[0], *shared, *cbuild.LIBRARIES])
+        cbuild.run_compiler([*command, *shared, *cbuild.LIBRARIES])
 
     def one(program: Path) -> Path | str:
         target = folder / program.stem
@@ -197,7 +201,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
             (made,) = cbuild.compile_all([program], folder, compiler, jobs=1)
             wrapped = [f"-Wl,--wrap={name}" for name in WRAPPED.get(program.stem, ())]
             parts = [*sanitize, *wrapped, str(made), str(archive)]
-            cbuild.run_compiler([compiler[0], *parts, "-o", str(target), *cbuild.LIBRARIES])
+            cbuild.run_compiler([*command, *parts, "-o", str(target), *cbuild.LIBRARIES])
         except RuntimeError as error:
             return str(error)
         return target

@@ -1,6 +1,7 @@
 """Prints the newest wheel in dist/ that was built from these sources; where there is none, says why and exits with 1.
 
-A wheel is refused if it is of another version or machine, older than a source file, or has another Python file.
+A wheel is refused if it is of another version or machine, older than a source file, or has another file of the package
+that is not built.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from pathlib import Path
 import cbuild
 
 BUILD_FILES = ("setup.py", "pyproject.toml", "tools/cbuild.py")
-KINDS = {".c", ".cu", ".h", ".map", ".py"}
+MADE = {".new", ".pyc", ".so"}
 
 
 def sources(root: Path) -> Iterator[Path]:
     """Yield the files that a wheel is built from."""
     yield from (root / name for name in BUILD_FILES)
-    for folder in ("csrc", "python"):
-        yield from (path for path in (root / folder).rglob("*") if path.suffix in KINDS)
+    for folder in ("csrc", "python/netbottleneck"):
+        yield from (path for path in (root / folder).rglob("*") if path.is_file() and path.suffix not in MADE)
 
 
 def refusal(wheel: Path, root: Path) -> str:
@@ -34,9 +35,9 @@ def refusal(wheel: Path, root: Path) -> str:
     if newest.stat().st_mtime > wheel.stat().st_mtime:
         return f"is older than {newest.relative_to(root)}"
     python = root / "python"
-    ours = {path.relative_to(python).as_posix(): path for path in python.glob("netbottleneck/**/*.py")}
+    ours = {path.relative_to(python).as_posix(): path for path in sources(root) if path.is_relative_to(python)}
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if name.endswith(".py")}
+        names = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith(".so")}
         changed = names ^ ours.keys() or {name for name in names if archive.read(name) != ours[name].read_bytes()}
     return f"has another {min(changed)}" if changed else ""
 

@@ -13,14 +13,14 @@ has_cuda() { "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())
 # Whether a wheel can be built without a network; says what is missing.
 can_build() {
     "$1" -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null &&
-        command -v "${CC:-gcc}" >/dev/null && return
+        command -v ${CC:-gcc} >/dev/null && return # unquoted: CC may have several words
     echo "gpu-check: to build here, $1 needs setuptools 77 or later, and ${CC:-gcc} must be installed;" \
         "or build a wheel of these sources elsewhere (pip wheel --no-deps -w dist .) and put it into dist/" >&2
     return 1
 }
 
 place=build/gpu_check
-for python in ${PYTHON:-python3} .venv/bin/python; do
+for python in "${PYTHON:-python3}" .venv/bin/python; do
     has_cuda "$python" || continue
     if [ "$python" != .venv/bin/python ]; then
         if source=$("$python" tools/fresh_wheel.py); then

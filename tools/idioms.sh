@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the idioms of tests/idioms, by default with .venv's torch. Arguments go to tests/idioms/run.py.
+# Tests the comparison, then runs the idioms of tests/idioms, by default with .venv's torch. Arguments go to
+# tests/idioms/run.py.
 # usage: [TORCH=2.x.y] tools/idioms.sh [ARGUMENT…]
 #   TORCH   a version of torch, in a separate environment .venv-torch-2.x.y, which is created if it is missing. Except for
 #           version 2.13, torch's wheels include CUDA's libraries: 3 GB to download, 6 GB on disk. No GPU is needed.
@@ -40,4 +41,5 @@ if [ -n "${TORCH:-}" ]; then
     environment "$TORCH" "${python%/bin/python}"
 fi
 fact "torch $($python -c 'import torch; print(torch.__version__)')"
+.venv/bin/python -m pytest -q -p no:xdist tests/idioms/test_compare.py || fail "the comparison itself fails its tests"
 exec "$python" tests/idioms/run.py "$@"

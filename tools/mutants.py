@@ -40,6 +40,7 @@ NUMBER = 150
 # A test hangs if it takes this many times as long as without a mutant, plus these seconds.
 SLOWER, MORE_S = 6, 30
 GRACE_S = 20
+EXTENSION = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 # Variable in the environment of every process of a test, to find processes that a killed test leaves behind.
 MARK = "NB_MUTANTS_RUN"
 
@@ -277,7 +278,7 @@ class Tests:
     """The tests of the rooms, and their durations without a mutant, which are kept until the test changes."""
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._known: dict[str, float] = json.loads(TIMES.read_text(encoding="utf-8")) if TIMES.exists() else {}
         self._took: dict[tuple[str, ...], float] = {}
 
@@ -289,7 +290,7 @@ class Tests:
         for name in room.asan:
             yield f"{name} under ASan", (*ctest, name, "--flavour", "asan")
         if room.c and room.py:
-            yield "the extension", (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+            yield "the extension", EXTENSION
         pytest = (sys.executable, "-m", "pytest", "-x", "-q")
         if room.py:
             yield " ".join(room.py), (*pytest, *(f"tests/py/test_{name}.py" for name in room.py))
@@ -305,7 +306,7 @@ class Tests:
                     self._took[command] = self._known[named]
                     continue
                 began = time.monotonic()
-                code, output = run(command, self._limit_s)
+                code, output = run(command, self.limit_s)
                 if code != 0:
                     raise SystemExit(f"without a mutant, {name} ends with {code}:\n{output}")
                 self._took[command] = self._known[named] = time.monotonic() - began
@@ -323,7 +324,7 @@ class Tests:
     def judge(self, mutant: Mutant) -> tuple[str, str]:
         """Return the verdict on the mutant in the copy, and the test that killed it."""
         for name, command in self.steps(ROOMS[mutant.room]):
-            code, output = run(command, min(self._limit_s, SLOWER * self._took[command] + MORE_S))
+            code, output = run(command, min(self.limit_s, SLOWER * self._took[command] + MORE_S))
             if "the core does not build" in output:
                 return "invalid", ""
             if code is None:
@@ -353,7 +354,10 @@ def same_code(mutant: Mutant) -> bool | None:
 
 
 def try_one(tests: Tests, mutant: Mutant) -> Result:
-    """Write a mutant to the copy, run the tests, and restore the original."""
+    """Write a mutant to the copy, run the tests, and restore the original and the extension.
+
+    Raises SystemExit if the original does not build.
+    """
     path = TREE / mutant.path
     began = time.monotonic()
     try:
@@ -365,6 +369,10 @@ def try_one(tests: Tests, mutant: Mutant) -> Result:
             verdict, by = tests.judge(mutant)
     finally:
         path.write_text(mutant.change.original, encoding="utf-8")
+        if path.suffix == ".c" and ROOMS[mutant.room].py:
+            code, output = run(EXTENSION, tests.limit_s)
+            if code != 0:
+                raise SystemExit(f"without the mutant, the extension does not build:\n{output}")
     change = mutant.change
     return Result(
         mutant.number,
@@ -425,7 +433,8 @@ def chosen(options: argparse.Namespace, known: dict[str, Result]) -> Iterator[Mu
             if result.verdict == "survived" and number in known_here:
                 yield known_here[number]
         return
-    count = sum(r.verdict in ("killed", "survived") and r.room in options.rooms for r in known.values())
+    there = {mutant.number for room in options.rooms for mutant in mutants(room)}
+    count = sum(r.verdict in ("killed", "survived") and r.number in there for r in known.values())
     for mutant in drawn(options.rooms, options.seed):
         if count >= options.number:
             return
@@ -437,7 +446,9 @@ def chosen(options: argparse.Namespace, known: dict[str, Result]) -> Iterator[Mu
 def main() -> int:
     """Run the requested mutants, then print the summary."""
     parser = argparse.ArgumentParser(description="Draw mutants and run the tests of their rooms.")
-    parser.add_argument("--number", type=int, default=NUMBER, help="mutants that compile, with earlier ones")
+    parser.add_argument(
+        "--number", type=int, default=NUMBER, help="mutants that compile, with earlier ones of today's lines"
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--rooms", nargs="+", choices=list(ROOMS), default=list(ROOMS))
     parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of one test command")

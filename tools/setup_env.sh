@@ -68,8 +68,10 @@ useful=(iproute2 libfabric-dev g++)
 # True if a package of these lists, or its replacement, is missing.
 lacks() {
     case $1 in
-        gcc) ! have "${CC:-gcc}" ;;
-        libc6-dev) ! have "${CC:-gcc}" || ! echo '#include <stdio.h>' | "${CC:-gcc}" -E - >/dev/null 2>&1 ;;
+        # shellcheck disable=SC2086 # CC may have several words, such as "ccache gcc"
+        gcc) ! have ${CC:-gcc} ;;
+        # shellcheck disable=SC2086
+        libc6-dev) ! have ${CC:-gcc} || ! echo '#include <stdio.h>' | ${CC:-gcc} -E - >/dev/null 2>&1 ;;
         make) ! have make ;;
         python3) [ -z "$python" ] ;;
         python3-venv) [ -z "$python" ] || { [ ! -x $venv/bin/python ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; } ;;
@@ -115,6 +117,8 @@ fabric_headers() {
         fi
     done
 }
+
+nvcc_here() { command -v "${NVCC-nvcc}" || { [ -z "${NVCC+set}" ] && command -v /usr/local/cuda/bin/nvcc; } || true; }
 
 words() { tr ' ' '\n' | sort -u | xargs; }
 
@@ -222,8 +226,8 @@ torch() {
 # The editable install runs once; later calls compile only changed files.
 c_build() {
     local setup hash
-    setup=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py)
-    hash=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py tools/cbuild.py csrc)-$(fabric_headers)
+    setup=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py)-$PWD # a copy has its own
+    hash=$setup-$(hash_of tools/cbuild.py csrc)-$(fabric_headers)-$(nvcc_here)-${CC:-}
     if is_done build "$hash" && [ -f python/netbottleneck/_core.abi3.so ]; then return 0; fi
     export NETBOTTLENECK_WERROR=${NETBOTTLENECK_WERROR-1}
     if is_done editable "$setup" && $venv/bin/python -c 'import importlib.metadata as m; m.version("netbottleneck")' 2>/dev/null; then

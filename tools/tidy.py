@@ -56,7 +56,7 @@ def check(source: Path, fix: bool) -> str:
     except subprocess.TimeoutExpired:
         return f"{source}: clang-tidy did not finish within {LIMIT_S} s\n"
     if done.returncode != 0:
-        return done.stdout or done.stderr
+        return done.stdout or done.stderr or f"{source}: clang-tidy ended with {done.returncode}\n"
     if seen is not None and not fix:
         DONE.mkdir(parents=True, exist_ok=True)
         stamp.write_text(seen, encoding="ascii")
@@ -64,7 +64,7 @@ def check(source: Path, fix: bool) -> str:
 
 
 def main() -> int:
-    """Check every C file of csrc. Returns 1 if one has findings."""
+    """Check every C file of csrc. Returns 1 if one has findings, or if there is none."""
     parser = argparse.ArgumentParser(description="clang-tidy over csrc.")
     parser.add_argument("--fix", action="store_true", help="apply clang-tidy's fixes, one file after another")
     parser.add_argument("--jobs", type=int, default=2)
@@ -75,7 +75,7 @@ def main() -> int:
         findings = [text for text in pool.map(lambda source: check(source, options.fix), sources) if text]
     sys.stdout.write("".join(findings))
     print(f"clang-tidy: {len(sources)} files, {len(findings)} with findings")
-    return 1 if findings else 0
+    return 1 if findings or not sources else 0
 
 
 if __name__ == "__main__":

@@ -329,7 +329,8 @@ static const PyGetSetDef getset[] = {
 static const char comm_doc[] =
     "Comm(rank, size, *, secret, listener=None, address=None, tag='', transport='tcp', streams=0,\n"
     "     provider=None, library=None, ifname=None, ports=(0, 0), segment_bytes=0, timeout_s=30.0,\n"
-    "     stall_s=60.0, stall_end_s=0.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
+    "     start_timeout_s=..., stall_s=60.0, stall_end_s=0.0, recorder=None, shm='auto', host=None,\n"
+    "     algorithm='auto', cpus=(), congestion=None, cuda_library=None, cuda_gather_bytes=0)\n--\n\n"
     "A job's communicator: all ranks. One communication thread, which never touches Python.\n\n"
     "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Deleted without\n"
     "close() it aborts the job on all ranks. In a forked child every call raises Error.";
@@ -337,7 +338,7 @@ static const char comm_doc[] =
 PyTypeObject *core_comm_type(PyObject *module) {
     static const PyMethodDef methods[] = {
         {"submit", WITH_KEYWORDS(core_comm_submit_method),
-         "submit($self, name, kind, memory, dtype, *, op=SUM, root=0, prescale=1.0, postscale=1.0,\n"
+         "submit($self, name, kind, memory, dtype, *, op=..., root=0, prescale=1.0, postscale=1.0,\n"
          "       priority=0, bucket=0, keep=None, awaited=False, group=0, shape=0)\n--\n\n"
          "Start an operation in place and return its Work.\n\n"
          "shape: a number that stands for the shape of what is in `memory`; ranks whose numbers differ are refused.\n"
@@ -349,7 +350,7 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "All its ranks use the same number, above 0. The group lives until close(). ValueError for invalid ranks,\n"
          "or a number in use."},
         {"map", comm_map, METH_O,
-         "map($self, arena)\n--\n\nRegister an arena for many operations with the lanes, until it is freed."},
+         "map($self, arena, /)\n--\n\nRegister an arena for many operations with the lanes, until it is freed."},
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
          "exchange($self, blob, *, limit_s=0.0, name=None, raised=...)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"
@@ -361,7 +362,7 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {"missing", WITH_KEYWORDS(core_comm_missing),
          "missing($self, name, group=0)\n--\n\nRanks (16 at most) without it when its stall was reported."},
         {"record_clock", comm_record_clock, METH_O,
-         "record_clock($self, recorder)\n--\n\nRecord this rank's clock in a Recorder too; None: no longer."},
+         "record_clock($self, recorder, /)\n--\n\nRecord this rank's clock in a Recorder too; None: no longer."},
         {"notices", comm_notices, METH_NOARGS,
          "notices($self)\n--\n\nNotices for the user since the last call: stalls, lost lanes."},
         {"abort", WITH_KEYWORDS(comm_abort),

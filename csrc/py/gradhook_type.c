@@ -298,7 +298,7 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "hook($self, index, /)\n--\n\n"
          "Return the C callable for a hook of the node that accumulates the gradient of parameters[index]."},
         {"target", WITH_KEYWORDS(gradhook_target),
-         "target($self, sink, prescale=1.0, postscale=1.0, op=SUM, group=0)\n--\n\n"
+         "target($self, sink, prescale=1.0, postscale=1.0, op=..., group=0)\n--\n\n"
          "Set where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
          "with wait(), or None: nowhere. Re-arms; RuntimeError while buckets are pending."},
         {"flush", gradhook_method_flush, METH_NOARGS,

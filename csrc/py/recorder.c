@@ -531,21 +531,21 @@ PyTypeObject *core_recorder_type(PyObject *module) {
         {"put_at", (PyCFunction)(void (*)(void))recorder_put_at, METH_VARARGS | METH_KEYWORDS,
          "put_at($self, time_ns, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps an earlier time."},
         {"put_ready", recorder_put_ready, METH_VARARGS,
-         "put_ready($self, offsets, sent, since_ns)\n--\n\n"
+         "put_ready($self, offsets, sent, since_ns, /)\n--\n\n"
          "Stamps when each parameter was ready: its offset after the begin of the pass. Returns that begin, or 0."},
         {"stamper", (PyCFunction)(void (*)(void))recorder_stamper, METH_VARARGS | METH_KEYWORDS,
          "stamper($self, kind, key=0, a=0, b=0, *, awaited=False, host=False)\n--\n\n"
          "Return a C callable that stamps this event for any arguments. awaited: settle() waits until it is freed.\n"
          "host: as put()."},
         {"operation", recorder_operation, METH_VARARGS,
-         "operation($self, key, nbytes, bucket, about)\n--\n\n"
+         "operation($self, key, nbytes, bucket, about, /)\n--\n\n"
          "Return what stamps a repeated operation. bucket: its number from 1; about: the last value of OP_SUBMIT."},
         {"settle", recorder_settle, METH_NOARGS,
          "settle($self)\n--\n\n"
          "Wait, at most 0.1 s, until all awaited stampers are freed; return False if some are left. CPython 3.11\n"
          "locks up in a fork's child while a thread unknown to it, which runs a callback, makes its thread state."},
         {"follow", recorder_follow, METH_VARARGS,
-         "follow($self, tensor, library=None)\n--\n\n"
+         "follow($self, tensor, library=None, /)\n--\n\n"
          "From now on stamps get the time at which the current stream of the tensor's device reaches them, on the\n"
          "host's clock; read() writes them. library: the CUDA driver in place of libcuda.so.1. Raises Error without a\n"
          "driver, ValueError for a tensor in host memory or a recorder that follows a device."},
@@ -599,7 +599,7 @@ PyTypeObject *core_operation_type(PyObject *module) {
         {"submitted", operation_submitted, METH_NOARGS,
          "submitted($self)\n--\n\nStamp OP_SUBMIT with the next turn; return its time in ns."},
         {"started", operation_started, METH_VARARGS,
-         "started($self, host=False)\n--\n\n"
+         "started($self, host=False, /)\n--\n\n"
          "Stamp OP_START; return an awaited stamper of OP_DONE. host: the end is stamped with the host's time."},
         {0},
     };

@@ -1,7 +1,7 @@
 """Types of the C module. Every buffer is in place and belongs to the engine until its Work is done."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Never, Self, TypeAlias, final, type_check_only
 
 # dtypes
 UINT8: int
@@ -33,12 +33,12 @@ EVENTS: dict[str, int]  # name of each event kind, as in csrc/trace/event.h with
 
 # An object with the buffer protocol (writable, contiguous), or (address, bytes) of memory the caller keeps alive
 # by the `keep` argument.
-Memory: TypeAlias = Any
+_Memory: TypeAlias = Any
 
 def now_ns() -> int:
     """CLOCK_MONOTONIC in ns: the clock of every record."""
 
-def dtype_size(dtype: int) -> int: ...
+def dtype_size(dtype: int, /) -> int: ...
 def transports() -> list[str]:
     """The names of the transports in this build."""
 
@@ -61,19 +61,19 @@ def interfaces(spec: str | None = None) -> list[tuple[str, str]]:
 def isa() -> str:
     """The reduction kernels in use: "generic" or "avx2"."""
 
-def reduce(destination: Memory, source: Memory, dtype: int, op: int, isa: str | None = None) -> None:
+def reduce(destination: _Memory, source: _Memory, dtype: int, op: int, isa: str | None = None) -> None:
     """destination = destination op source, by the kernel of `isa`. For tests and measurements."""
 
-def reduce_pair(one: Memory, other: Memory, dtype: int, op: int) -> None:
+def reduce_pair(one: _Memory, other: _Memory, dtype: int, op: int) -> None:
     """one = other = one op other in one pass, as ranks that share memory do. For tests and measurements.
 
     Raises ValueError if there is no such kernel. SUM has one for every dtype."""
 
 def simulate(
-    program: tuple[Memory, Memory, Memory, Memory, Memory, int],
-    plan: tuple[int, int, int, Memory, int, int],
-    cost: tuple[int, int, int, int, int, Memory, Memory, Memory],
-    result: tuple[Memory, Memory, Memory, Memory, Memory],
+    program: tuple[_Memory, _Memory, _Memory, _Memory, _Memory, int],
+    plan: tuple[int, int, int, _Memory, int, int],
+    cost: tuple[int, int, int, int, int, _Memory, _Memory, _Memory],
+    result: tuple[_Memory, _Memory, _Memory, _Memory, _Memory],
     /,
 ) -> int:
     """Fill the arrays of `result`, GIL released, and return the number of operations: csrc/sim/sim.h.
@@ -93,7 +93,7 @@ def collective_shape(algorithm: int, size: int, ranks_per_host: int, /) -> tuple
     algorithm: 0 ring, 1 two levels, 2 tree, 3 halving and doubling, 4 direct."""
 
 def reduce_times(
-    destination: Memory, source: Memory, nbytes: int, dtype: int, samples: int = 1, least_ns: int = 0
+    destination: _Memory, source: _Memory, nbytes: int, dtype: int, samples: int = 1, least_ns: int = 0
 ) -> list[tuple[int, int]]:
     """(calls, ns) of each sample of destination += source, nbytes a call, by the best kernel; GIL released.
 
@@ -101,7 +101,7 @@ def reduce_times(
     that hold them, larger ones do not. A sample lasts least_ns or one call. ValueError for what cannot be."""
 
 def copy_times(
-    destination: Memory, source: Memory, nbytes: int, samples: int = 1, least_ns: int = 0
+    destination: _Memory, source: _Memory, nbytes: int, samples: int = 1, least_ns: int = 0
 ) -> list[tuple[int, int]]:
     """As reduce_times, for memcpy."""
 
@@ -133,9 +133,9 @@ def stamp_at(recorder: Recorder, kind: int, times_ns: Sequence[int], keys: Seque
 class Arena:
     """Page-aligned, zeroed memory (memfd where the kernel allows), with the writable buffer protocol.
 
-    Memory is freed when the last buffer and the object are gone."""
+    _Memory is freed when the last buffer and the object are gone."""
 
-    def __init__(self, nbytes: int) -> None: ...
+    def __new__(cls, nbytes: int) -> Self: ...
     @property
     def address(self) -> int: ...
     @property
@@ -149,9 +149,9 @@ class Listener:
 
     Raises Error (EADDRINUSE, ENODEV) naming the port or the interface."""
 
-    def __init__(
-        self, address: str | None = None, ifname: str | None = None, ports: tuple[int, int] = (0, 0)
-    ) -> None: ...
+    def __new__(
+        cls, address: str | None = None, ifname: str | None = None, ports: tuple[int, int] = (0, 0)
+    ) -> Self: ...
     @property
     def address(self) -> str:
         """ "host:port", the address for the other ranks."""
@@ -165,7 +165,7 @@ class Recorder:
     timeline: also records the events that only a timeline uses.
     """
 
-    def __init__(self, path: str, capacity: int, rank: int, *, timeline: bool = False) -> None: ...
+    def __new__(cls, path: str, capacity: int, rank: int, *, timeline: bool = False) -> Self: ...
     def put(
         self,
         kind: int,
@@ -188,7 +188,7 @@ class Recorder:
     ) -> Callable[..., None]:
         """A C callable that records this event for any arguments, and returns None."""
 
-    def put_ready(self, offsets: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int) -> int:
+    def put_ready(self, offsets: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int, /) -> int:
         """Stamp GRAD_READY for each parameter, with its index as key.
 
         offsets: ns after the begin of a backward pass, an entry for each parameter; 0 or less: it has none. sent: when
@@ -198,13 +198,13 @@ class Recorder:
         of the offsets was set during the pass) or if there is no offset.
         """
 
-    def operation(self, key: int, nbytes: int, bucket: int, about: int) -> Operation:
+    def operation(self, key: int, nbytes: int, bucket: int, about: int, /) -> Operation:
         """What records the events of an operation that is repeated. about: its kind and dtype, as in OP_SUBMIT."""
 
     def settle(self) -> bool:
         """Wait, at most 0.1 s, until all awaited stampers are freed."""
 
-    def follow(self, tensor: object, library: str | None = None) -> None:
+    def follow(self, tensor: object, library: str | None = None, /) -> None:
         """From now on, events get the time at which the current stream of the tensor's device reaches them.
 
         The times are on the host's clock. read() writes the events. library: the CUDA driver in place of libcuda.so.1.
@@ -219,7 +219,7 @@ class Recorder:
         """Address of a stream of our own on the device that is followed."""
 
     @property
-    def detailed(self) -> bool: ...
+    def detailed(self) -> Never: ...  # can only be set
     @detailed.setter
     def detailed(self, value: bool) -> None:
         """False: a device's events of single gradients are left out."""
@@ -233,13 +233,14 @@ class Recorder:
     def close(self) -> None: ...
 
 @final
+@type_check_only
 class Operation:
     """Made by Recorder.operation. Numbers its turns from 0."""
 
     def submitted(self) -> int:
         """Record OP_SUBMIT of the next turn; return its time in ns."""
 
-    def started(self, host: bool = False) -> Callable[..., None]:
+    def started(self, host: bool = False, /) -> Callable[..., None]:
         """Record OP_START of this turn; return an awaited stamper of its OP_DONE."""
 
 @final
@@ -273,8 +274,8 @@ class Comm:
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
     naming the missing ranks."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         rank: int,
         size: int,
         *,
@@ -301,7 +302,7 @@ class Comm:
         congestion: str | None = None,
         cuda_library: str | None = None,
         cuda_gather_bytes: int = 0,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -314,7 +315,7 @@ class Comm:
         self,
         name: str,
         kind: int,
-        memory: Memory | Sequence[Memory],
+        memory: _Memory | Sequence[_Memory],
         dtype: int,
         *,
         op: int = ...,
@@ -337,7 +338,7 @@ class Comm:
         """Creates a group of some ranks, in ascending order and including this one. All its ranks use the same
         number, above 0. The group lives until close(). ValueError for invalid ranks, or a number in use."""
 
-    def map(self, arena: Arena) -> None:
+    def map(self, arena: Arena, /) -> None:
         """Registers memory that many operations will use with the lanes."""
 
     def exchange(
@@ -356,7 +357,7 @@ class Comm:
     def missing(self, name: str, group: int = 0) -> list[int]:
         """The first 16 ranks that had not submitted an operation at its last stall report; [] otherwise."""
 
-    def record_clock(self, recorder: Recorder | None) -> None:
+    def record_clock(self, recorder: Recorder | None, /) -> None:
         """Record this rank's clock against rank 0's in a Recorder too, about once a second; None: no longer.
 
         Replaces the recorder of an earlier call. ValueError for a closed recorder."""
@@ -375,8 +376,8 @@ class GradHook:
     memory. `grad` stays the tensor that autograd or the user put there, and wait() leaves the sum in it. It is copied
     to the bucket and back; from `direct_bytes` on, it is reduced in its own memory unless another tensor shares it."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         parameters: Sequence[Any],
         views: Sequence[Any],
         bucket_of: Sequence[int],
@@ -388,11 +389,11 @@ class GradHook:
         passes: int = 1,
         keep: Any = None,
         flags: Sequence[Any] | None = None,
-    ) -> None:
+    ) -> Self:
         """buckets: a tuple (name, dtype, address, bytes, priority) for each. flags: a tensor over the end of each
         bucket's memory, with an element for each of its parameters; then a gradient that no rank has stays None."""
 
-    def hook(self, index: int) -> Callable[[Any], None]:
+    def hook(self, index: int, /) -> Callable[[Any], None]:
         """The C callable for a hook of the node that accumulates the gradient of parameters[index]."""
 
     def target(

@@ -449,8 +449,8 @@ static void test_silent_lane_is_given_up(struct suite *suite, uint64_t seed, boo
     world_close(world);
 }
 
-// Returns false, and prints the reason, if this machine does not support the network.
-static bool is_available(struct suite *suite) {
+// Skips the program if this machine does not support the network.
+static void require_network(struct suite *suite) {
     struct flow_world *world = calloc(1, sizeof *world);
     struct nb_error err = {0};
     CHECK(world != NULL, "memory");
@@ -464,14 +464,9 @@ static bool is_available(struct suite *suite) {
     bool six = suite->bind[0] == '[' && (rc == -EADDRNOTAVAIL || rc == -EAFNOSUPPORT || rc == -ENODEV);
     CHECK(rc == 0 || rc == NB_ENOLIB || six, "%s at %s: %s", suite->ops->name, suite->bind, err.text);
     if (rc != 0) {
-        printf("%s skipped: %s\n", suite->ops->name, err.text);
-        nb_loop_fini(&world->nodes[0].loop);
-        nb_mem_net_close(world->net);
-        free(world);
-        return false;
+        SKIP("%s%s", six ? "no IPv6 on this machine: " : "", err.text);
     }
     world_close(world);
-    return true;
 }
 
 static void run_suite(struct suite *suite, int seeds, const char *seed) {
@@ -508,47 +503,42 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
     }
 }
 
+// Usage: test_transport NETWORK [SEED]
 int main(int argc, char **argv) {
     static const struct network networks[] = {
         {"mem", "mem", "127.0.0.1:0", 40, 0},    {"mem-rma", "mem-rma", "127.0.0.1:0", 40, 0},
         {"tcp", "tcp", "127.0.0.1:0", 24, 0},    {"ofi", "ofi", "127.0.0.1:0", 10, 0},
         {"tcp6", "tcp", "[::1]:0", 12, 0},       {"ofi6", "ofi", "[::1]:0", 5, 0},
         {"double", "ofi", "127.0.0.1:0", 24, 4}, {"double8", "ofi", "127.0.0.1:0", 12, 8}};
-    int passed = 0;
-    for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
-        if (argc > 1 && strcmp(argv[1], networks[i].name) != 0) {
-            continue;
-        }
-        struct suite *suite = calloc(1, sizeof *suite);
-        CHECK(suite != NULL, "memory");
-        suite->is_mem = i < 2;
-        suite->ops =
-            suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA) : nb_transport_find(networks[i].ops);
-        suite->bind = networks[i].bind;
-        CHECK(suite->ops != NULL, "%s is not built in", networks[i].name);
-        for (int size = 2; size <= 3 && !suite->is_mem; size++) {
-            boots_open(suite->boots[size - 2], size);
-        }
-        if (networks[i].data_bytes > 0) {
-            double_begin(argc > 2 ? strtoull(argv[2], NULL, 10) : i, (size_t)networks[i].data_bytes);
-        }
-        if (is_available(suite)) {
-            run_suite(suite, networks[i].seeds, argc > 2 ? argv[2] : NULL);
-            printf("%s passed\n", networks[i].name);
-            passed++;
-        }
-        if (networks[i].data_bytes > 0) {
-            double_end();
-        }
-        for (int size = 2; size <= 3 && !suite->is_mem; size++) {
-            for (int rank = 0; rank < size; rank++) {
-                nb_boot_close(&suite->boots[size - 2][rank]);
-            }
-        }
-        free(suite);
+    const size_t count = sizeof networks / sizeof *networks;
+    size_t i = 0;
+    CHECK(argc >= 2, "name one network");
+    while (i < count && strcmp(argv[1], networks[i].name) != 0) {
+        i++;
     }
-    if (passed == 0) {
-        SKIP("none of the requested networks is available");
+    CHECK(i < count, "%s is unknown", argv[1]);
+    struct suite *suite = calloc(1, sizeof *suite);
+    CHECK(suite != NULL, "memory");
+    suite->is_mem = i < 2;
+    suite->ops = suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA) : nb_transport_find(networks[i].ops);
+    suite->bind = networks[i].bind;
+    CHECK(suite->ops != NULL, "%s is not built in", networks[i].name);
+    for (int size = 2; size <= 3 && !suite->is_mem; size++) {
+        boots_open(suite->boots[size - 2], size);
     }
+    if (networks[i].data_bytes > 0) {
+        double_begin(argc > 2 ? strtoull(argv[2], NULL, 10) : i, (size_t)networks[i].data_bytes);
+    }
+    require_network(suite);
+    run_suite(suite, networks[i].seeds, argc > 2 ? argv[2] : NULL);
+    if (networks[i].data_bytes > 0) {
+        double_end();
+    }
+    for (int size = 2; size <= 3 && !suite->is_mem; size++) {
+        for (int rank = 0; rank < size; rank++) {
+            nb_boot_close(&suite->boots[size - 2][rank]);
+        }
+    }
+    free(suite);
     return 0;
 }

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "python")]
+sys.path[:0] = [str(HERE), str(HERE.parent), *(str(HERE.parents[1] / name) for name in ("python", "tools"))]
 
 from matrix.cell import Cell, Outcome  # noqa: E402 - found by the path above
 from matrix.place import NETWORKS, Machine  # noqa: E402
 from matrix.rows import ROWS  # noqa: E402
-from matrix.table import line, page, table, totals  # noqa: E402
+from matrix.table import judged, line, page, table, totals  # noqa: E402
 
 FOLDER = HERE.parents[1] / "build" / "faults"
 SIZES = (2, 4)
@@ -42,6 +42,8 @@ def options() -> argparse.Namespace:
     known = {row.name: row for row in ROWS}
     if unknown := sorted(set(chosen.only) - set(known)):
         parser.error(f"--only {','.join(unknown)}: must be of {', '.join(known)}")
+    if not chosen.networks:
+        parser.error(f"--networks: name at least one of {', '.join(NETWORKS)}")
     if unknown := sorted(set(chosen.networks) - set(NETWORKS)):
         parser.error(f"--networks {','.join(unknown)}: must be of {', '.join(NETWORKS)}")
     chosen.rows = [row for row in ROWS if not chosen.only or row.name in chosen.only]
@@ -50,7 +52,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the cells. Returns 1 where one failed."""
+    """Run the cells. Returns 1 where one failed, or none passed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # processes and namespaces are closed on the way out
     chosen = options()
@@ -67,13 +69,14 @@ def main() -> int:
                             Outcome(row.name, network, size, "failed", f"not run after {chosen.budget:g} s")
                         )
                     else:
-                        outcomes.append(Cell(machine, row, network, size, timed=not chosen.untimed).outcome())
+                        outcomes.append(judged(Cell(machine, row, network, size, timed=not chosen.untimed).outcome()))
                     print(line(outcomes[-1]), flush=True)
     print(table(outcomes))
     if chosen.write:
         chosen.write.write_text(page(chosen.rows, outcomes), encoding="utf-8")
     print(totals(outcomes))
-    return 1 if any(outcome.verdict == "failed" for outcome in outcomes) else 0
+    verdicts = {outcome.verdict for outcome in outcomes}
+    return 1 if "failed" in verdicts or "passed" not in verdicts else 0
 
 
 if __name__ == "__main__":

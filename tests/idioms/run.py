@@ -53,11 +53,19 @@ def idioms() -> dict[str, tuple[str, str]]:
     return dict(sorted(found.items(), key=lambda item: (item[1][0] == "horovod", item[0])))
 
 
-def unequal() -> dict[str, str]:
-    """Return the idioms that are known to be unequal, with the reason."""
-    lines = (HERE / "unequal.txt").read_text(encoding="utf-8").splitlines()
+def listed(file: str) -> dict[str, str]:
+    """Return the idioms that a list of tests/idioms names, and what it says of each."""
+    lines = (HERE / file).read_text(encoding="utf-8").splitlines()
     rows = (line.partition("|") for line in lines if line.strip() and not line.startswith("#"))
-    return {name.strip(): why.strip() for name, _, why in rows}
+    return {name.strip(): text.strip() for name, _, text in rows}
+
+
+def left_alone() -> set[tuple[str, str]]:
+    """Return the (idiom, mode) pairs that may be left alone. Raises ValueError for one that does not exist."""
+    pairs = {(name, mode) for name, modes in listed("left_alone.txt").items() for mode in modes.split(", ")}
+    if unknown := sorted(pair for pair in pairs if pair[0] not in idioms() or pair[1] not in MODES):
+        raise ValueError(f"left_alone.txt: no such idiom or mode: {unknown}")
+    return pairs
 
 
 def chosen(name: str, mode: str, size: int, width: str) -> bool:
@@ -125,7 +133,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # ranks end with this process
     arguments = options()
-    table = Table(idioms(), verbose=arguments.verbose, unequal=unequal())
+    table = Table(idioms(), verbose=arguments.verbose, unequal=listed("unequal.txt"), may_be_left_alone=left_alone())
     with tempfile.TemporaryDirectory(prefix="idioms-") as scratch:
         folder = arguments.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -139,12 +139,19 @@ def test_the_bound_is_twice_what_one_average_may_be_off() -> None:
 
 
 def test_a_silent_mode_fails_and_one_that_says_why_is_left_alone() -> None:
-    table = Table({"plain": ("ddp", "plain")})
+    table = Table({"plain": ("ddp", "plain")}, may_be_left_alone={("plain", "tcp")})
     table.add(("plain", "small"), 2, "tcp", Outcome("equal", lack="no model was measured"))
     assert table.failed == 1
     table.add(("plain", "small"), 2, "tcp", Outcome("equal", notes=["WARNING: it is left alone: why"], lack="none"))
     assert table.failed == 0
     assert "left alone" in table.markdown()
+
+
+def test_a_model_that_is_left_alone_fails_unless_its_idiom_and_mode_are_listed() -> None:
+    table = Table({"plain": ("ddp", "plain")}, may_be_left_alone={("plain", "tcp"), ("gan", "observe")})
+    table.add(("plain", "small"), 2, "observe", Outcome("equal", notes=["WARNING: it is left alone: why"]))
+    assert table.failed == 1
+    assert table.last_line() == "0 passed, 1 failed"
 
 
 @pytest.fixture

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from conftest import Ranks
+from conftest import Ranks, checks
 
-from test_hvd import checks
+pytest.importorskip("torch")
+
+import torch
+
+from netbottleneck.torch.backend import collectives
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # A rank that is missing is named soon.
@@ -24,7 +30,7 @@ def run(ranks: Ranks, size: int, script: str, names: list[str], env: dict[str, s
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_what_torch_distributed_does(warm_ranks: Ranks, size: int) -> None:
-    run(warm_ranks, size, "backend_checks.py", checks("backend_checks.py"))
+    run(warm_ranks, size, "backend_checks.py", checks(SCRIPTS / "backend_checks.py"))
 
 
 def test_the_name_for_the_cpu_alone_and_shared_memory(warm_ranks: Ranks) -> None:
@@ -38,7 +44,7 @@ def test_training(warm_ranks: Ranks, size: int, tmp_path: Path) -> None:
         warm_ranks,
         size,
         "backend_training.py",
-        checks("backend_training.py"),
+        checks(SCRIPTS / "backend_training.py"),
         {"CHECKPOINT": str(tmp_path / "checkpoint")},
     )
 
@@ -199,3 +205,19 @@ assert type(world._get_backend(torch.device("meta"))).__name__ == "FakeProcessGr
 dist.destroy_process_group()
 """
     warm_ranks(2, script)
+
+
+@pytest.mark.parametrize(
+    ("size", "sent", "received", "error", "said"),
+    [
+        (348, 2, 2, NotImplementedError, "parts of different sizes among 348 ranks"),
+        (2, 3, 2, ValueError, "rank 0 sends itself 3 elements, but receives 2"),
+    ],
+)
+def test_an_all_to_all_that_cannot_be_is_refused_before_anything_moves(
+    size: int, sent: int, received: int, error: type[Exception], said: str
+) -> None:
+    pairs = collectives.Pairs(cast(Any, SimpleNamespace(size=size)), cast(Any, SimpleNamespace(rank=0, size=size)))
+    inputs, outputs = ([torch.zeros(count)] + [torch.zeros(1)] * (size - 1) for count in (sent, received))
+    with pytest.raises(error, match=said):
+        next(pairs.all_to_all(outputs, inputs))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import threading
 from pathlib import Path
 
+import asleep
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck.cli import calibrate
 from netbottleneck.launch import connect
@@ -209,23 +209,10 @@ def test_timestamps_are_ordered_and_never_early(tmp_path: Path, spin: bool) -> N
 
 def test_a_wait_for_a_timestamp_can_be_interrupted(tmp_path: Path) -> None:
     recorder = core.Recorder(str(tmp_path / "0.train.ring"), 10, 0)
-    begun = threading.Event()
-
-    def interrupt() -> None:
-        begun.wait()
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    until = core.now_ns() + 15 * 10**9
-
-    def wait() -> None:
-        begun.set()
+    until = core.now_ns() + int(RANKS_LIMIT_S * 1e9)
+    with asleep.signalled(signal.SIGINT, RANKS_LIMIT_S) as begin, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        begin()
         core.stamp_at(recorder, EVENTS["GRAD_READY"], [until], [0])
-
-    with pytest.raises(KeyboardInterrupt):
-        wait()
-    thread.join()
     assert core.now_ns() < until
 
 

@@ -1,4 +1,7 @@
-"""Python calls of a backward pass: as many for 1 000 parameters as for 10, in any thread of a rank."""
+"""Python calls of a backward pass: as many for 1 000 parameters as for 10.
+
+Counted in all threads of a rank, but before Python 3.12 only in those that started after it and in the one that calls.
+"""
 
 from __future__ import annotations
 

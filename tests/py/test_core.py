@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import mmap
 import os
 import pickle
@@ -19,6 +20,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import asleep
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,10 @@ from netbottleneck import _core, errors
 from netbottleneck.trace import ring_file
 from netbottleneck.trace.events import signed
 
-EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+EVENT_H = CSRC / "trace" / "event.h"
+# A method in C without keywords, and the parameters that its docstring says it has.
+WITHOUT_KEYWORDS = re.compile(r'\{"(\w+)", \w+, (?:METH_O|METH_VARARGS),\s*"\w+\((.*?)\)\\n--', re.DOTALL)
 SECRET = b"sixteen bytes..."
 LIMIT_S = RANKS_LIMIT_S
 NUMPY = {
@@ -85,6 +90,29 @@ def run_python(source: str, *args: str) -> str:
 
 
 # constants and functions
+
+
+def test_the_signature_of_every_callable_can_be_read(tmp_path: Path) -> None:
+    recorder = _core.Recorder(str(tmp_path / "0.train.ring"), 10, 0)
+    operation = type(recorder.operation(1, 1, 1, 0))
+    recorder.close()
+    functions = [each for each in vars(_core).values() if callable(each) and each is not _core.Work]
+    types = [*filter(inspect.isclass, vars(_core).values()), operation]
+    methods = [each for made in types for name, each in vars(made).items() if callable(each) and name[0] != "_"]
+    assert len(functions) > 20
+    assert len(methods) > 30
+    for each in [*functions, *methods]:
+        inspect.signature(each)
+
+
+def test_signatures_name_what_may_not_be_a_keyword() -> None:
+    found = {
+        name: parameters
+        for path in sorted((CSRC / "py").glob("*.c"))
+        for name, parameters in WITHOUT_KEYWORDS.findall(path.read_text(encoding="utf-8"))
+    }
+    assert {"dtype_size", "simulate", "map", "follow", "started", "hook"} <= set(found)
+    assert [name for name, parameters in found.items() if not parameters.endswith("/")] == []
 
 
 def test_events_are_those_of_the_header() -> None:
@@ -959,30 +987,28 @@ def test_wait_returns_after_its_timeout(pair: list[_core.Comm]) -> None:
     assert work.wait(LIMIT_S) is True
 
 
-def test_a_signal_ends_a_wait_and_not_the_operation(pair: list[_core.Comm]) -> None:
+def test_a_signal_ends_a_wait_and_not_the_operation() -> None:
     class Rang(Exception):
         pass
 
     def ring(*_: object) -> None:
         raise Rang
 
+    pair = join(2, stall_s=0.0)  # no notice of a stall, whose logging would run the handler
     old = signal.signal(signal.SIGUSR1, ring)
     try:
         work = pair[0].submit("long", _core.BARRIER, None, _core.UINT8)
-        me = threading.main_thread().ident
-        assert me is not None
-        timer = threading.Timer(0.05, signal.pthread_kill, (me, signal.SIGUSR1))
-
-        def wait() -> None:
-            timer.start()
+        until = _core.now_ns() + int(LIMIT_S * 1e9)
+        with asleep.signalled(signal.SIGUSR1, LIMIT_S) as begin, pytest.raises(Rang):  # noqa: PT012 - nothing between
+            begin()
             work.wait(LIMIT_S)
-
-        with pytest.raises(Rang):
-            wait()
+        assert _core.now_ns() < until
     finally:
         signal.signal(signal.SIGUSR1, old)
     pair[1].submit("long", _core.BARRIER, None, _core.UINT8)
     assert work.wait(LIMIT_S) is True
+    for comm in pair:
+        comm.close()
 
 
 def test_close_wakes_a_wait_of_another_thread(pair: list[_core.Comm]) -> None:

@@ -21,6 +21,7 @@ EAGER = [name for name in LOOPS if name not in COMPILED]
 
 def end_alike(ranks: Ranks, script: str, names: list[str]) -> None:
     """Run the named loops of a script on two ranks; all results must equal those of plain DDP."""
+    assert names
     for result in ranks(2, SCRIPTS / script, {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
         lines = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
         assert lines == [f"ok {name}" for name in names], result.stderr

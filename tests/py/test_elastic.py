@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Ranks, free_port
+from conftest import Ranks, checks, free_port
 
 from elasticdriver import (
     AckResponse,
@@ -23,7 +22,7 @@ from netbottleneck.torch.elastic import launcher
 from netbottleneck.torch.elastic.launcher import Notices
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_checks.py"
-CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+CHECKS = checks(SCRIPT)
 
 
 # In parts: what a check leaves in its process would go on in the next.

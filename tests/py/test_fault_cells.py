@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
 sys.path.insert(0, str(FAULTS))
 
-from matrix.cell import Cell  # noqa: E402 - found by the path above
+from matrix.cell import Cell, Outcome  # noqa: E402 - found by the path above
 from matrix.place import Machine  # noqa: E402
 from matrix.rows import ROWS  # noqa: E402
+from matrix.table import judged  # noqa: E402
 
 BY_NAME = {row.name: row for row in ROWS}
 # Links that go down are test_links.py's.
@@ -65,3 +68,62 @@ def test_a_fault_has_its_outcome_and_leaves_nothing(machine: Machine, name: str,
     if outcome.verdict == "not applicable":
         pytest.skip(outcome.details)
     assert outcome.verdict == "passed", (outcome.details, outcome.left)
+
+
+@pytest.mark.parametrize(
+    ("network", "may_lose", "held", "lost"),
+    [
+        (
+            "ofi",
+            3,
+            ["rank 0: 2 × descriptor socket established", "rank 0: 1 × descriptor socket closed by its peer"],
+            3,
+        ),
+        ("ofi", 3, ["rank 0: 3 × descriptor socket established", "rank 1: 3 × descriptor socket established"], 6),
+        ("ofi", 3, ["rank 0: 4 × descriptor socket established"], 0),
+        ("ofi", 0, ["rank 0: 1 × descriptor socket established"], 0),
+        ("ofi", 3, ["rank 0: 1 × descriptor socket listening", "rank 0: 1 × descriptor socket AF_UNIX"], 0),
+        ("tcp", 3, ["rank 0: 1 × descriptor socket established"], 0),
+    ],
+)
+def test_a_rank_may_leave_so_many_connections_of_libfabrics_and_nothing_else(
+    machine: Machine, network: str, may_lose: int, held: list[str], lost: int
+) -> None:
+    class Ended:
+        def ended(self, _names: list[str]) -> list[str]:
+            return held
+
+    cell = Cell(machine, BY_NAME["kill"], network, 2, may_lose=may_lose)
+    cell.ended(Ended(), ["0", "1"])  # type: ignore[arg-type]
+    assert cell.lost == lost
+    assert cell.left == ([] if lost else held)
+
+
+@pytest.mark.parametrize(
+    ("details", "ci", "verdict"),
+    [
+        ("no port of libfabric is open", "true", "not applicable"),
+        ("no network namespaces on this machine: EPERM", "", "not applicable"),
+        ("no network namespaces on this machine: EPERM", "true", "failed"),
+        ("the moon is full", "", "failed"),
+    ],
+)
+def test_a_cell_is_left_out_for_a_listed_reason_only(
+    monkeypatch: pytest.MonkeyPatch, details: str, ci: str, verdict: str
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    assert judged(Outcome("blackhole", "tcp", 2, "not applicable", details)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--networks", ","], "--networks: name at least one"),
+        (["--only", "outsider-ofi", "--networks", "tcp"], "0 passed, 0 failed"),
+    ],
+)
+def test_a_run_in_which_no_cell_passes_fails(arguments: list[str], said: str) -> None:
+    argv = [sys.executable, FAULTS / "run.py", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
+    assert said in done.stdout + done.stderr
+    assert done.returncode != 0

@@ -5,7 +5,6 @@ Faults of processes, connections and machines are rows of tests/faults; test_fau
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import socket
 import time
 from pathlib import Path
 
+import asleep
 import ports
 import pytest
 from conftest import RANKS_LIMIT_S, RankJob, RankResult, Ranks
@@ -146,7 +146,6 @@ def test_a_rank_that_never_submits_ends_the_job_if_horovods_variable_is_set(warm
 
 
 CUT = """
-import contextlib
 import os
 import socket
 import time
@@ -238,21 +237,14 @@ def test_a_rank_that_is_stopped_over_stock_fails_all_others_at_the_time_limit(
     check_stock_failed([first])
 
 
-def test_interrupting_a_wait_raises_at_once(plain_ranks: Ranks) -> None:
+def test_one_interrupt_ends_a_wait(plain_ranks: Ranks) -> None:
     job = plain_ranks.start(2, SCRIPT, ["interrupted"], {**QUICK, "NETBOTTLENECK_STALL_S": "0"})
     job.wait_for_line(0, "waiting")
-    deadline = time.monotonic() + RANKS_LIMIT_S
-    while time.monotonic() < deadline:  # it may not wait quite yet
-        job.kill(0, signal.SIGINT)
-        signalled = time.monotonic()
-        with contextlib.suppress(Exception):
-            job.processes[0].wait(0.5)
-            break
+    asleep.wait_for(job.processes[0].pid, RANKS_LIMIT_S)
+    job.kill(0, signal.SIGINT)  # the only one: the wait has no deadline, so nothing else ends it
     first, second = job.wait(check=False)
     assert "KeyboardInterrupt" in first.stderr
-    at = re.search(r"^interrupted (\S+)$", first.stdout, re.MULTILINE)
-    assert at, (first.stdout, first.stderr)
-    assert float(at[1]) - signalled < DEADLINE_S
+    assert "interrupted" in first.stdout.splitlines(), (first.stdout, first.stderr)
     _, peer, _, _, _ = failure(second)
     assert peer == 0
 

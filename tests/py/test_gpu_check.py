@@ -219,10 +219,13 @@ def test_steps_without_a_time_of_the_profiler_are_counted() -> None:
         list(gpu_timing.compared(*profiled_steps(0), on_gpu=True))
 
 
+PACKAGED = ["python/netbottleneck/config.py", "python/netbottleneck/page.html"]
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Iterator[Path]:
     """Provide sources and a wheel of them."""
-    files = ["setup.py", "pyproject.toml", "tools/cbuild.py", "csrc/base/error.c", "python/netbottleneck/config.py"]
+    files = ["setup.py", "pyproject.toml", "tools/cbuild.py", "csrc/base/error.c", *PACKAGED]
     for at, name in enumerate(files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name, encoding="utf-8")
@@ -234,20 +237,22 @@ def wheel_of(tree: Path, version: str = cbuild.version(), machine: str = platfor
     """Make a wheel that is newer than the sources."""
     made = tree / f"netbottleneck-{version}-cp311-abi3-linux_{machine}.whl"
     with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("netbottleneck/config.py", (tree / "python/netbottleneck/config.py").read_bytes())
+        archive.writestr("netbottleneck/_core.abi3.so", b"")
+        for name in PACKAGED:
+            archive.writestr(name.removeprefix("python/"), (tree / name).read_bytes())
     os.utime(made, (2000, 2000))
     return made
 
 
-def test_a_stale_wheel_is_refused(tree: Path) -> None:
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_stale_wheel_is_refused(tree: Path, name: str) -> None:
     wheel = wheel_of(tree)
     assert not fresh_wheel.refusal(wheel, tree)
     assert fresh_wheel.refusal(wheel_of(tree, version="0.0"), tree).startswith("is not of version")
     assert fresh_wheel.refusal(wheel_of(tree, machine="other"), tree).startswith("is not for")
-    config = tree / "python/netbottleneck/config.py"
-    config.write_text("changed", encoding="utf-8")
-    os.utime(config, (1000, 1000))
-    assert fresh_wheel.refusal(wheel, tree) == "has another netbottleneck/config.py"
+    (tree / name).write_text("changed", encoding="utf-8")
+    os.utime(tree / name, (1000, 1000))
+    assert fresh_wheel.refusal(wheel, tree) == f"has another {name.removeprefix('python/')}"
     os.utime(tree / "csrc/base/error.c", (3000, 3000))
     assert fresh_wheel.refusal(wheel, tree) == "is older than csrc/base/error.c"
 

@@ -7,22 +7,25 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from conftest import Ranks, by_torchrun
+from conftest import Ranks, by_torchrun, checks
 
 pytest.importorskip("torch")
 
 from netbottleneck import config
 from netbottleneck.errors import of_handler
-from netbottleneck.hooks import ddp
+from netbottleneck.hooks import ddp, horovod, measured_model
 from netbottleneck.report import Run
+from netbottleneck.runtime.session import Session
 
 SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 
 
 def test_a_measured_model_behaves_as_the_scripts_own(warm_ranks: Ranks) -> None:
-    names = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+    names = checks(SCRIPT)
     for result in warm_ranks(2, SCRIPT, {}, args=names):
         lines = [line for line in result.stdout.splitlines() if line.startswith("ok ")]
         assert lines == [f"ok {name}" for name in names], result.stderr
@@ -705,3 +708,30 @@ def test_a_normal_end_writes_a_report_and_a_full_disk_one_line(warm_ranks: Ranks
     else:
         assert "after" in result.stdout
         assert "the record is not complete, and has no report" in result.stderr
+
+
+def test_a_report_that_fails_ends_with_one_line_and_not_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    place = SimpleNamespace(rank=0, size=2)
+    session = SimpleNamespace(place=place, until=0.0, folder=tmp_path, collect=lambda: None)
+    monkeypatch.setattr(measured_model, "_write", fails)
+    measured_model.report(cast(Any, session))
+    monkeypatch.setattr(horovod, "report", fails)
+    measuring = horovod.Measuring()
+    measuring._session = cast(Any, session)
+    measuring.stopped(cast(Any, None))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: the report failed: RuntimeError: the disk is full",
+        f"{tmp_path}: no report: RuntimeError: the disk is full",
+    ]
+
+
+def test_ranks_without_a_complete_record_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    place = SimpleNamespace(rank=0, size=2)
+    session = SimpleNamespace(comm=object(), place=place, shared=True, folder=tmp_path, until=0.0)
+    Session.collect(cast(Any, session))
+    assert [record.getMessage() for record in caplog.records] == [f"no complete record of ranks [0, 1] in {tmp_path}"]

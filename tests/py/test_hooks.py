@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import Ranks, checks
 
 pytest.importorskip("torch")
 
@@ -14,11 +13,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "e2e_loops.py"
 ENV = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_BLOCK_STEPS": "1", "NETBOTTLENECK_START_STEP": "0"}
 
 
-def checks() -> list[str]:
-    return re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-ALL = [name for name in checks() if name != "arms_take_turns"]
+ALL = [name for name in checks(SCRIPT) if name != "arms_take_turns"]
 
 
 def run(warm_ranks: Ranks, names: list[str], transport: str) -> None:

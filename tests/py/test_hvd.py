@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from conftest import Ranks, free_port
+from conftest import Ranks, checks, free_port
 
 from netbottleneck.runtime.horovod_common import gpu_available
 
 torch = pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-def checks(script: str) -> list[str]:
-    """Return the names of a script's checks, in order."""
-    return re.findall(r"^@check\ndef (\w+)", (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def run(ranks: Ranks, size: int, script: str, names: list[str]) -> None:
@@ -28,23 +22,23 @@ def run(ranks: Ranks, size: int, script: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(warm_ranks: Ranks, size: int) -> None:
-    run(warm_ranks, size, "hvd_checks.py", checks("hvd_checks.py"))
+    run(warm_ranks, size, "hvd_checks.py", checks(SCRIPTS / "hvd_checks.py"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_optimizer(warm_ranks: Ranks, size: int) -> None:
-    run(warm_ranks, size, "optimizer_checks.py", checks("optimizer_checks.py"))
+    run(warm_ranks, size, "optimizer_checks.py", checks(SCRIPTS / "optimizer_checks.py"))
 
 
 def test_gradients_match_those_of_horovod(warm_ranks: Ranks, tmp_path: Path) -> None:
-    names = checks("hvd_gradients.py")
+    names = checks(SCRIPTS / "hvd_gradients.py")
     for result in warm_ranks(2, SCRIPTS / "hvd_gradients.py", {"MEET": str(tmp_path)}, args=names):
         assert result.stdout.splitlines() == [f"ok {name}" for name in names]
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_process_sets_joins_and_exchanges(warm_ranks: Ranks, size: int) -> None:
-    run(warm_ranks, size, "set_checks.py", checks("set_checks.py"))
+    run(warm_ranks, size, "set_checks.py", checks(SCRIPTS / "set_checks.py"))
 
 
 SINGLE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import http.server
 import os
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from conftest import RANKS_LIMIT_S, Ranks, free_port, inherited
 
 from netbottleneck.config import settings
 from netbottleneck.errors import PeerError
-from netbottleneck.launch import connect, rendezvous
+from netbottleneck.launch import connect, pmi, rendezvous
 from netbottleneck.launch import topology as launch_topology
 from netbottleneck.launch.connect import Place, detect, topology
 from netbottleneck.launch.rendezvous import (
@@ -857,3 +859,55 @@ dist.destroy_process_group()
 
 def test_the_threads_of_a_stock_group_end_with_it(warm_ranks) -> None:  # type: ignore[no-untyped-def]
     warm_ranks(2, STOCK_RANK)
+
+
+def test_a_rendezvous_that_refuses_is_an_error_and_no_missing_key() -> None:
+    class Refusing(KeyValue):
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_error(503)
+
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+    with serving(Refusing) as port:
+        channel = Http("127.0.0.1", port)
+        with pytest.raises(ConnectionError, match="answers 503 to PUT scope/key"):
+            channel.put("scope/key", b"value")
+        with pytest.raises(ConnectionError, match="answers 403 to GET scope/key"):
+            channel.get("scope/key")
+
+
+class Library:
+    """libpmix as far as share() uses it. kind: type of the values that it returns; None: it returns none."""
+
+    def __init__(self, kind: int | None) -> None:
+        self._blob = ctypes.create_string_buffer(pmi.VALUE_BYTES)
+        self._text = ctypes.create_string_buffer(b"theirs")
+        self._kind = kind
+        if kind is not None:
+            pmi.BLOB.pack_into(self._blob, 0, kind, ctypes.addressof(self._text), len(b"theirs"))
+
+    def PMIx_Put(self, *_: object) -> int:
+        return pmi.PMIX_SUCCESS
+
+    PMIx_Commit = PMIx_Fence = PMIx_Put
+
+    def PMIx_Get(self, *arguments: Any) -> int:
+        arguments[-1]._obj.value = None if self._kind is None else ctypes.addressof(self._blob)
+        return pmi.PMIX_SUCCESS
+
+
+def pmix(kind: int | None) -> pmi.Pmix:
+    made = object.__new__(pmi.Pmix)
+    made._library = cast(Any, Library(kind))
+    made._namespace, made._rounds, made._lost = b"job", 0, ""
+    return made
+
+
+def test_a_value_of_pmix_is_used_only_if_it_is_one_of_bytes() -> None:
+    assert pmix(pmi.BYTES).share(b"mine", [1], RANKS_LIMIT_S) == [b"theirs"]
+    with pytest.raises(pmi.Unusable, match="PMIx returned type 3 for the value of rank 1"):
+        pmix(3).share(b"mine", [1], RANKS_LIMIT_S)
+    with pytest.raises(pmi.Unusable, match=r"PMIx_Get of netbottleneck.1 returned no value"):
+        pmix(None).share(b"mine", [1], RANKS_LIMIT_S)

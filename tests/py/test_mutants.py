@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,40 @@ def test_a_seed_draws_the_same_mutants_each_time_and_numbers_differ(room: str) -
     assert first == again
     assert first != [mutant.number for mutant in mutants.drawn([room], 8)]
     assert len(set(first)) == len(first) > 100
+
+
+def result(number: str) -> mutants.Result:
+    return mutants.Result(number, "sim", "csrc/sim/a.c", 1, "1 to 0", "", "", "killed", "test_sim", 1.0)
+
+
+def test_results_of_lines_that_have_changed_do_not_count_as_drawn() -> None:
+    options = argparse.Namespace(rooms=["sim"], seed=7, number=1, again=False)
+    known = {"gone": result("gone")}
+    drawn = next(mutants.chosen(options, known))
+    known[drawn.number] = result(drawn.number)
+    assert list(mutants.chosen(options, known)) == []
+
+
+def test_the_extension_is_built_again_after_a_mutant_of_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    source = tmp_path / "walk.c"
+    source.write_text(C, encoding="utf-8")
+    change = next(mutants_rules.changes(source))
+
+    def run(argv: Sequence[str], _limit_s: float) -> tuple[int, str]:
+        if argv == mutants.EXTENSION:
+            built.append(source.read_text(encoding="utf-8"))
+        return 0, ""
+
+    class EveryTestPasses(mutants.Tests):
+        def judge(self, mutant: mutants.Mutant) -> tuple[str, str]:
+            for _, command in self.steps(mutants.ROOMS[mutant.room]):
+                run(command, self.limit_s)
+            return "survived", ""
+
+    monkeypatch.setattr(mutants, "TREE", tmp_path)
+    monkeypatch.setattr(mutants, "run", run)
+    monkeypatch.setattr(mutants, "same_code", lambda _mutant: False)
+    tried = mutants.try_one(EveryTestPasses(1.0), mutants.Mutant("engine", "walk.c", change, "1"))
+    assert tried.verdict == "survived"
+    assert built == [change.text, C]

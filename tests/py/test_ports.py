@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import ports
 import pytest
 
+PORTS = "import ports, sys; print(*(ports.free_port() for _ in range(100)), flush=True); sys.stdin.read()"
 CLAIM = "import ports, sys; held = ports.block(); print(held.__enter__()[0], flush=True); sys.stdin.read()"
 
 
@@ -68,3 +70,30 @@ def test_ports_in_use_are_found_on_a_machine_without_ipv6(monkeypatch: pytest.Mo
     monkeypatch.setattr(ports, "TABLES", (ports.TABLES[0], tmp_path / "tcp6"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert server.getsockname()[1] in ports.in_use()
+
+
+def test_processes_get_other_single_ports_as_long_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that nobody binds yet is free for a probe, so only the claim keeps it from the others."""
+    where = {"PYTHONPATH": str(Path(ports.__file__).parent)}
+    argv = [sys.executable, "-c", PORTS]
+    running, given = [], []
+    for _ in range(8):
+        process = subprocess.Popen(argv, env=where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        given.append(set(map(int, process.stdout.readline().split())))
+    for process in running:
+        process.communicate("")
+    assert [len(each) for each in given] == [ports.OWN] * 8
+    assert len(set.union(*given)) == 8 * ports.OWN
+    first = min(given[0])
+    ports.own_ports.cache_clear()
+    monkeypatch.setattr(ports, "here", lambda: (range(0), range(first, first + ports.OWN)))
+    assert ports.free_port() in given[0]
+    ports.own_ports.cache_clear()
+
+
+def test_a_process_whose_ports_are_all_in_use_gets_others() -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(ports.OWN + 1):
+            held.enter_context(socket.create_server(("127.0.0.1", ports.free_port())))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import Ranks, checks
 
 pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).parent / "scripts" / "sync_batch_norm_checks.py"
-CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+CHECKS = checks(SCRIPT)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all scenarios. Returns 1 if one failed."""
+    """Run all scenarios. Returns 1 if one failed, or none ran."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.lengths and len(args.seeds) > 1:
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = matrix.LENGTHS if args.lengths else matrix.LIVE if live else matrix.SIMULATED
         print(f"stored in {matrix.store(outcome, command, time.monotonic() - begin, what)}")
     print(f"{passed} passed, {failed} failed")
-    return int(failed > 0)
+    return int(failed > 0 or passed == 0)
 
 
 if __name__ == "__main__":

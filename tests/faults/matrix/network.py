@@ -16,7 +16,8 @@ def reset_lane(cell: Cell) -> str:
     job = cell.job({"NETBOTTLENECK_STREAMS": "3"})
     job.start()
     at = time.monotonic()
-    if not job.call(cell.victim, "reset lane"):
+    cell.may_lose = job.call(cell.victim, "reset lane")
+    if not cell.may_lose:
         raise Broken("there is no connection to reset: this cell showed nothing")
     return cell.right(job, at)
 
@@ -26,7 +27,8 @@ def reset_all(cell: Cell) -> str:
     job = cell.job()
     job.start()
     at = time.monotonic()
-    if not job.call(cell.victim, "reset all"):
+    cell.may_lose = job.call(cell.victim, "reset all")
+    if not cell.may_lose:
         raise Broken("there is no connection to reset: this cell showed nothing")
     return cell.named(job, at, {cell.victim}, set())
 

@@ -29,6 +29,11 @@ def listening_addresses(job: Job) -> list[tuple[str, int]]:
     return sorted(found)
 
 
+def ports_of_a_rank(job: Job) -> int:
+    """Return the largest number of ports at which one rank listens."""
+    return max(len(holdings.listening(process.pid)) for process in job.processes.values())
+
+
 def connect_and_send(cell: Cell, address: tuple[str, int], payload: bytes) -> socket.socket | None:
     """Connect, send some bytes and keep the connection. Returns None if it is refused."""
     connection = None
@@ -54,6 +59,7 @@ def garbage_connections(cell: Cell) -> str:
     job = cell.job()
     job.start()
     at, found = time.monotonic(), listening_addresses(job)
+    cell.may_lose = len(GARBAGE) * ports_of_a_rank(job)
     for address in found:
         for payload in GARBAGE:
             connect_and_send(cell, address, payload)
@@ -74,6 +80,7 @@ def silent(cell: Cell) -> str:
     job = cell.job()
     job.start()
     found = listening_addresses(job)
+    cell.may_lose = each * ports_of_a_rank(job)
     for rank in range(job.size):
         job.call(rank, f"limit {free}")
     at = time.monotonic()
@@ -96,6 +103,7 @@ def injector(cell: Cell) -> str:
     job = cell.job()
     job.start()
     at, found = time.monotonic(), listening_addresses(job)
+    cell.may_lose = ports_of_a_rank(job)
     provider = libfabrics(job)
     running = [
         subprocess.Popen(

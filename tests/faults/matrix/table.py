@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
+import skips
 from matrix.cell import Fault, Outcome
 
 PAGE = """# Injected faults
@@ -19,6 +22,15 @@ each cell the run checks for leftovers: processes, sockets, shared mappings, thr
 whose handshake was in progress when its endpoint was closed. The end of the process closes it.
 
 """
+
+
+def judged(outcome: Outcome) -> Outcome:
+    """Return an outcome, failed if it is not applicable for a reason that tests/skips.txt does not accept here."""
+    if outcome.verdict != "not applicable":
+        return outcome
+    if skips.may_skip(f"faults/{outcome.name}", outcome.details, ["CI"] if os.environ.get("CI") else []):
+        return outcome
+    return replace(outcome, verdict="failed", details=f"not listed in tests/skips.txt: {outcome.details}")
 
 
 def seconds(outcome: Outcome) -> str:

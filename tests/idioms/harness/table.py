@@ -13,7 +13,7 @@ LEFT_ALONE = re.compile(
     r"left alone|leaves? .* alone|untouched|No transport takes turns|all further steps use", re.IGNORECASE
 )
 SHOWN = 3  # differences of an outcome, where --verbose does not ask for all
-FAILURES = ("CRASH", "HANG", "WRONG", "SILENT")
+FAILURES = ("CRASH", "HANG", "WRONG", "SILENT", "LEFT ALONE")
 UNEQUAL = "unequal"  # and listed so
 RANKING = (*FAILURES, UNEQUAL, "left alone", "skipped", "equal")
 PAGE = """# Training loops that were compared
@@ -44,6 +44,7 @@ class Table:
     known: dict[str, tuple[str, str]]
     verbose: bool = False
     unequal: dict[str, str] = field(default_factory=dict)
+    may_be_left_alone: set[tuple[str, str]] = field(default_factory=set)
     outcomes: dict[tuple[str, str, int, str], tuple[str, Outcome]] = field(default_factory=dict)
 
     def add(self, item: tuple[str, str], size: int, mode: str, outcome: Outcome) -> None:
@@ -52,7 +53,8 @@ class Table:
         verdict = outcome.verdict
         left_alone = [line for line in outcome.notes if LEFT_ALONE.search(line)]
         if verdict == "equal" and left_alone:
-            verdict = "left alone"
+            listed = (name, mode) in self.may_be_left_alone
+            verdict = "left alone" if listed else "LEFT ALONE"
         elif verdict == "equal" and outcome.lack:
             verdict = "SILENT"
             outcome.differences.append(f"all ranks: {outcome.lack}, and no line says why")
@@ -105,7 +107,7 @@ class Table:
             lines = [
                 line
                 for (idiom, *_), (verdict, outcome) in self.outcomes.items()
-                if idiom == name and verdict == "left alone"
+                if idiom == name and verdict.lower() == "left alone"
                 for line in outcome.notes
                 if LEFT_ALONE.search(line)
             ]

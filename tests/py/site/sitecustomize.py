@@ -2,13 +2,14 @@
 
 A thread of torch's that is late to free what the last operation held asks for the interpreter while it is taken down,
 and the process aborts, with or without us (https://github.com/pytorch/pytorch/issues/190489). So the interpreter is
-left to these threads until they sleep.
+left to these threads until they sleep. With NB_TESTS_OWN_EXIT=1 a process ends as a user's does: test_exits.py.
 """
 
 import atexit
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,7 @@ class Finder:
         return spec
 
 
-sys.meta_path.insert(0, Finder())
-# The first function that is registered is the last that is called.
-atexit.register(wait_for_torch)
+if os.environ.get("NB_TESTS_OWN_EXIT") != "1":
+    sys.meta_path.insert(0, Finder())
+    # The first function that is registered is the last that is called.
+    atexit.register(wait_for_torch)

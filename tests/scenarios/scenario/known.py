@@ -27,6 +27,7 @@ ERROR_MAX = 0.05
 PART_MIN, PART_MAX = 0.02, 0.6
 # A length below this part of the step is not resolved: its job is drawn again.
 RESOLVED_MIN = 0.01
+DRAWS_MAX = 60
 # `slowed` is a difference of noisy blocks: 5 % of it must be at least this many standard deviations.
 DEVIATIONS = 3.0
 
@@ -142,7 +143,7 @@ KINDS: Sequence[Kind] = (
 class Answer:
     """A run's known and shown length, in ms a step. error: relative; error_all: against the mean of all steps.
 
-    kind: what is injected. job: how, for a message.
+    kind: what is injected. job: how, for a message. draws: jobs that were drawn until this one was resolved.
     """
 
     kind: str
@@ -151,6 +152,7 @@ class Answer:
     truth_all_ms: float
     shown_ms: float
     step_ms: float
+    draws: int = 1
 
     @property
     def error(self) -> float:
@@ -187,8 +189,13 @@ def _resolved(kind: Kind, job: Job, truth_ms: float, step_ms: float) -> bool:
 
 
 def answer(kind: Kind, draw: Draw, seed: int) -> Answer:
-    """Draw a job of this kind, run it, and compare what its report shows with the clock's count."""
-    while True:
+    """Draw a job of this kind, run it, and compare what its report shows with the clock's count.
+
+    Raises ValueError if the injected length is too short to be resolved in each of DRAWS_MAX jobs.
+    """
+    draws = 0
+    while draws < DRAWS_MAX:
+        draws += 1
         job = kind.inject(draw, _plain(draw))
         work, trace = work_of(job, seed)
         own = [step for step in trace.steps if str(step.arm) == job.arms[0] and step.index % job.block_steps > 0]
@@ -202,8 +209,10 @@ def answer(kind: Kind, draw: Draw, seed: int) -> Answer:
         truth_ms = whole_ms if kind.spent == "slowed" else float(middle.mean())
         if _resolved(kind, job, truth_ms, float(long_ms.mean())):
             break
+    else:
+        raise ValueError(f"{kind.name}: {DRAWS_MAX} jobs with an injected length that is too short")
     shown_ms = kind.shown(findings.find(trace))
-    return Answer(kind.name, job, truth_ms, whole_ms, shown_ms, float(long_ms.mean()))
+    return Answer(kind.name, job, truth_ms, whole_ms, shown_ms, float(long_ms.mean()), draws)
 
 
 def answers(count: int, seed: int, only: str = "") -> Iterator[Answer]:

@@ -85,7 +85,7 @@ struct nb_ofi_lane {
     char name[2 * NB_OFI_NAME]; // "net/1.17"
     bool dead;                  // the endpoint is closed; only the memory is left
     bool delivery;              // writes complete when they have landed
-    bool reports_arrivals;      // completion data are too short to prove an arrival: a message reports it
+    bool reports_arrivals;      // a message reports an arrival, not completion data
     bool local;                 // memory must be registered to be sent from
     bool virtual_addr;          // a remote address is a pointer, else an offset
     bool own_keys;              // this side chooses the keys

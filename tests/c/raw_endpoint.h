@@ -108,6 +108,7 @@ static inline int raw_endpoint_write(struct raw_endpoint *endpoint, int peer, st
     struct fi_msg_rma write = {.addr = lane->peers[peer].addr, .context = op, .data = nb_frame_pack(&frame)};
     request->frame.bytes = 0;
     lane->armed = false;
+    lane->reports_arrivals = false; // no message follows: the completion data are the arrival
     ssize_t rc = fi_writemsg(lane->ep, &write, FI_REMOTE_CQ_DATA | FI_COMPLETION);
     if (rc == 0) {
         endpoint->busy[free] = true;

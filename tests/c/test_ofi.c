@@ -1,6 +1,6 @@
 // libfabric lanes: unauthenticated arrivals and messages are dropped and counted. No bytes land, no lane is lost and no
-// rank is blamed. The fork guard forgets the address of a closed lane. NETBOTTLENECK_LIBFABRIC and
-// NETBOTTLENECK_PROVIDER choose the library and the provider.
+// rank is blamed. The fork guard forgets the address of a closed lane. A lane can close in the middle of a write.
+// NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose the library and the provider.
 #include "flows.h"
 #ifdef NB_HAVE_OFI
 #include <fcntl.h>
@@ -12,7 +12,7 @@
 #include "raw_endpoint.h"
 #include "transport/credits.h"
 
-enum { BLOCK = 4096, BLOCKS = 24, LANES = 2 };
+enum { BLOCK = 4096, BLOCKS = 24, LANES = 2, BIG = 32 << 20 };
 
 static void boots_make(struct nb_boot boots[2]) {
     for (int rank = 0; rank < 2; rank++) {
@@ -189,6 +189,63 @@ static void test_address_of_closed_lane(void) {
     close(fd);
 }
 
+// Opens a lane of rank 0 and one of rank 1, connected, with BIG bytes of memory each that are mapped.
+static void pair_open(struct raw_endpoint ends[2], char *memory[2], struct nb_region regions[2]) {
+    struct nb_error err = {0};
+    unsigned char address[2][NB_LANE_ADDR_MAX];
+    size_t bytes[2];
+    for (int rank = 0; rank < 2; rank++) {
+        memory[rank] = calloc(1, BIG);
+        CHECK(memory[rank] != NULL, "memory");
+        CHECK(raw_endpoint_open(&ends[rank], 0, rank, 2, NULL, &err) == 0, "%s", err.text);
+        CHECK(nb_ofi_ops.map(ends[rank].lane, memory[rank], BIG, &regions[rank], &err) == 0, "%s", err.text);
+        nb_ofi_ops.address(ends[rank].lane, address[rank], &bytes[rank]);
+    }
+    for (int rank = 0; rank < 2; rank++) {
+        int rc = nb_ofi_ops.peer_open(ends[rank].lane, 1 - rank, address[1 - rank], bytes[1 - rank], &err);
+        CHECK(rc == 0, "%s", err.text);
+    }
+}
+
+// The lane of `closing` closes while a write from rank 0 to rank 1 has arrived in part. The other lane continues.
+static void test_close_in_mid_write(int closing) {
+    enum { PASSES = 1000 }; // of progress, in which the other side notices that the connection has ended
+    struct raw_endpoint ends[2];
+    struct nb_region regions[2];
+    char *memory[2];
+    pair_open(ends, memory, regions);
+    memset(memory[0], 1, BIG);
+    struct nb_request *request = &ends[0].requests[0];
+    *request = (struct nb_request){.frame = {.blocks = 1, .tag = 1, .bytes = BIG},
+                                   .peer = 1,
+                                   .iov_count = 1,
+                                   .iov = {{.iov_base = memory[0], .iov_len = BIG}},
+                                   .remote_addr = regions[1].addr,
+                                   .remote_key = regions[1].key,
+                                   .local_region = {regions[0].handle}};
+    const volatile char *landing = memory[1];
+    int64_t deadline = flows_deadline();
+    int rc = -EAGAIN;
+    while (landing[0] == 0) {
+        rc = rc == -EAGAIN ? nb_ofi_ops.post(ends[0].lane, request) : rc;
+        CHECK(rc == 0 || rc == -EAGAIN, "post: %s", nb_code_name(rc));
+        (void)nb_ofi_ops.progress(ends[0].lane);
+        (void)nb_ofi_ops.progress(ends[1].lane);
+        CHECK(nb_now_ns() < deadline, "nothing lands");
+    }
+    CHECK(landing[BIG - 1] == 0, "the write is not in progress");
+    nb_ofi_ops.peer_close(ends[closing].lane, 1 - closing);
+    for (int i = 0; i < PASSES; i++) {
+        (void)nb_ofi_ops.progress(ends[1 - closing].lane);
+    }
+    CHECK(ends[1].landed == 0, "the write is reported as landed");
+    for (int rank = 0; rank < 2; rank++) {
+        nb_ofi_ops.unmap(ends[rank].lane, &regions[rank]);
+        nb_ofi_ops.close(ends[rank].lane);
+        free(memory[rank]);
+    }
+}
+
 int main(void) {
     struct raw_endpoint attacker;
     struct nb_error err = {0};
@@ -202,6 +259,8 @@ int main(void) {
     test_forged_arrivals(true);
     test_forged_and_replayed_messages();
     test_address_of_closed_lane();
+    test_close_in_mid_write(0);
+    test_close_in_mid_write(1);
     return 0;
 }
 #else

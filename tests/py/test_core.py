@@ -224,8 +224,8 @@ def test_another_mapping_of_the_descriptor_is_the_same_memory() -> None:
 
 
 def events_of(path: Path) -> list[tuple[int, ...]]:
-    """(time, kind, step, key, a, b, c, d, e) of each event in a closed ring file."""
-    return list(struct.iter_unpack("=qII6Q", path.read_bytes()[4096:]))
+    """(time, kind, step, key, a, b, c, d, e) of each event in a ring file."""
+    return ring_file.read_slots(path).events.tolist()
 
 
 # A recorder over the fake driver. The current stream is `current`, whose address NULL is the default stream's.

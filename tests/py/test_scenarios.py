@@ -147,9 +147,9 @@ def test_one_run_counts_scenarios_trainings_and_lengths_and_a_failure_skips_none
 
     def answers(what):
         def yielded(count, seed, only):
-            for number in range(count):
+            for at in range(count):
                 ran.append(what)
-                yield known.Answer("input", what, 10.0, 10.0, 20.0 if number == 0 else 10.0, 100.0)
+                yield known.Answer("input", what, 10.0, 10.0, 20.0 if at == 0 else 10.0, 100.0)
 
         return yielded
 

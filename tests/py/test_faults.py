@@ -146,6 +146,7 @@ def test_a_rank_that_never_submits_ends_the_job_if_horovods_variable_is_set(warm
 
 
 CUT = """
+import contextlib
 import os
 import socket
 import time

@@ -370,7 +370,7 @@ class Settings:
     link_gbps: float | None = _row(
         "LINK_GBPS", GBPS, None, "rate of each host's link, one way; default: what the interface states"
     )
-    monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 0, "samples of a host's counters per second; 0: none")
+    monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 2, "samples of a host's counters per second; 0: none")
     progress_s: float = _row(
         "PROGRESS_S",
         seconds(0),

@@ -1,11 +1,12 @@
 """Use of a host's interfaces, cores and TCP connections: over the steps, and while operations are in flight (active).
 
 Samples are not aligned with steps. A counter is interpolated linearly between two samples, so a value over a span
-shorter than the sampling interval is uncertain.
+shorter than the sampling interval is uncertain, and at both ends of a span what comes before and after it is mixed in.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,10 +34,11 @@ from netbottleneck.trace.model import (
     Trace,
 )
 from netbottleneck.trace.model import connections as recorded_connections
-from netbottleneck.trace.transports import Arm
+from netbottleneck.trace.transports import BARE, STOCK, Arm
 from netbottleneck.units import nbytes, percent
 
 READINGS = 2  # shortest mean active span, in sampling intervals, for which an active rate is reported
+SPAN_READINGS = 10  # readings in the mean span of an arm's blocks, with fewer of which its values are not reported
 CPU_KINDS = ("user", "system", "softirq", "iowait", "steal", "idle")
 WAYS = ("rx", "tx")
 LOOPBACK = "lo"  # no part of the link
@@ -73,7 +75,8 @@ class HostUse:
     """A host in one arm's steps. seconds: total of the steps; active_s: part with an operation in flight.
 
     recorded: begin and end of the readings of its interfaces, whose bytes and rates are those of the steps inside;
-    None: of all steps.
+    None: of all steps. mixed: the arm's blocks are short for the readings, so bytes and times of what came before and
+    after them are part of the values.
     """
 
     rank: int
@@ -87,6 +90,7 @@ class HostUse:
     sent_segments: float | None = None
     retransmitted_segments: float | None = None
     recorded: tuple[int, int] | None = None
+    mixed: bool = False
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -193,8 +197,18 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
         local = {rank for rank, host in ids.items() if host == ids.get(sample.rank)} or {sample.rank}
         for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
             own = [s for s in steps if s.rank in local and s.arm == arm]
-            uses.append(_host(mine, arm, own, _moved(trace, local, arm)))
+            use = _host(mine, arm, own, _moved(trace, local, arm))
+            uses.append(replace(use, mixed=_span_ns(trace, sample.rank, arm) * use.hz < SPAN_READINGS * 1e9))
     return tuple(uses)
+
+
+def _span_ns(trace: Trace, rank: int, arm: Arm) -> float:
+    """Mean time that a rank stays in an arm, in ns. `stock` and `bare` are one: the same bytes go the same way."""
+    alike = (STOCK, BARE) if arm in (STOCK, BARE) else (arm,)
+    steps = sorted((step for step in trace.steps if step.rank == rank), key=lambda step: step.begin_ns)
+    groups = (list(group) for here, group in itertools.groupby(steps, lambda step: step.arm in alike) if here)
+    spans = [group[-1].end_ns - group[0].begin_ns for group in groups]
+    return sum(spans) / len(spans) if spans else 0.0
 
 
 def _covered(trace: Trace, samples: Samples) -> float:

@@ -396,7 +396,11 @@ class Run:
 
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:
-        """Use of each host's interfaces and cores, where recorded."""
+        """Use of each host's interfaces and cores, where recorded often enough for the arm's blocks."""
+        return tuple(use for use in self._uses if not use.mixed)
+
+    @cached_property
+    def _uses(self) -> tuple[usage.HostUse, ...]:
         return usage.hosts(self.findings.trace, self._samples)
 
     @cached_property
@@ -421,7 +425,7 @@ class Run:
     @cached_property
     def html(self) -> str:
         """Content of report.html: one page with pictures, without links or scripts."""
-        recorded = Recorded(self.hosts, self._samples, self._curve, self.connections)
+        recorded = Recorded(self._uses, self._samples, self._curve, self.connections)
         return html.page(self.findings, self.verdict, recorded)
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from netbottleneck.launch import connect
 from netbottleneck.trace.transports import NATIVE
 
 LIMIT_BYTES = 32 << 20  # of each of a host's three files; a full file drops every second reading
-END_S = 2.0  # time for the sampler process to write its last rows
+START_S = 10.0  # time for the sampler process to start
+END_S = 2.0  # time for it to write its last rows
+ANSWER_BYTES = 4096
 _INTERFACES = Path("/sys/class/net")
 _SAMPLER = Path(__file__).with_name("sampler.py")
 
@@ -82,9 +85,9 @@ def watch(
 ) -> Callable[[], None]:
     """Record this host's counters into `folder`, MONITOR_HZ times a second. Returns a function that stops it.
 
-    Local rank 0 starts a sampler process, which ends when that rank ends for any reason. If the counters cannot be
-    recorded, a warning is logged and training continues. note: called with a sentence when the sampler is stopped, if
-    it had ended before.
+    Local rank 0 starts a sampler process, which ends when that rank ends for any reason. It is no child of the rank, so
+    a script that waits for its own children never sees it. If the counters cannot be recorded, a warning is logged and
+    training continues. note: called with a sentence when the sampler is stopped, if it had ended before.
     """
     if not settings.monitor_hz or place.local_rank not in (0, None):
         return lambda: None
@@ -99,33 +102,72 @@ def watch(
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SAMPLER), json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )
-    except OSError as error:
+        pid, link = _start(json.dumps(request))
+    except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the host's counters are not recorded: %s", error)
         return lambda: None
-    return lambda: _end(process, request["parent"], note)
+    return lambda: _end(pid, link, request["parent"], note)
 
 
-def _end(process: subprocess.Popen[bytes], parent: object, note: Callable[[str], object]) -> None:
-    """Stop the sampler by closing its stdin, which serves no other purpose."""
-    if os.getpid() != parent or process.stdin is None:
-        return
-    code = process.poll()
-    if code is not None:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        text = f"the recording of {socket.gethostname()}'s counters ended before the run: its process {how}"
-        logger.warning("%s", text)
-        note(text)
-    process.stdin.close()
+def _start(request: str) -> tuple[int, socket.socket]:
+    """Start the sampler. Returns its process and its socket, over which it says why it ends before it is told to.
+
+    The started process leaves the sampler behind and ends at once (sampler.main).
+    """
+    if getattr(sys, "frozen", False) or not sys.executable:
+        raise OSError("there is no Python to start")  # a frozen script's executable is the script
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        with theirs:
+            arguments = [sys.executable, "-I", "-S", str(_SAMPLER), request]
+            starter = subprocess.Popen(arguments, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        try:
+            code = starter.wait(START_S)
+        except subprocess.TimeoutExpired:
+            starter.kill()
+            starter.wait()
+            raise
+        ours.setblocking(False)
+        if code or not (pid := ours.recv(ANSWER_BYTES)):
+            raise OSError(f"the process that reads them did not start (exit code {code})")
+        return int(pid), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
+def _end(pid: int, link: socket.socket, parent: object, note: Callable[[str], object]) -> None:
+    """Stop the sampler: the end of its input, which also reaches it if a child of this process has the socket too."""
+    if os.getpid() != parent:
+        return
+    with link:
+        link.setblocking(False)
+        before = _said(link)
+        if before is not None:
+            how = f": {before}" if before else ", because its process was killed"
+            text = f"the recording of {socket.gethostname()}'s counters ended before the run{how}"
+            logger.warning("%s", text)
+            note(text)
+            return
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_WR)
+        link.settimeout(END_S)
+        if _said(link) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it holds its end of the socket, so the number is still its own
+
+
+def _said(link: socket.socket) -> str | None:
+    """Return what the sampler said at its end; None if it did not end within the socket's time limit."""
+    text = b""
+    try:
+        while part := link.recv(ANSWER_BYTES):
+            text += part
+    except (BlockingIOError, TimeoutError):
+        return None
+    except OSError:
+        pass  # it was killed with its input unread
+    return text.decode(errors="replace")
 
 
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -6,6 +6,7 @@ written when it is read, so the file is valid whenever the process is killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -458,21 +459,47 @@ def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
         _record(table, source)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run as a process."""
-    request = json.loads(argv[0])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then closes stdin
-    os.nice(NICE)
-    parent = int(request["parent"])
+def _ends_with(parent: int) -> Callable[[float], bool]:
+    """Return a function that waits some seconds and returns True if the recording is to end.
+
+    It ends with the rank's end of stdin, or with the rank: a child of the rank may hold its end of stdin, too. Raises
+    OSError if the rank has ended.
+    """
+    sources = [0]
+    with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3, or a C library without the call
+        sources.append(os.pidfd_open(parent))
+    if os.getppid() != parent:
+        raise OSError("the rank has ended")
 
     def ended(seconds: float) -> bool:
-        # A child of the rank may also hold the other end of stdin, so the parent is checked as well.
-        return bool(select.select([0], [], [], seconds)[0]) or os.getppid() != parent
+        if select.select(sources, [], [], seconds)[0]:
+            return True
+        return len(sources) == 1 and not (PROC / str(parent)).exists()
 
+    return ended
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run as a process, started by monitor.watch with a socket as stdin.
+
+    The sampler is a child that this process leaves behind, so it is none of the rank's: a script that waits for any
+    child gets its own ones only. The socket gets the sampler's process number, and at the end the reason if there is
+    one.
+    """
+    request = json.loads(argv[0])
+    ended = _ends_with(int(request["parent"]))
+    pid = os.fork()
+    if pid:
+        os.write(0, str(pid).encode())
+        return 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then closes the socket
+    os.nice(NICE)
     try:
         run(request, ended)
     except OSError as error:
         sys.stderr.write(f"netbottleneck: recording of the host's counters stops: {error}\n")
+        with contextlib.suppress(OSError):
+            os.write(0, str(error).encode())
         return 1
     return 0
 

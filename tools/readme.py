@@ -1,15 +1,15 @@
 """Updates the parts of pages that show the stored traces and study: `tools/readme.py`; --check: only compare.
 
-A block of a page lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of BLOCKS. The picture of the
-report and the study's first figure are written, too. README.md, the tutorial and the picture show REPLAY, the example
-report TRACE and STUDY.
+A block of a page lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of BLOCKS. The pictures of the
+report and of the study, and the study's first figure, are written, too. README.md, the tutorial and the picture of the
+report show REPLAY, the example report TRACE and STUDY, the pictures of the study STUDY.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +20,7 @@ from netbottleneck.cli.what_if import Source, parser
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
 from netbottleneck.study import replaying
+from netbottleneck.study.evidence import page
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -30,9 +31,13 @@ TRACE = ROOT / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 REPLAY = ROOT / "benchmarks" / "traces" / "replay.jsonl.gz"
 STUDY = ROOT / "benchmarks" / "traces" / "quick-study.json"
 FIGURE = ROOT / "docs" / "study-figure1.svg"
+OPENING = ROOT / "docs" / "study.svg"
 PICTURE = ROOT / "docs" / "report.svg"
+STYLE = ROOT / "python" / "netbottleneck" / "report" / "style.css"
 # Paragraphs of the report that the picture shows, by their first words; a table includes its title.
 SHOWN = ("Run ", "   stock", "Parts of a step", "Achieved, ", "Step by transport", "Verdict: ")
+WIDTH = 660  # of the pictures, whose text has 13 pixels
+CONCLUSIONS = ("transports", "full use")  # the claims that the picture of the study shows
 CARD = ("Of your ", "   stock", "Verdict: ")  # the same, of the blocks `card` and `verdict`
 LINK = "2gbit/500mbit"  # of REPLAY
 COLOURS = {"#": "#4caf50", "=": "#26a69a", "!": "#ef5350", ".": "#ffb300"}
@@ -88,6 +93,16 @@ def _chain(_run: Run) -> str:
     return "".join(f"{number}. **{claim.title}**: {claim.verdict}\n" for number, claim in claims)
 
 
+def conclusion(study: Evidence) -> str:
+    """Return what the picture of the study shows, in the words of its claims."""
+    verdicts = {claim.name: claim.verdict for claim in study.claims}
+    return " ".join([f"{page.opening(study.cells).title}.", *(verdicts[name] for name in CONCLUSIONS)])
+
+
+def _study(_run: Run) -> str:
+    return f"![{conclusion(Evidence.read(STUDY))}]({OPENING.relative_to(ROOT).as_posix()})\n"
+
+
 BLOCKS: Mapping[str, Callable[[Run], str]] = {
     "card": _card,
     "arms": _arms,
@@ -96,6 +111,7 @@ BLOCKS: Mapping[str, Callable[[Run], str]] = {
     "report": _report,
     "answers": _answers,
     "chain": _chain,
+    "study": _study,
 }
 
 
@@ -117,10 +133,10 @@ def shown(run: Run) -> Iterator[str]:
 def picture(run: Run) -> str:
     """Return the picture: the lines of `shown` as in a terminal, with coloured bars."""
     lines = list(shown(run))[:-1]
-    width, height = 660, 18 * len(lines) + 28
+    height = 18 * len(lines) + 28
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        f'<rect width="{width}" height="{height}" rx="8" fill="#1e1e1e"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#1e1e1e"/>',
         '<g font-family="monospace" font-size="13" fill="#e0e0e0">',
     ]
     for number, line in enumerate(lines):
@@ -139,11 +155,41 @@ def _coloured(line: str) -> str:
     )
 
 
+def study_picture(study: Evidence) -> str:
+    """Return the picture that opens the study's page, with its key and the page's style, on its own background."""
+    shown = page.opening(study.cells)
+    (picture,) = shown.pictures
+    below = [_key(shown.key), *(escape(line) for line in shown.note.replace(". ", ".\n").splitlines())]
+    height = picture.height + 20 * len(below) + 48
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img"'
+        f' aria-label="{escape(conclusion(study))}">',
+        f"<style>{escape(STYLE.read_text(encoding='utf-8'))}</style>",
+        '<g class="nb nb-picture">',
+        f'<rect width="{WIDTH}" height="{height:g}" rx="8" style="fill:var(--paper)"/>',
+        f'<text class="nb-head" x="16" y="24">{escape(shown.title)}</text>',
+        f'<svg x="16" y="36" width="{WIDTH - 32}" height="{picture.height:g}" overflow="visible">{picture}</svg>',
+    ]
+    for number, line in enumerate(below):
+        parts.append(f'<text x="16" y="{picture.height + 20 * number + 54:g}">{line}</text>')
+    return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
+
+
+def _key(key: Sequence[tuple[str, str]]) -> str:
+    """Return a key as SVG text: a square in its colour, or of the class of its colour, before each label."""
+    parts = []
+    for kind, what in key:
+        colour = f'style="fill:{kind}"' if kind.startswith("#") else f'class="nb-{kind}"'
+        parts.append(f"<tspan {colour}>\N{BLACK SQUARE}</tspan> {escape(what)}")
+    return ("\N{NO-BREAK SPACE}" * 3 + " ").join(parts)
+
+
 def main() -> int:
     """Write or check. Returns 1 if --check finds a difference."""
     run = Run(TRACE)
     new = {page: render(page.read_text(encoding="utf-8"), run) for page in PAGES}
     new[PICTURE] = picture(Run(REPLAY))
+    new[OPENING] = study_picture(Evidence.read(STUDY))
     if "--check" in sys.argv[1:]:
         old = [path for path, text in new.items() if path.read_text(encoding="utf-8") != text]
         for path in old:

@@ -61,6 +61,8 @@ def test_a_run_longer_than_its_record_has_its_first_and_last_steps_and_sums_of_a
     assert 0 < rows[0].waited_ns < rows[0].total_ns
     assert between(rows, first, last) in " ".join(run.trace.notes)
     assert f"teps {first} to {last} are left out" in " ".join(run.text.split())
+    assert f"mean step of each rank over steps 0 to {ends[-1] - 1}" in run.html
+    assert f"steps {last + 1} to {max(indices)}: recorded in detail" in run.html
     run.write_all()
     assert tr.read(folder / "ranks" / "0.jsonl.gz").ranks[0].run_steps == rows
     jsonschema.validate(json.loads(json.dumps(run.summary)), summary.schema(), cls=jsonschema.Draft202012Validator)

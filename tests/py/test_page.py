@@ -20,7 +20,9 @@ from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.report import Run, plots, progress, text, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
+from netbottleneck.report.whole_run import LEVELS_MOST, RANK_KINDS, whole_run
 from netbottleneck.trace.model import Counters, Samples
+from netbottleneck.trace.run_steps import RunSteps
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, percent
 from netbottleneck.whatif import questions, sweeps
@@ -225,6 +227,90 @@ def test_the_distribution_counts_every_step(run):
         assert f"median {ms(1e9 * time['median_s'])}, {time['steps']} steps" in texts_of(picture)
 
 
+def longer(trace, totals_ms, count=2, first=1):
+    """Findings of the trace as of a longer run: by rank, the sums of `count` steps in a row, without the middle ones.
+
+    The longest step of a row takes as long as the row's steps together.
+    """
+    rows = {
+        rank: tuple(
+            RunSteps(first + count * n, count, int(total * MS), int(total * MS), 0) for n, total in enumerate(own)
+        )
+        for rank, own in enumerate(totals_ms)
+    }
+    ranks = tuple(replace(one, run_steps=rows.get(one.rank, ())) for one in trace.ranks)
+    steps = tuple(step for step in trace.steps if not 20 <= step.index < 40)
+    return find(replace(trace, ranks=ranks, steps=steps))
+
+
+def levels(picture, kind):
+    """(x, x, y) of each level of a curve, as parts of the picture."""
+    (line,) = (line for line in parsed(picture).iter("polyline") if line.get("class") == f"nb-curve-{kind}")
+    points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+    ends = list(zip(points[::2], points[1::2], strict=True))
+    assert all(begin[1] == end[1] for begin, end in ends)
+    bottom = page_of.PLOT_HEIGHT + 14
+    return [(a / 1000, b / 1000, (bottom - y) / page_of.PLOT_HEIGHT) for (a, y), (b, _) in ends]
+
+
+def test_a_run_that_is_recorded_in_full_has_no_picture_of_the_whole_run(run):
+    assert whole_run(run.findings) == ()
+    assert "The whole run" not in run.html
+
+
+def test_the_whole_run_is_drawn_by_rank_with_the_steps_recorded_in_detail(run):
+    last = max(step.index for step in run.trace.steps)
+    totals = [[20.0] * 15 + [40.0] * 12, [30.0] * 27, [10.0] * 27]
+    findings = longer(run.trace, totals)
+    (shown,) = whole_run(findings)
+    assert section(checked(page_of.page(findings, run.verdict)), shown.title).count("<svg class") == 1
+    (picture,) = shown.pictures
+    assert parsed(picture).get("aria-label") == f"mean step of each rank over steps 1 to {last}"
+    for kind, own in zip(RANK_KINDS, totals, strict=False):
+        drawn = levels(picture, kind)
+        assert [x for x, _, _ in drawn] == pytest.approx([n / 27 for n in range(27)], abs=1e-4)
+        assert [y for _, _, y in drawn] == pytest.approx([total / 2 / 21 for total in own], abs=1e-3)
+    (before, _, _), (after, _, _) = rects(picture, "detailed")
+    assert (before, after) == pytest.approx((0.0, 39 / last), abs=1e-4)
+    assert {"0", "10", "20 ms", "20", "step 40"} <= set(texts_of(picture))
+    assert [what for _, what in shown.key] == [
+        "rank 0: 14.4 ms on average, at most 40.0 ms",
+        "rank 1: 15.0 ms on average, at most 30.0 ms",
+        "rank 2: 5.00 ms on average, at most 10.0 ms",
+        "steps recorded in detail",
+    ]
+    assert shown.note == "Each level is the mean of up to 2 steps in a row, of any arm."
+
+
+def test_of_many_ranks_the_whole_run_shows_the_slowest_and_the_fastest(tmp_path):
+    trace = Run(FakeRun(tmp_path, blocks=9, size=6, transports=("stock",)).write()).trace
+    (shown,) = whole_run(longer(trace, [[20.0 + rank % 4] * 27 for rank in range(6)]))
+    assert [what for kind, what in shown.key if kind in RANK_KINDS] == [
+        "rank 3, the slowest: 11.5 ms on average, at most 23.0 ms",
+        "rank 0, the fastest: 10.0 ms on average, at most 20.0 ms",
+    ]
+    assert "Not drawn: 4 ranks." in shown.note
+    assert len(list(parsed(shown.pictures[0]).iter("polyline"))) == 2
+
+
+def test_levels_that_the_whole_run_cuts_are_counted_and_the_highest_is_named(run):
+    (shown,) = whole_run(longer(run.trace, [[900.0] + [20.0] * 99]))
+    assert "1 of 100 levels are cut at the top; the highest is 450 ms." in shown.note
+    drawn = [y for _, _, y in levels(shown.pictures[0], "rank0")]
+    assert drawn == pytest.approx([1.0] + [1 / 1.5] * 99, abs=1e-3)
+
+
+def test_a_curve_of_the_whole_run_keeps_the_mean_of_every_row_and_stays_small(run):
+    totals = [float(n % 100) for n in range(1000)]
+    (shown,) = whole_run(longer(run.trace, [totals] * 3))
+    drawn = levels(shown.pictures[0], "rank0")
+    assert len(drawn) == 250 <= LEVELS_MOST
+    assert "the mean of up to 8 steps" in shown.note
+    high = 1.05 * max(sum(totals[n : n + 4]) / 8 for n in range(0, 1000, 4))
+    assert np.mean([y for _, _, y in drawn]) * high == pytest.approx(np.mean(totals) / 2, rel=1e-3)
+    assert len(str(shown.pictures[0])) < 50_000
+
+
 def test_rates_are_drawn_beside_the_probe_and_the_link(run):
     shown = page_of.bandwidth(run.findings)
     (picture,) = shown.pictures
@@ -402,6 +488,9 @@ def test_eight_ranks_and_two_hundred_steps_stay_small(tmp_path):
     big = Run(FakeRun(tmp_path, blocks=20, block_steps=10, size=8, transports=("stock", "ofi")).write())
     assert len({step.index for step in big.trace.steps}) == 200
     assert len(big.html.encode()) < 2_000_000
+    page = page_of.page(longer(big.trace, [[float(n % 7 + 1) for n in range(1024)]] * 8), big.verdict)
+    assert "The whole run" in page
+    assert len(page.encode()) < 2_000_000
 
 
 def test_names_are_escaped_and_long_ones_keep_their_end():

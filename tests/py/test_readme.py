@@ -13,7 +13,7 @@ import pytest
 from netbottleneck import Evidence, cli, config
 from netbottleneck.analysis.verdict import CODES
 from netbottleneck.report import Run, text
-from netbottleneck.study.evidence import figures
+from netbottleneck.study.evidence import figures, page
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -77,6 +77,49 @@ def test_the_studys_first_figure_is_shown_and_holds_the_stored_studys_values():
     assert held.strip() == figures.to_csv(study.figures[0]).strip()
     assert {cell.job for cell in study.cells} == {"replay", "digits", "inflation"}
     assert readme.STUDY.stat().st_size < 100_000
+
+
+def test_the_picture_of_the_study_is_that_of_its_page_and_says_its_conclusion():
+    readme = tool("readme")
+    study = Evidence.read(readme.STUDY)
+    written = readme.OPENING.read_text(encoding="utf-8")
+    assert written == readme.study_picture(study), "run tools/readme.py"
+    shown = page.opening(study.cells)
+    assert str(shown.pictures[0]) in study.html
+    assert str(shown.pictures[0]) in written
+    texts = ["".join(line.itertext()) for line in ElementTree.fromstring(written).iter() if line.tag.endswith("}text")]
+    assert {shown.title, *(cell.key for cell in study.cells if cell.job != "inflation")} <= set(texts)
+    assert all(any(what in line for line in texts) for _, what in shown.key)
+    ((alt, target),) = re.findall(r"!\[([^]]*)\]\((docs/study\.svg)\)", README)
+    assert README.index("<!-- trace: card -->") < README.index(target) < README.index("\n## ")
+    assert all(claim.verdict in alt for claim in study.claims if claim.name in readme.CONCLUSIONS)
+    assert ElementTree.fromstring(written).get("aria-label") == alt
+
+
+def test_the_picture_of_the_study_has_text_of_the_size_of_the_others_and_a_background():
+    readme = tool("readme")
+    report, study = (ElementTree.parse(path).getroot() for path in (readme.PICTURE, readme.OPENING))
+    assert study.get("viewBox").split()[:3] == report.get("viewBox").split()[:3]
+    (size,) = {element.get("font-size") for element in report.iter() if element.get("font-size")}
+    classes = {element.get("class") for element in study.iter() if element.tag.endswith("}text")}
+    assert classes == {None, "nb-head"}  # of style.css, neither has a size of its own
+    assert f".nb-picture text {{ fill: var(--ink); font-size: {size}px;" in readme.STYLE.read_text(encoding="utf-8")
+    background = next(element for element in study.iter() if element.tag.endswith("}rect"))
+    assert [background.get("width"), background.get("height")] == study.get("viewBox").split()[2:]
+
+
+def test_the_networks_that_the_readme_names_are_those_of_the_stored_study():
+    cells = {cell.key: cell for cell in Evidence.read(tool("readme").STUDY).cells}
+    prose = " ".join(README[: README.index("<!-- trace: study -->")].split())
+    for key in re.findall(r"`(\w+-\d-[\w-]+)`", prose):
+        assert cells[key].ranks_per_host == 1
+    capped, free = cells["resnet50-4-2gbit-500mbit"], cells["digits-2-none"]
+    caps = f"{capped.link_bps / 1e9:g} Gbit/s on a link and {capped.flow_bps[0] / 1e6:g} Mbit/s on a flow"
+    assert f"`{capped.key}` is a replay on {capped.ranks} ranks, with caps of {caps}" in prose
+    assert (capped.job, free.job, free.link_bps, free.flow_bps) == ("replay", "digits", None, ())
+    assert f"`{free.key}` is a small training without caps" in prose
+    arms = [arm.name for cell in cells.values() if cell.job != "inflation" for arm in cell.transports]
+    assert f"The steps over stock (gloo) and {' and '.join(sorted({*arms} - {'stock'}))} are measured" in prose
 
 
 def test_a_stale_number_is_detected(stored):

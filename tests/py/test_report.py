@@ -427,6 +427,18 @@ def test_a_variable_is_advised_only_where_it_counts(settings, advised):
     assert ("NETBOTTLENECK_START_STEP=20" in line) == advised
 
 
+@pytest.mark.parametrize("after", [15, 17, 20, 24])
+def test_a_change_near_steps_without_detail_may_be_within_them(after):
+    """The change of the recorded steps is up to 5 steps from those that are left out after step 19."""
+    places = [*range(20), *range(900, 920)]
+    ends = [(at, 1000 * MS * at, 1000 * MS * at + (100 if n < after else 200) * MS) for n, at in enumerate(places)]
+    steps = tuple(tr.Step(0, at, 0, STOCK, begin, end) for at, begin, end in ends)
+    trace = tr.Trace("r", 1, (STOCK,), ranks=(tr.Rank(0, finished=True),), steps=steps)
+    (line,) = text.warnings(findings.find(trace))
+    assert line.startswith("the step time changed between steps 19 and 900, the median by ")
+    assert "NETBOTTLENECK_START_STEP=900" in line
+
+
 def test_a_late_rank_is_named_in_the_sentence(tmp_path):
     found = Run(FakeRun(tmp_path, blocks=9, size=3, late_ms={2: 40}).write())
     assert "Rank 2 makes the others wait 40.0 ms (measured)." in text.sentences(found.findings)

@@ -253,8 +253,20 @@ def last_shift(rows: Floats) -> int:
     return begin
 
 
-def changed_at(trace: Trace) -> tuple[int, float] | None:
-    """Return the first step after the last change of the step time, and the factor of the median; None: no change."""
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The last change of the step time. before, step: the steps between which it is. factor: of the median."""
+
+    before: int
+    step: int
+    factor: float
+
+
+def changed_at(trace: Trace) -> Changed | None:
+    """Return the last change of the step time; None if there is none.
+
+    One that is near steps without detailed records may be within them.
+    """
     longest: dict[int, Step] = {}
     for step in trace.steps:
         if step.arm != SINGLE and (step.index not in longest or step.duration_ns > longest[step.index].duration_ns):
@@ -266,10 +278,13 @@ def changed_at(trace: Trace) -> tuple[int, float] | None:
     place = last_change(times, groups)
     if place == 0:
         return None
+    gaps = np.flatnonzero(np.diff([step.index for step in steps]) > 1) + 1
+    place = next((int(gap) for gap in gaps if abs(gap - place) <= CHANGE_VALUES), place)
     logs = np.log(times)
     for group in np.unique(groups):
         logs[groups == group] -= np.median(logs[groups == group])
-    return steps[place].index, math.exp(float(np.median(logs[place:]) - np.median(logs[:place])))
+    factor = math.exp(float(np.median(logs[place:]) - np.median(logs[:place])))
+    return Changed(steps[place - 1].index, steps[place].index, factor)
 
 
 def _change(logs: Floats, groups: NDArray[np.int64]) -> int:

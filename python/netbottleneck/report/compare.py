@@ -18,9 +18,8 @@ from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, 
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.report import Run, html
-from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, bars, short_name
+from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, Shown, bars, short_name
 from netbottleneck.report.drawing import Row as Bar
-from netbottleneck.report.html import Shown
 from netbottleneck.report.text import make_table, put_row, screen
 from netbottleneck.trace.files import printable
 from netbottleneck.trace.model import Trace

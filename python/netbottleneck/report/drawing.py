@@ -14,6 +14,7 @@ TEXT_HEIGHT = 17
 BAR_HEIGHT = 16
 STRIP_HEIGHT = 9
 GAP = 9
+PLOT_HEIGHT = 170
 CURVE_WIDTH = 1000  # units of a curve's own coordinates, stretched to the width of its picture
 NAME_MOST = 26  # characters of a name that fit beside a value on a phone
 HEAD_MOST = 38  # characters of a name that fit alone on a phone, in bold
@@ -169,6 +170,21 @@ class Picture:
             y = bottom - (bottom - top) * scale.at(value)
             self.line((0, 1), (y, y))
             self.text(0, y - 3, label, kind="tick")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A picture with its sentence.
+
+    missing: why there is no picture; key: (class of a colour, or a colour, label); folded: shown when it is opened.
+    """
+
+    title: str
+    pictures: tuple[Picture, ...] = ()
+    key: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+    missing: str = ""
+    folded: bool = False
 
 
 def _longest(rows: Sequence[Row]) -> float:

@@ -37,15 +37,18 @@ from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import text
 from netbottleneck.report.drawing import (
     GAP,
+    PLOT_HEIGHT,
     TEXT_HEIGHT,
     Picture,
     Piece,
     Row,
     Scale,
+    Shown,
     bars,
     short_name,
     with_unit,
 )
+from netbottleneck.report.whole_run import whole_run
 from netbottleneck.trace.model import Clock, Collective, Counters, Samples, Step, Trace
 from netbottleneck.trace.transports import MEANING, TRANSPORT_COLOURS, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
@@ -65,24 +68,8 @@ RANKS_MOST = 16
 OPERATION_ROWS = 8
 OTHER_TIMELINES = 3
 BINS, HOST_BINS = 60, 300
-PLOT_HEIGHT = 170
 HOST_TOP, HOST_BOTTOM = 34, 110
 TICKS_LEAST = 15  # processor time is counted in ticks: a bin of fewer has too coarse a share
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A picture with its sentence.
-
-    missing: why there is no picture; key: (class of a colour, or a colour, label); folded: shown when it is opened.
-    """
-
-    title: str
-    pictures: tuple[Picture, ...] = ()
-    key: tuple[tuple[str, str], ...] = ()
-    note: str = ""
-    missing: str = ""
-    folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,13 +661,14 @@ def _curve(title: str, curve: Curve) -> Shown:
 def figures(findings: Findings, recorded: Recorded) -> list[Shown]:
     """The pictures of a page below its verdict and its split."""
     if findings.base is None:
-        return [distribution(findings), host_use(findings, recorded)]
+        return [distribution(findings), *whole_run(findings), host_use(findings, recorded)]
     splits = [row[1] for row in split_steps(findings.trace)]
     others = [arm for arm in findings.parts if arm.real and arm != findings.base][:OTHER_TIMELINES]
     return [
         timeline(findings, findings.base, splits),
         *(replace(timeline(findings, arm, splits), folded=True) for arm in others),
         distribution(findings),
+        *whole_run(findings),
         bandwidth(findings),
         waiting(findings, splits),
         layers(findings),

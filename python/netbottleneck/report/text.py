@@ -231,11 +231,12 @@ def warnings(findings: Findings) -> list[str]:
     found += _faults(trace)
     changed = changed_at(trace)
     if changed is not None:
-        step, factor = changed
-        later = f"; NETBOTTLENECK_START_STEP={step} records the later one alone" if trace.of_script else ""
+        later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""
+        beside = changed.step == changed.before + 1
+        where = f"at step {changed.step}" if beside else f"between steps {changed.before} and {changed.step}"
         found.append(
-            f"the step time changed at step {step}, the median by {percent(factor - 1, signed=True)}: this report has "
-            f"both states{later}."
+            f"the step time changed {where}, the median by {percent(changed.factor - 1, signed=True)}: this report "
+            f"has both states{later}."
         )
     for pair in findings.comparisons:
         if not pair.enough:

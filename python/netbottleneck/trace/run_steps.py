@@ -19,13 +19,23 @@ class RunSteps:
     waited_ns: int
 
 
+def together(rows: Sequence[RunSteps]) -> RunSteps:
+    """Return the sum of rows that follow each other; there is at least one."""
+    return RunSteps(
+        rows[0].first,
+        sum(row.count for row in rows),
+        sum(row.total_ns for row in rows),
+        max(row.longest_ns for row in rows),
+        sum(row.waited_ns for row in rows),
+    )
+
+
 def between(rows: Sequence[RunSteps], first: int, last: float) -> str:
     """Return a sentence about the rows that are wholly within some steps; "" if there is none."""
     within = [row for row in rows if row.count and first <= row.first and row.first + row.count - 1 <= last]
     if not within:
         return ""
-    count, total_ns = sum(row.count for row in within), sum(row.total_ns for row in within)
-    waited_ns, longest_ns = sum(row.waited_ns for row in within), max(row.longest_ns for row in within)
-    end = within[-1].first + within[-1].count - 1
-    mean = f"took {ms(total_ns / count)} on average, {ms(waited_ns / count)} of it waiting for communication"
-    return f"Steps {within[0].first} to {end} {mean}, and at most {ms(longest_ns)} (measured)"
+    whole, end = together(within), within[-1].first + within[-1].count - 1
+    mean = f"took {ms(whole.total_ns / whole.count)} on average"
+    waiting = f"{ms(whole.waited_ns / whole.count)} of it waiting for communication"
+    return f"Steps {whole.first} to {end} {mean}, {waiting}, and at most {ms(whole.longest_ns)} (measured)"

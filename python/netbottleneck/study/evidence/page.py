@@ -11,8 +11,8 @@ import jinja2
 from rich.console import Console
 from rich.text import Text
 
-from netbottleneck.report.drawing import Piece, Row, bars
-from netbottleneck.report.html import Shown, colour
+from netbottleneck.report.drawing import Piece, Row, Shown, bars
+from netbottleneck.report.html import colour
 from netbottleneck.report.text import plain, screen
 from netbottleneck.study.evidence import chain, values
 from netbottleneck.study.evidence.facts import Budget, ForecastRecord

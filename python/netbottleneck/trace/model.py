@@ -729,7 +729,7 @@ CONNECTION_COLUMNS = ("rank", "inode", *_ENDS)  # what tells one from another
 READINGS = (
     *("acked_bytes", "received_bytes", "sent_bytes", "sent_segments", "resent_segments", "busy_us"),
     *("receiver_limited_us", "buffer_limited_us", "rtt_us", "least_rtt_us", "delivery_bytes_per_s", "app_limited"),
-    *("window_segments", "segment_bytes", "peer_window_bytes", "unread_bytes", "queued_bytes"),
+    *("window_segments", "segment_bytes", "path_mtu_bytes", "peer_window_bytes", "unread_bytes", "queued_bytes"),
 )
 _WRAPPING = ("sent_segments", "resent_segments")  # counters of 32 bits in the kernel
 
@@ -744,8 +744,8 @@ class Connection:
     busy_us (data was waiting or in flight), and of that receiver_limited_us (the peer's window was full) and
     buffer_limited_us (the send buffer was full of data in flight). At the reading: rtt_us (smoothed), least_rtt_us,
     delivery_bytes_per_s (latest), app_limited (1: the program limited that rate), window_segments (congestion window)
-    of segment_bytes, peer_window_bytes (what the peer accepts), unread_bytes (received, not read by the program),
-    queued_bytes (written, not acknowledged).
+    of segment_bytes, path_mtu_bytes (the largest packet that passes, as far as the kernel knows), peer_window_bytes
+    (what the peer accepts), unread_bytes (received, not read by the program), queued_bytes (written, not acknowledged).
     """
 
     rank: int

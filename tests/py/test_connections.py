@@ -179,8 +179,8 @@ def reading(of: sampler.Connections, one: socket.socket) -> dict[str, int]:
 IN_BYTES = "state ca_state retransmits probes backoff options scales app_limited"
 IN_WORDS = (
     "rto ato segment_bytes rcv_mss unacked sacked lost retrans fackets last_data_sent last_ack_sent last_data_recv "
-    "last_ack_recv pmtu rcv_ssthresh rtt_us rttvar snd_ssthresh window_segments advmss reordering rcv_rtt rcv_space "
-    "resent_segments"
+    "last_ack_recv path_mtu_bytes rcv_ssthresh rtt_us rttvar snd_ssthresh window_segments advmss reordering rcv_rtt "
+    "rcv_space resent_segments"
 )
 THEN = (
     ("pacing_rate max_pacing_rate acked_bytes received_bytes", ctypes.c_uint64),
@@ -233,7 +233,15 @@ def test_a_reading_is_what_getsockopt_says_of_the_same_socket(tmp_path: Path, fa
             row, other = (reading(reader(tmp_path), one) for one in (out, came))
             known = kernels(out)
     assert (row["rank"], row["local_port"], row["remote_port"]) == (3, other["remote_port"], other["local_port"])
-    for name in ("acked_bytes", "sent_bytes", "sent_segments", "resent_segments", "segment_bytes", "rtt_us"):
+    for name in (
+        "acked_bytes",
+        "sent_bytes",
+        "sent_segments",
+        "resent_segments",
+        "segment_bytes",
+        "rtt_us",
+        "path_mtu_bytes",
+    ):
         assert row[name] == known[name], name
     for name in ("least_rtt_us", "window_segments", "busy_us", "buffer_limited_us", "receiver_limited_us"):
         assert row[name] == known[name], name

@@ -1,7 +1,8 @@
-"""Ratings of a host's interfaces: from devices, and none for virtual interfaces."""
+"""A host's interfaces: ratings from devices and none for virtual ones, MTUs, and which of them an arm uses."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 
 from netbottleneck.config import settings
 from netbottleneck.launch import connect
-from netbottleneck.runtime import monitor
+from netbottleneck.report import Run
+from netbottleneck.runtime import monitor, nccl
+from netbottleneck.runtime.session import open_session
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     speeds = {"eth0": 25_000, "eth0.7": 25_000, "veth0": 10_000}
     monkeypatch.setattr(monitor, "_INTERFACES", tmp_path)
     monkeypatch.setattr(
-        psutil, "net_if_stats", lambda: {name: SimpleNamespace(speed=speed) for name, speed in speeds.items()}
+        psutil, "net_if_stats", lambda: {name: SimpleNamespace(speed=speed, mtu=9000) for name, speed in speeds.items()}
     )
     return speeds
 
@@ -43,6 +46,7 @@ def test_loopback_has_none() -> None:
     assert monitor.wire(settings({"ifname": "=lo", "streams": 4}, {}), "tcp") == {
         "streams_asked": 4,
         "interface": "lo",
+        "mtu_bytes": psutil.net_if_stats()["lo"].mtu,
         "link_bps": None,
     }
 
@@ -51,16 +55,66 @@ def test_an_interface_is_named_only_if_it_is_certain(host: dict[str, int], monke
     there = [("eth0", "192.0.2.1")]
     monkeypatch.setattr(connect, "core", lambda: SimpleNamespace(interfaces=lambda _: there))
     only = monitor.wire(settings(environ={}), "ofi")
-    assert only == {"streams_asked": 0, "interface": "eth0", "link_bps": 25 * 10**9}
+    assert only == {"streams_asked": 0, "interface": "eth0", "mtu_bytes": 9000, "link_bps": 25 * 10**9}
     declared = monitor.wire(settings({"link_gbps": "12.5"}, {}), "ofi")
     assert (declared["link_bps"], declared["declared"]) == (12_500_000_000, True)
     there.append(("veth0", "198.51.100.1"))
-    assert monitor.wire(settings(environ={}), "ofi")["interface"] is None
+    several = monitor.wire(settings(environ={}), "ofi")
+    assert (several["interface"], several["mtu_bytes"]) == (None, None)
 
 
 def test_stock_uses_gloos_configured_interface(host: dict[str, int]) -> None:
     about = monitor.wire(settings(environ={}), "stock", {"GLOO_SOCKET_IFNAME": "eth0,eth0"})
-    assert about == {"streams_asked": None, "interface": "eth0", "link_bps": 25 * 10**9}
+    assert about == {"streams_asked": None, "interface": "eth0", "mtu_bytes": 9000, "link_bps": 25 * 10**9}
+
+
+def test_an_interface_that_is_not_there_has_no_mtu(host: dict[str, int]) -> None:
+    about = monitor.wire(settings(environ={}), "stock", {"GLOO_SOCKET_IFNAME": "gone"})
+    assert (about["interface"], about["mtu_bytes"]) == ("gone", None)
+
+
+@pytest.mark.parametrize(
+    ("provider", "named", "interface"),
+    [
+        ("nccl", "=eth0", "eth0"),
+        ("cuda:nccl", "=eth0", "eth0"),
+        ("nccl", "eth0", "own"),  # a prefix
+        ("nccl", "=eth0,eth1", "own"),
+        ("nccl", "^eth0", "own"),
+        ("nccl", "", "own"),
+        ("gloo", "=eth0", "veth0"),
+        ("cpu:gloo,cuda:nccl", "=eth0", "veth0"),
+        ("horovod 0.28 over gloo", "=eth0", "veth0"),
+    ],
+)
+def test_nccls_own_variable_names_the_interface_of_nccl_if_it_names_one(
+    host: dict[str, int], monkeypatch: pytest.MonkeyPatch, provider: str, named: str, interface: str
+) -> None:
+    monkeypatch.setattr(monitor, "_of_own_address", lambda: "own")
+    environ = {"GLOO_SOCKET_IFNAME": "veth0", "NCCL_SOCKET_IFNAME": named}
+    assert monitor.wire(settings(environ={}), "stock", environ, provider=provider)["interface"] == interface
+
+
+def test_a_run_records_mtus_and_the_variables_of_the_stock_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in nccl.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth7")
+    asked = {"transports": "tcp", "ifname": "=lo", "directory": str(tmp_path / "run"), "start_step": 0}
+    session = open_session(settings(asked, {}))
+    session.begin()
+    session.end()
+    session.close()
+    (rank,) = Run(session.folder).summary["ranks"]
+    assert rank["stock_variables"] == {"NCCL_SOCKET_IFNAME": "=eth7"}
+    assert [info["mtu_bytes"] for info in rank["transports"]] == [psutil.net_if_stats()["lo"].mtu]
+    meta = session.folder / "ranks" / "0.meta.json"
+    old = json.loads(meta.read_text(encoding="utf-8"))
+    del old["stock_variables"], old["transports"]["tcp"]["mtu_bytes"]
+    meta.write_text(json.dumps(old), encoding="utf-8")
+    (rank,) = Run(session.folder).summary["ranks"]
+    assert (rank["stock_variables"], rank["transports"][0]["mtu_bytes"]) == ({}, None)
 
 
 def test_nothing_moves_over_no_interface() -> None:

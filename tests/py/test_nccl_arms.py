@@ -275,6 +275,28 @@ def test_a_transport_over_nccl_is_refused_with_its_reason(
     assert nccl.refusal([transport], config.settings({}, {})) == (f"{transport}: {why}" if why else "")
 
 
+@pytest.mark.parametrize("arms", [["stock"], ["stock", "nccl+tcp"]])
+@pytest.mark.parametrize(
+    ("environ", "recorded"),
+    [
+        ({}, {}),
+        ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": ""}, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ({"NCCL_NET_PLUGIN": "none"}, {"NCCL_NET_PLUGIN": "none"}),
+        ({"NCCL_NET": "IB", "NCCL_NET_PLUGIN": "ofi"}, {"NCCL_NET": "IB", "NCCL_NET_PLUGIN": "ofi"}),
+        ({"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "netbottleneck", nccl.MARK: "Socket"}, {}),
+    ],
+)
+def test_the_variables_of_the_script_are_without_ours(
+    monkeypatch: pytest.MonkeyPatch, arms: list[str], environ: dict[str, str], recorded: dict[str, str]
+) -> None:
+    monkeypatch.setattr(nccl, "_arranged", None)
+    monkeypatch.setattr(nccl, "not_sockets", lambda _: "")
+    for name in (*nccl.VARIABLES, nccl.MARK, "NCCL_NET_PLUGIN_REF_COUNT"):
+        monkeypatch.setenv(name, environ.get(name, ""))
+    nccl.arrange(map(Arm, arms))
+    assert nccl.stock_variables() == recorded
+
+
 def test_arms_that_were_named_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", (2, 29, 7)))
     monkeypatch.setattr(nccl, "_nccl_here", lambda built: built)

@@ -364,6 +364,27 @@ def test_the_saving_of_a_whole_part_of_the_step_is_an_upper_bound(run):
         assert shown["at_most"] == bound
 
 
+def test_mtus_and_variables_that_differ_are_notes(tmp_path):
+    class Differing(FakeRun):
+        def _meta(self, rank):
+            meta = super()._meta(rank)
+            meta["transports"]["stock"] |= {"interface": "eth0", "mtu_bytes": (1500, 9000)[rank]}
+            return meta | {"stock_variables": {"GLOO_SOCKET_IFNAME": ("eth0", "eth0,eth0")[rank]}}
+
+    found = Run(Differing(tmp_path, transports=("stock",), blocks=3).write())
+    assert found.summary["notes"] == [
+        "the MTUs of stock's interfaces differ: 1500 bytes on rank 0 (eth0); 9000 bytes on rank 1 (eth0). Set the same "
+        "MTU on all hosts and on the switches between them; ping -M do -s SIZE, with SIZE 28 below the MTU, shows what "
+        "passes.",
+        "ranks differ in GLOO_SOCKET_IFNAME: eth0 on rank 0; eth0,eth0 on rank 1",
+    ]
+    check_schema(found.summary)
+    flat = " ".join(found.text.split())
+    assert "! the MTUs of stock's interfaces differ: 1500 bytes on rank 0" in flat
+    assert "! ranks differ in GLOO_SOCKET_IFNAME" in flat
+    assert Run(FakeRun(tmp_path / "equal", blocks=3).write()).summary["notes"] == []
+
+
 def test_a_rank_that_left_before_another_failed_is_named(tmp_path):
     run = FakeRun(tmp_path, blocks=3).write()
     assert "without an exception" not in Run(run).text

@@ -76,7 +76,13 @@ def test_a_written_trace_is_read_back(tmp_path_factory, some_steps, some_collect
         arms=(Arm("stock"),),
         model=model,
         network=tr.Network("lab", 1e9, (5e8,), {"link_bps": 9.5e8}),
-        ranks=(tr.Rank(0, transports=(tr.TransportInfo("ofi", probe=(tr.Probe(1, 2, 3),)),)),),
+        ranks=(
+            tr.Rank(
+                0,
+                transports=(tr.TransportInfo("ofi", probe=(tr.Probe(1, 2, 3),), mtu_bytes=9000),),
+                stock_variables={"NCCL_NET": "Socket"},
+            ),
+        ),
         parameters=(tr.Parameter("w", 4, "float32", 0),),
         buckets=(tr.Bucket("b", 2**63 + 1, 4, "float32", (0,)),),
         steps=tuple(some_steps),

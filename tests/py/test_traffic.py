@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from netbottleneck.analysis import traffic
-from netbottleneck.analysis.usage import HostUse, Use
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use
 from netbottleneck.trace.model import MEMORY_LANE, Collective, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
 
@@ -121,3 +122,97 @@ def test_a_declared_rate_is_of_the_network_in_use() -> None:
     assert traffic.unproven(trace_of("ab", TransportInfo("stock", **rated)), stock, ()) is not None
     assert traffic.unproven(trace_of("ab", TransportInfo("stock", **rated, declared=True)), stock, ()) is None
     assert traffic.unproven(trace_of("ab", TransportInfo("stock", **rated | {"provider": "gloo"})), stock, ()) is None
+
+
+# The configuration of an arm's network.
+
+STOCK = Arm("stock")
+
+
+def network_of(*ranks: tuple[str, str, int | None], provider: str = "gloo") -> Trace:
+    """A run whose ranks have these hosts, interfaces and MTUs."""
+    return Trace(
+        "r",
+        len(ranks),
+        (STOCK,),
+        ranks=tuple(
+            Rank(
+                rank,
+                host_id=host,
+                transports=(TransportInfo("stock", provider, interface=interface, mtu_bytes=mtu),),
+            )
+            for rank, (host, interface, mtu) in enumerate(ranks)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [("a", "eth0", 9000), ("b", "eth0", 9000)],
+        [("a", "eth0", 9000), ("b", "eth0", None)],
+        [("a", "eth0", 1500), ("a", "eth1", 9000)],  # one host
+        [("a", "eth0", 1500), ("a", "eth1", 9000), ("b", "eth0", 1500), ("b", "eth1", 9000)],  # two networks
+        [("a", "eth0", 1500), ("b", "lo", 65536)],
+    ],
+)
+def test_mtus_that_hosts_have_in_common_are_not_named(ranks: list[tuple[str, str, int | None]]) -> None:
+    assert traffic.unequal_mtus(network_of(*ranks), STOCK, ()) == ""
+
+
+def test_mtus_that_differ_between_hosts_are_named_by_rank() -> None:
+    three = network_of(("a", "eth0", 9000), ("b", "ens5", 9000), ("c", "eth0", 1500))
+    clause = "the MTUs of stock's interfaces differ: 1500 bytes on rank 2 (eth0); 9000 bytes on rank 0, 1 (ens5, eth0)"
+    assert traffic.unequal_mtus(three, STOCK, ()) == clause
+    assert traffic.unequal_mtus(three, Arm("tcp"), ()) == ""
+    assert traffic.notes(three, STOCK, (), NO_CONNECTIONS) == [f"{clause}. {traffic.SAME_MTU}"]
+
+
+@pytest.mark.parametrize(
+    ("mtus", "path", "named"),
+    [
+        ((9000, 9000), 1400.0, True),
+        ((9000, 1500), 1400.0, True),
+        ((9000, 1500), 1500.0, False),
+        ((9000, 9000), None, False),
+        ((9000, None), 1400.0, False),
+        ((65536, 65536), 65535.0, False),  # the kernel's most
+    ],
+)
+def test_a_path_with_a_smaller_mtu_than_both_its_ends_is_named(
+    mtus: tuple[int, int | None], path: float | None, named: bool
+) -> None:
+    end = ConnectionUse(0, 1, STOCK, ("a", 1), ("b", 2), 1.0, 1e9, path_mtu_bytes=path)
+    trace = network_of(("a", "eth0", mtus[0]), ("b", "eth0", mtus[1]))
+    notes = traffic.notes(trace, STOCK, (), Connected((end,)))
+    found = [
+        note for note in notes if note.startswith("the kernel's MTU of stock's path from rank 0 to rank 1 is 1400")
+    ]
+    assert bool(found) == named == any("lies in between" in note for note in notes)
+    other = traffic.notes(trace, STOCK, (), Connected((replace(end, arm=Arm("tcp")),)))
+    assert not any("lies in between" in note for note in other)
+
+
+@pytest.mark.parametrize(
+    ("provider", "named"),
+    [
+        ("nccl", ["NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME"]),
+        ("gloo", ["GLOO_SOCKET_IFNAME"]),
+        ("cpu:gloo,cuda:nccl", ["GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME"]),
+        ("horovod 0.28 over mpi", ["GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME"]),
+    ],
+)
+def test_variables_of_the_stock_path_that_differ_are_facts(provider: str, named: list[str]) -> None:
+    trace = network_of(("a", "eth0", 9000), ("b", "eth0", 9000), provider=provider)
+    first, second = (
+        {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name, "NCCL_NET": "Socket"} for name in ("eth0", "eth1")
+    )
+    ranks = [
+        replace(rank, stock_variables=values)
+        for rank, values in zip(trace.ranks, (first, second | {"NCCL_IB_DISABLE": "1"}), strict=True)
+    ]
+    notes = traffic.notes(replace(trace, ranks=tuple(ranks)), STOCK, (), NO_CONNECTIONS)
+    assert [note.removeprefix("ranks differ in ").partition(":")[0] for note in notes] == named
+    if provider == "nccl":
+        assert notes[0] == "ranks differ in NCCL_IB_DISABLE: not set on rank 0; 1 on rank 1"
+    assert traffic.notes(replace(trace, ranks=tuple(ranks)), Arm("tcp"), (), NO_CONNECTIONS) == []

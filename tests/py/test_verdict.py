@@ -641,6 +641,53 @@ def test_what_no_rule_explains_is_inconclusive(unexplained):
     assert "no rule explains them. Our hooks slow the stock path by 10" in withheld.why
 
 
+def with_mtus(found, *mtus, **about):
+    """The findings of a run whose ranks use interfaces with these MTUs."""
+    ranks = [
+        replace(rank, transports=tuple(replace(i, interface="eth0", mtu_bytes=mtu, **about) for i in rank.transports))
+        for rank, mtu in zip(found.trace.ranks, mtus, strict=True)
+    ]
+    return replace(found, trace=replace(found.trace, ranks=tuple(ranks)))
+
+
+def test_mtus_that_differ_are_a_verdict_only_where_nothing_else_explains_the_time(unexplained):
+    different = with_mtus(unexplained, 1500, 9000)
+    found = verdict.decide(different)
+    assert found.code == "MISCONFIGURED"
+    assert found.why == (
+        "Exposed communication and waiting are 82 % of the step (82 % to 82 %), and no rule explains them. The MTUs of "
+        "stock's interfaces differ: 1500 bytes on rank 0 (eth0); 9000 bytes on rank 1 (eth0)."
+    )
+    assert found.next.startswith("Set the same MTU on all hosts and on the switches between them; ping -M do -s SIZE")
+    for other in (with_mtus(unexplained, 9000, 9000), with_mtus(unexplained, 9000, None)):
+        assert verdict.decide(other).code == "INCONCLUSIVE"
+        assert "MTU" not in rule_of("MISCONFIGURED", other).rests
+    sure = verdict.decide(replace(different, latency_share=Estimate(0.7, 0.6, 0.8)))
+    assert sure.code == "LATENCY_LIMITED"
+    rests = next(one.rests for one in sure.evidence if one.code == "MISCONFIGURED")
+    assert rests.endswith(
+        "the MTUs of stock's interfaces differ: 1500 bytes on rank 0 (eth0); 9000 bytes on rank 1 (eth0)"
+    )
+
+
+def test_mtus_that_differ_leave_what_is_not_decided_yet_to_be_measured(unexplained):
+    different = with_mtus(unexplained, 1500, 9000)
+    tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
+    alone = replace(different.trace, ranks=different.trace.ranks[:1])
+    for undecided in (
+        replace(different, comparisons=(tried,)),
+        replace(different, comparisons=(replace(tried, pairs=1),)),
+        replace(different, latency_share=Estimate(0.7, 0.55, 0.9), clock_error_ns=1e9, trace=alone),
+    ):
+        assert verdict.decide(undecided).code == "INCONCLUSIVE"
+
+
+def test_the_mtu_of_an_interface_that_nccl_may_not_use_is_no_cause(unexplained):
+    different = with_mtus(unexplained, 1500, 9000, provider="nccl")
+    assert verdict.decide(different).code == "INCONCLUSIVE"
+    assert "MTU" not in rule_of("MISCONFIGURED", different).rests
+
+
 def test_a_comparison_whose_interval_includes_the_least_gain_names_its_steps(unexplained):
     tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
     found = verdict.decide(replace(unexplained, comparisons=(tried,)))

@@ -12,7 +12,7 @@ from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import missing_ranks
-from netbottleneck.analysis.traffic import Unseen
+from netbottleneck.analysis.traffic import Unseen, unequal_mtus
 from netbottleneck.analysis.usage import LOOPBACK, NO_CONNECTIONS, Connected, HostUse, packet_loss
 from netbottleneck.trace.model import TransportInfo
 from netbottleneck.trace.transports import SINGLE, Arm
@@ -171,6 +171,11 @@ class Facts:
     def link_unproven(self) -> str:
         """Why the stated speed of the link may be of an interface that the base does not use; "" if it is not."""
         return "" if self.unproven is None else carrier_text(self.unproven.interface or "", self.base)
+
+    @property
+    def unequal_mtus(self) -> str:
+        """How the MTUs of the base's interfaces differ between the hosts; "" if they do not."""
+        return unequal_mtus(self.f.trace, self.base, self.hosts)
 
     @property
     def link_bps(self) -> float | None:

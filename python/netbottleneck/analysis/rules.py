@@ -522,7 +522,16 @@ VARIABLES = {STOCK: "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"}
 
 
 def configuration(facts: Facts) -> RuleResult:
-    """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it."""
+    """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it.
+
+    MTUs that differ are stated beside: what they cost is not known.
+    """
+    found, unequal = _interface(facts), facts.unequal_mtus
+    return replace(found, rests=f"{found.rests}; {unequal}") if unequal else found
+
+
+def _interface(facts: Facts) -> RuleResult:
+    """The base uses a slower interface than is there, or than the other ranks use; else, what its buffers cost."""
     f, base = facts.f, facts.base
     slow = slow_interface(f.trace, base, facts.hosts)
     if slow is None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import counted, host_count
 from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, MESSAGE_BYTES, OTHER_TRAFFIC
-from netbottleneck.analysis.usage import LOOPBACK, WAYS, HostUse, Use, by_link, steps_inside
+from netbottleneck.analysis.usage import LOOPBACK, WAYS, Connected, ConnectionUse, HostUse, Use, by_link, steps_inside
 from netbottleneck.trace.model import MEMORY_LANE, Collective, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
+from netbottleneck.units import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +284,14 @@ def _rated(rank: Rank) -> list[TransportInfo]:
     return [info for info in rank.transports if info.link_bps and info.interface]
 
 
+def _certain(
+    trace: Trace, arm: Arm, own: Sequence[tuple[Rank, TransportInfo]], uses: Sequence[HostUse]
+) -> list[tuple[Rank, TransportInfo]]:
+    """Those of an arm's transports whose interface is known, or whose bytes show that the arm uses it."""
+    seen = set() if all(info.interface_known for _, info in own) else carriers(trace, arm, uses)
+    return [(rank, info) for rank, info in own if info.interface_known or (rank.host_id, info.interface) in seen]
+
+
 def slow_interface(
     trace: Trace, arm: Arm, uses: Sequence[HostUse] | None = None
 ) -> tuple[TransportInfo, TransportInfo] | None:
@@ -292,8 +302,7 @@ def slow_interface(
     """
     own = [(rank, info) for rank in trace.ranks for info in _rated(rank) if info.name == arm.transport]
     if uses is not None:
-        seen = carriers(trace, arm, uses)
-        own = [(rank, info) for rank, info in own if info.interface_known or (rank.host_id, info.interface) in seen]
+        own = _certain(trace, arm, own, uses)
     for rank, info in own:
         there = max(_rated(rank), key=rating)
         if rating(there) > rating(info):
@@ -310,3 +319,81 @@ def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
     slow, others = slow_interface(trace, arm, uses), unseen(trace, arm, uses)
     found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
     return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}
+
+
+# The network of an arm as its hosts configure it: facts, none of which is known to cost time.
+
+# The kernel gives no path a larger MTU: an IPv4 packet has at most so many bytes.
+MTU_MOST_BYTES = 65_535
+SAME_MTU = (
+    "Set the same MTU on all hosts and on the switches between them; ping -M do -s SIZE, with SIZE 28 below the MTU, "
+    "shows what passes."
+)
+
+
+def _with_mtu(trace: Trace, arm: Arm) -> list[tuple[Rank, TransportInfo]]:
+    """An arm's transports on an interface, but the loopback, whose MTU is recorded."""
+    own = [(rank, info) for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
+    return [(rank, info) for rank, info in own if info.mtu_bytes and info.interface not in (None, LOOPBACK)]
+
+
+def unequal_mtus(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> str:
+    """Clause: the MTUs of an arm's interfaces by rank; "" unless two hosts surely have no MTU in common."""
+    own = _with_mtu(trace, arm)
+    if len({info.mtu_bytes for _, info in own}) < 2:
+        return ""
+    of_host: dict[str, set[int]] = defaultdict(set)
+    by_mtu: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for rank, info in _certain(trace, arm, own, uses):
+        of_host[rank.host_id or str(rank.rank)].add(info.mtu_bytes or 0)
+        by_mtu[info.mtu_bytes or 0].append((rank.rank, info.interface or ""))
+    if all(one & two for one, two in combinations(set(map(frozenset, of_host.values())), 2)):
+        return ""
+    each = [
+        f"{mtu} bytes on rank {listed(rank for rank, _ in found)} ({', '.join(sorted({name for _, name in found}))})"
+        for mtu, found in sorted(by_mtu.items())
+    ]
+    return f"the MTUs of {arm}'s interfaces differ: {'; '.join(each)}"
+
+
+def _narrow_path(trace: Trace, arm: Arm, uses: Sequence[HostUse], connected: Connected) -> str:
+    """Note: the path of an arm with the smallest MTU below those of the interfaces at both ends; "" without one."""
+    own = _with_mtu(trace, arm)
+    mtus: dict[int | None, int] = {rank.rank: info.mtu_bytes or 0 for rank, info in own}
+
+    def least(end: ConnectionUse) -> int:
+        return min(mtus.get(end.rank, 0), mtus.get(end.peer, 0), MTU_MOST_BYTES)
+
+    ends = [end for end in connected.ends if end.arm == arm and 0 < (end.path_mtu_bytes or 0) < least(end)]
+    surely = {rank.rank for rank, _ in _certain(trace, arm, own, uses)} if ends else set()
+    ends = [end for end in ends if {end.rank, end.peer} <= surely]
+    if not ends:
+        return ""
+    end = min(ends, key=lambda one: one.path_mtu_bytes or 0)
+    return (
+        f"the kernel's MTU of {arm}'s path from rank {end.rank} to rank {end.peer} is {end.path_mtu_bytes:.0f} bytes, "
+        f"that of the interfaces at its ends {least(end)} or more: a smaller MTU lies in between, or in a route"
+    )
+
+
+def _unlike_variables(trace: Trace, arm: Arm) -> list[str]:
+    """A note for each variable that the backend of the script's own path reads, and in which the ranks differ."""
+    infos = [info for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
+    providers = " ".join(info.provider or "" for info in infos)
+    found = []
+    for name in sorted({name for rank in trace.ranks for name in rank.stock_variables}) if arm.own_path else ():
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank in trace.ranks:
+            ranks[rank.stock_variables.get(name, "not set")].append(rank.rank)
+        # Horovod's operations may use any of them.
+        if len(ranks) > 1 and ("horovod" in providers or name.partition("_")[0].lower() in providers):
+            each = (f"{value} on rank {listed(own)}" for value, own in ranks.items())
+            found.append(f"ranks differ in {name}: {'; '.join(each)}")
+    return found
+
+
+def notes(trace: Trace, arm: Arm, uses: Sequence[HostUse], connected: Connected) -> list[str]:
+    """What the hosts' configuration of an arm's network has unequal, and a path with a smaller MTU than its ends."""
+    unequal = unequal_mtus(trace, arm, uses)
+    mtus = [f"{unequal}. {SAME_MTU}" if unequal else "", _narrow_path(trace, arm, uses, connected)]
+    return [*filter(None, mtus), *_unlike_variables(trace, arm)]

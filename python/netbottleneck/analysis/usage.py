@@ -303,7 +303,7 @@ class ConnectionUse:
     of the congestion window. busy_s: data were waiting or in flight; of that, receiver_s: the receive window was full;
     buffer_s: the send buffer was full of data in flight; the rest is limited by the congestion window or the network.
     reader_late: the receiving program left more unread than the window that remained, in the median; None if the other
-    end was not recorded.
+    end was not recorded. path_mtu_bytes: the least of the connection.
     """
 
     rank: int
@@ -323,6 +323,7 @@ class ConnectionUse:
     receiver_s: float | None = None
     buffer_s: float | None = None
     reader_late: bool | None = None
+    path_mtu_bytes: float | None = None
 
     @property
     def resent_share(self) -> float | None:
@@ -415,6 +416,7 @@ def _end_of(one: Connection, peer: Connection | None, arm: Arm, spans: Intervals
         receiver_s=_scaled(_grown(one, "receiver_limited_us", spans), 1e-6),
         buffer_s=_scaled(_grown(one, "buffer_limited_us", spans), 1e-6),
         reader_late=late,
+        path_mtu_bytes=_least(read["path_mtu_bytes"]),
     )
 
 

@@ -21,7 +21,7 @@ from netbottleneck.analysis.rule_facts import (
     steps_to_decide,
 )
 from netbottleneck.analysis.rules import beside, judge, without_traffic
-from netbottleneck.analysis.traffic import unproven, unseen
+from netbottleneck.analysis.traffic import SAME_MTU, unproven, unseen
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
 from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import NULL, STOCK, Arm
@@ -195,7 +195,17 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         return _small(facts, evidence, lost)
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
+    return _unexplained(facts, evidence, lost)
+
+
+def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
+    """The verdict if no rule explains how much of the step is lost.
+
+    MTUs that differ are one only where all that was compared is decided.
+    """
+    f = facts.f
     withheld = handicap_sentence(f) or _sentence(facts.missing) or facts.lost
+    withheld = f" {withheld}" if withheld else ""
     close = _close_comparison(f)
     if close is not None:
         gain = f"{percent(close.gain.value)} ({percent(close.gain.low)} to {percent(close.gain.high)})"
@@ -203,17 +213,18 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         why += f"{percent(limits.GAIN_MIN)}."
         return Verdict(
             "INCONCLUSIVE",
-            f"Exposed communication and waiting are {lost}. {why}" + (f" {withheld}" if withheld else ""),
+            f"Exposed communication and waiting are {lost}. {why}{withheld}",
             more_steps(f, close),
             evidence,
             steps_to_decide(f, close),
         )
-    return Verdict(
-        "INCONCLUSIVE",
-        f"Exposed communication and waiting are {lost}, and no rule explains them."
-        + (f" {withheld}" if withheld else ""),
-        *((ALL_RECORDS, evidence, None) if facts.missing else _unmeasured(facts, evidence)),
-    )
+    why = f"Exposed communication and waiting are {lost}, and no rule explains them.{withheld}"
+    if facts.missing:
+        return Verdict("INCONCLUSIVE", why, ALL_RECORDS, evidence)
+    if facts.unequal_mtus and all(pair.enough for pair in f.comparisons):
+        why += f" {_sentence(facts.unequal_mtus)}"
+        return Verdict("MISCONFIGURED", why, f"{SAME_MTU} Then measure again.", evidence)
+    return Verdict("INCONCLUSIVE", why, *_unmeasured(facts, evidence))
 
 
 def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:

@@ -374,9 +374,17 @@ class Run:
         self.trace = replace(self.trace, id=printable(self.trace.id), notes=tuple(map(printable, notes)))
 
     @cached_property
-    def findings(self) -> Findings:
-        """The findings of the run."""
+    def _found(self) -> Findings:
         return find(self.trace)
+
+    @cached_property
+    def findings(self) -> Findings:
+        """The findings of the run, with notes on the network of its base."""
+        found = self._found
+        if found.base is None:
+            return found
+        notes = map(printable, traffic.notes(found.trace, found.base, self.hosts, self.connections))
+        return replace(found, trace=replace(found.trace, notes=(*found.trace.notes, *notes)))
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -401,12 +409,12 @@ class Run:
 
     @cached_property
     def _uses(self) -> tuple[usage.HostUse, ...]:
-        return usage.hosts(self.findings.trace, self._samples)
+        return usage.hosts(self._found.trace, self._samples)
 
     @cached_property
     def connections(self) -> usage.Connected:
         """Use of the ranks' TCP connections, where recorded."""
-        return usage.connections(self.findings.trace, self._samples)
+        return usage.connections(self._found.trace, self._samples)
 
     @cached_property
     def _samples(self) -> tuple[tr.Samples, ...]:

@@ -152,6 +152,7 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                 }
                 for one in rank.run_steps
             ],
+            "stock_variables": rank.stock_variables,
             "transports": [
                 {
                     "name": info.name,
@@ -163,6 +164,7 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                     "streams_asked": info.streams_asked,
                     "interface": info.interface,
                     "link_bits_per_s": info.link_bps,
+                    "mtu_bytes": info.mtu_bytes,
                     "shm": info.shm,
                     "cpu": info.cpu,
                 }

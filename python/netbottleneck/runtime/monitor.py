@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import psutil
 
 from netbottleneck.config import Settings
 from netbottleneck.launch import connect
-from netbottleneck.trace.transports import NATIVE
+from netbottleneck.trace.transports import NATIVE, backends
 
 LIMIT_BYTES = 32 << 20  # of each of a host's three files; a full file drops every second reading
 START_S = 10.0  # time for the sampler process to start
@@ -170,24 +171,30 @@ def _said(link: socket.socket) -> str | None:
     return text.decode(errors="replace")
 
 
-def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what is known about a transport before its first transfer.
+def wire(
+    settings: Settings, transport: str, environ: Mapping[str, str] = os.environ, *, provider: str | None = None
+) -> dict[str, Any]:
+    """Return what is known about a transport before its first transfer. provider: as its communicator states it.
 
-    That is `streams_asked`, `interface`, `link_bps`: as declared, else as the interface states; and `declared` if so.
-    streams_asked: the setting, 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain.
-    For our lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the
-    one that has the host's own address.
+    That is `streams_asked`, `interface`, `mtu_bytes`, `link_bps`: as declared, else as the interface states; and
+    `declared` if so. streams_asked: the setting, 0 for auto; None if the transport has no lanes of ours. interface:
+    None if uncertain. For our lanes it is known only if exactly one is usable. For gloo it is the first of
+    GLOO_SOCKET_IFNAME, for NCCL that of NCCL_SOCKET_IFNAME="=NAME"; else the one that has the host's own address.
     """
     lanes, name = None, None
     if transport in NATIVE:
         usable = [name for name, _ in connect.core().interfaces(settings.ifname)]
         lanes, name = settings.streams, usable[0] if len(usable) == 1 else None
     elif transport == "stock":
-        name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _of_own_address()
+        named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if backends(provider) == {"nccl"}:
+            exact = re.fullmatch("=([^,:]+)", environ.get("NCCL_SOCKET_IFNAME", ""))
+            named = exact[1] if exact else ""
+        name = named or _of_own_address()
     declared = None if settings.link_gbps is None else round(settings.link_gbps * 1e9)
     rated = link_bps(name) if name and not declared else None
     stated = {"link_bps": declared, "declared": True} if declared else {"link_bps": rated}
-    return {"streams_asked": lanes, "interface": name, **stated}
+    return {"streams_asked": lanes, "interface": name, "mtu_bytes": mtu_bytes(name) if name else None, **stated}
 
 
 def link_bps(interface: str) -> int | None:
@@ -199,6 +206,12 @@ def link_bps(interface: str) -> int | None:
         return None
     state = psutil.net_if_stats().get(interface)
     return state.speed * 10**6 if state is not None and 0 < state.speed < 2**31 else None
+
+
+def mtu_bytes(interface: str) -> int | None:
+    """Return the MTU of an interface in bytes; None if it cannot be read."""
+    state = psutil.net_if_stats().get(interface)
+    return (state.mtu or None) if state is not None else None
 
 
 def _has_device(interface: Path) -> bool:

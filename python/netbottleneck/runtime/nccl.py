@@ -98,6 +98,22 @@ class _Arranged:
 _arranged: _Arranged | None = None
 
 
+# What chooses the network of the script's own path.
+VARIABLES = (
+    *("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET"),
+    *("NCCL_NET_PLUGIN", "NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS"),
+)
+
+
+def stock_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return those of VARIABLES that are set, as the script got them: without what `arrange` sets."""
+    found = {name: environ[name] for name in VARIABLES if environ.get(name)}
+    if environ.get(MARK) and environ[MARK] == environ.get("NCCL_NET"):
+        before = _arranged or _Arranged()
+        found |= {"NCCL_NET": before.network, "NCCL_NET_PLUGIN": before.plugin}
+    return {name: value for name, value in found.items() if value}
+
+
 def arrange(arms: Iterable[Arm]) -> None:
     """Prepare NCCL for these arms, if one of them is over NCCL. Call before NCCL's first communicator.
 

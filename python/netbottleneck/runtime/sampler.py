@@ -187,6 +187,7 @@ _APP_LIMITED = 1 if sys.byteorder == "little" else 1 << 7
 INFO = (
     ("app_limited", 7, "B"),
     ("segment_bytes", 16, "I"),
+    ("path_mtu_bytes", 60, "I"),
     ("rtt_us", 68, "I"),
     ("window_segments", 80, "I"),
     ("resent_segments", 100, "I"),
@@ -201,7 +202,7 @@ INFO = (
     ("sent_bytes", 200, "Q"),
     ("peer_window_bytes", 228, "I"),
 )
-_UNMEASURED = {"rtt_us": 0, "least_rtt_us": 0xFFFFFFFF, "delivery_bytes_per_s": 0}
+_UNMEASURED = {"path_mtu_bytes": 0, "rtt_us": 0, "least_rtt_us": 0xFFFFFFFF, "delivery_bytes_per_s": 0}
 ENDS = ("local_high", "local_low", "local_port", "remote_high", "remote_low", "remote_port")
 CONNECTION = ("rank", "inode", *ENDS, "left_out", "unread_bytes", "queued_bytes", *(name for name, _, _ in INFO))
 _TOTALS = tuple(CONNECTION.index(name) for name in ("acked_bytes", "received_bytes"))

@@ -128,6 +128,7 @@ class Session:
     raised: list[BaseException] = field(default_factory=list)  # by signal handlers while `agree` waited
     must_agree: bool = False  # a failed exchange in `agree` raises, and the communicator stays usable
     wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # monitor.wire by transport
+    stock_variables: Mapping[str, str] = field(default_factory=nccl.stock_variables)
     stays: Arm | None = None  # the arm of all further steps
     why_stays: str = ""
     started_wall_ns: int = field(default_factory=time.time_ns)
@@ -311,6 +312,7 @@ class Session:
             "error": error,
             "cores": monitor.cores(),
             **monitor.quota(),
+            "stock_variables": self.stock_variables,
             "transports": {
                 arm.transport: {**communicator.info(), **self.wires.get(arm.transport, {})}
                 for arm, communicator in self.arms.items()
@@ -564,7 +566,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         network,
         list(notes),
         alone=alone,
-        wires={name: monitor.wire(settings, name) for name in made},
+        wires={name: monitor.wire(settings, name, provider=one.info().get("provider")) for name, one in made.items()},
     )
     if place.rank == 0:
         opened.begin_folder()
@@ -639,7 +641,7 @@ def observe(
         dict.fromkeys(arms, stock),
         None,
         model,
-        wires={STOCK: monitor.wire(settings, STOCK)},
+        wires={STOCK: monitor.wire(settings, STOCK, provider=stock.info().get("provider"))},
     )
     opened.write(finished=False)
     opened.joining = Joining(opened, wanted)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from netbottleneck.trace.files import whole_file
 from netbottleneck.trace.run_steps import RunSteps
-from netbottleneck.trace.transports import OWN_PATH, Arm
+from netbottleneck.trace.transports import OWN_PATH, Arm, backends
 
 VERSION = 3
 FORMAT = "netbottleneck-trace"
@@ -88,10 +88,10 @@ class Probe:
 class TransportInfo:
     """A transport as one rank recorded it.
 
-    streams_asked: 0: auto. link_bps: of `interface`; declared: stated by the user, of the network in use. shm:
-    "on", "on: " and ranks, or "off: " and the reason. cpu: the core that its thread is pinned to. costs: ns per
-    step, per byte on the wire, per byte added; then, of two levels, a fixed ns and ns per byte beyond its time on
-    the wire; empty if not measured. ports: at which its lanes accept TCP connections; empty if not known."""
+    streams_asked: 0: auto. link_bps, mtu_bytes: of `interface`; declared: link_bps is stated by the user, of the
+    network in use. shm: "on", "on: " and ranks, or "off: " and the reason. cpu: the core that its thread is pinned to.
+    costs: ns per step, per byte on the wire, per byte added; then, of two levels, a fixed ns and ns per byte beyond its
+    time on the wire; empty if not measured. ports: at which its lanes accept TCP connections; empty if not known."""
 
     name: str
     provider: str | None = None
@@ -108,6 +108,7 @@ class TransportInfo:
     costs: tuple[float, ...] = ()
     ports: tuple[int, ...] = ()
     declared: bool = False
+    mtu_bytes: int | None = None
 
     @property
     def interface_known(self) -> bool:
@@ -115,8 +116,7 @@ class TransportInfo:
 
         Gloo uses that address. NCCL and MPI choose their network themselves, for example InfiniBand.
         """
-        backends = (self.provider or "").split(",")  # such as gloo, or cpu:gloo,cuda:nccl
-        return self.name not in OWN_PATH or all(one.rpartition(":")[2] == "gloo" for one in backends)
+        return self.name not in OWN_PATH or backends(self.provider) == {"gloo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,7 @@ class Rank:
     quota_cores: the cores' worth of processor time that its control group allows, None without a quota; quota_group:
     the group, whose processes share it. device_error_ns: the training's times are those of its GPU, on the host's clock
     within so much; None: the host's. run_steps: sums over the steps of the whole run, if some are left out.
+    stock_variables: the environment variables that choose the network of the script's own path, as it got them.
     """
 
     rank: int
@@ -170,6 +171,7 @@ class Rank:
     quota_group: str = ""
     machine_id: str = ""
     run_steps: tuple[RunSteps, ...] = ()
+    stock_variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def machine(self) -> str:
@@ -727,7 +729,7 @@ CONNECTION_COLUMNS = ("rank", "inode", *_ENDS)  # what tells one from another
 READINGS = (
     *("acked_bytes", "received_bytes", "sent_bytes", "sent_segments", "resent_segments", "busy_us"),
     *("receiver_limited_us", "buffer_limited_us", "rtt_us", "least_rtt_us", "delivery_bytes_per_s", "app_limited"),
-    *("window_segments", "segment_bytes", "peer_window_bytes", "unread_bytes", "queued_bytes"),
+    *("window_segments", "segment_bytes", "path_mtu_bytes", "peer_window_bytes", "unread_bytes", "queued_bytes"),
 )
 _WRAPPING = ("sent_segments", "resent_segments")  # counters of 32 bits in the kernel
 
@@ -742,8 +744,8 @@ class Connection:
     busy_us (data was waiting or in flight), and of that receiver_limited_us (the peer's window was full) and
     buffer_limited_us (the send buffer was full of data in flight). At the reading: rtt_us (smoothed), least_rtt_us,
     delivery_bytes_per_s (latest), app_limited (1: the program limited that rate), window_segments (congestion window)
-    of segment_bytes, peer_window_bytes (what the peer accepts), unread_bytes (received, not read by the program),
-    queued_bytes (written, not acknowledged).
+    of segment_bytes, path_mtu_bytes (the largest packet that passes, as far as the kernel knows), peer_window_bytes
+    (what the peer accepts), unread_bytes (received, not read by the program), queued_bytes (written, not acknowledged).
     """
 
     rank: int

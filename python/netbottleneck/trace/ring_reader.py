@@ -394,6 +394,7 @@ class _Described:
     buckets: tuple[tr.Bucket, ...] = ()
     quota_cores: float | None = None
     quota_group: str = ""
+    stock_variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,6 +561,7 @@ def _rank_trace(
         quota_cores=about.quota_cores,
         quota_group=about.quota_group,
         run_steps=files.rings[TRAIN].steps if TRAIN in files.rings else (),
+        stock_variables=about.stock_variables,
     )
     return replace(
         run,

@@ -125,6 +125,11 @@ NULL: Final = Arm("null")
 AUTO: Final = Arm("auto")  # in settings only: the run chooses among stock and the native transports
 
 
+def backends(provider: str | None) -> set[str]:
+    """The backends of torch.distributed that a provider of the script's own path names: gloo, or cpu:gloo,cuda:nccl."""
+    return {one.rpartition(":")[2] for one in (provider or "").split(",")}
+
+
 def arm_of(name: str) -> Arm:
     """Return the arm that a user names. Raises ValueError if a part of it is not available."""
     arm = Arm.parse(name)

@@ -679,6 +679,36 @@ def slow_interface(draw: Draw) -> Case[Job]:
     )
 
 
+def _unequal_mtus(job: Job) -> Job:
+    return replace(job, interfaces={"stock": ("eth0", 1e11)}, mtus=(9000, 1500), link_known=False)
+
+
+@case
+def mtus_differ(draw: Draw) -> Case[Job]:
+    job = _unequal_mtus(replace(_big(draw), flow_bps=draw.uniform(1e9, 3e9)))
+    return Case(
+        "MTUs differ where nothing else explains the time",
+        job,
+        ("MISCONFIGURED",),
+        replace(job, mtus=(9000,)),
+        "MISCONFIGURED",
+        says="The MTUs of stock's interfaces differ: 1500 bytes on rank 1 (eth0); 9000 bytes on rank 0 (eth0)",
+        advises="ping -M do -s SIZE",
+    )
+
+
+@case
+def mtus_differ_beside_a_straggler(draw: Draw) -> Case[Job]:
+    job = _unequal_mtus(replace(NOISY, slower={1: draw.uniform(1.5, 2)}))
+    return Case("MTUs differ beside a sure cause", job, ("STRAGGLER",), never=("MISCONFIGURED",))
+
+
+@case
+def mtus_differ_on_a_short_communication(draw: Draw) -> Case[Job]:
+    job = _unequal_mtus(replace(NOISY, backward_ms=draw.uniform(100, 200), buckets=(4096,) * 4))
+    return Case("MTUs differ, and communication is short", job, ("NOT_NETWORK",), never=("MISCONFIGURED",))
+
+
 @case
 def traffic_of_others(draw: Draw) -> Case[Job]:
     share = draw.uniform(0.4, 0.6)

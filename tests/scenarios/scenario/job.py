@@ -48,7 +48,7 @@ class Job:
     loopback_bps: rates of bytes that are not recorded, of the interface and of the loopback, all the time. headers:
     of an operation, on the interface. lost: part of the operations that wait RESEND_MS until a lost packet is sent
     again. hostname: of all hosts; "": of each. host_bps: by host, the rate of its link; {}: link_bps, and no
-    connections are recorded.
+    connections are recorded. mtus: of the hosts' interfaces in turn, bytes.
     """
 
     ranks: int = 2
@@ -83,6 +83,7 @@ class Job:
     other_share: float | None = None
     providers: tuple[str, ...] = ("gloo",)
     interfaces: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    mtus: tuple[int, ...] = ()
     algorithm: str | None = None
     ranks_per_host: int = 1
     lost: float = 0.0
@@ -280,6 +281,7 @@ def _transport(job: Job, rank: int, name: str) -> TransportInfo:
         streams_used=used,
         interface=interface,
         link_bps=None if bps is None else int(bps),
+        mtu_bytes=job.mtus[rank // job.ranks_per_host % len(job.mtus)] if job.mtus else None,
         probe=probe,
     )
 

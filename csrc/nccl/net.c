@@ -218,6 +218,10 @@ int nb_net_open(struct nb_net **out, enum nb_net_kind kind, const struct nb_link
         *out = *mine;
     }
     pthread_mutex_unlock(&process.lock);
+    if (rc == 0 && (*out)->settings.transport->load != NULL) {
+        const char *library = (*out)->settings.library;
+        (*out)->settings.transport->load(library[0] != 0 ? library : NULL); // here NCCL may wait
+    }
     return rc;
 }
 

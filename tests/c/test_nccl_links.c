@@ -1,5 +1,6 @@
 // Links of the NCCL net plugin: how they open, end and fail. Some cases reach into it, to fix the order of events.
 #include <arpa/inet.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/resource.h>
@@ -749,6 +750,21 @@ static void case_not_registered(struct side *side) {
     close_pair(side, &pair);
 }
 
+static int is_libfabric(struct dl_phdr_info *info, size_t bytes, void *found) {
+    (void)bytes;
+    *(bool *)found = *(bool *)found || strstr(info->dlpi_name, "libfabric") != NULL;
+    return 0;
+}
+
+// init, which may block, loads libfabric: connect and accept do not.
+static void case_loaded_by_init(struct side *side) {
+    bool loaded = false;
+    dl_iterate_phdr(is_libfabric, &loaded);
+    CHECK(loaded == (nb_net_current(NB_NET_PLAIN)->settings.transport->kind == NB_LANE_RMA), "libfabric is %sloaded",
+          loaded ? "" : "not ");
+    (void)side;
+}
+
 static void *finalize_main(void *arg) {
     CHECK(proxy_finalize(arg) == 0, "finalize");
     return NULL;
@@ -796,6 +812,7 @@ static const struct test_case cases[] = {
     {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
     {.name = "slow_end", .run = case_slow_end},
     {.name = "not_registered", .run = case_not_registered},
+    {.name = "loaded_by_init", .run = case_loaded_by_init},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

@@ -50,29 +50,33 @@ PRINTED_ROWS, PRINTED_CHARACTERS = 14, 500  # of a part; of a text
 CONNECTIONS = 32  # hardware queues for streams: the most that CUDA has
 
 
+NCCL, MULTI_RANK = (2, 18), (2, 30)  # the oldest that the plugin serves; the oldest with NCCL_MULTI_RANK_GPU_ENABLE
+
+
 class Part(NamedTuple):
-    """A part: its limit in seconds, whether it needs NCCL, and what it checks."""
+    """A part: its limit in seconds, the oldest NCCL that it needs, if any, and what it checks."""
 
     limit_s: float
-    nccl: bool
+    nccl: tuple[int, int] | None
     text: str
 
 
 # What ends a rank, or may harm the device, is last. All limits together are TOTAL_S.
 PARTS = {
-    "versions": Part(15, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
-    "collectives": Part(40, False, "every collective and type against sums on the host, bit for bit"),
-    "nb": Part(35, False, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
-    "nccl": Part(25, True, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "arms": Part(55, True, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
-    "sharded": Part(40, True, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
-    "timing": Part(90, False, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
-    "staging": Part(30, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
-    "gather": Part(35, False, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
-    "kernels": Part(30, False, "our kernels beside torch's copies and additions, by size, on one rank alone"),
-    "sockets": Part(40, True, "NCCL over our plugin beside its Socket network, default and tuned"),
-    "hooks": Part(25, False, "gradient hooks on the thread of backward beside an empty Python hook"),
-    "faults": Part(20, False, "a rank killed in mid-copy is an error on the other"),
+    "versions": Part(15, None, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
+    "collectives": Part(40, None, "every collective and type against sums on the host, bit for bit"),
+    "nb": Part(35, None, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
+    "nccl": Part(25, NCCL, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "arms": Part(50, NCCL, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
+    "sharded": Part(35, NCCL, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
+    "timing": Part(85, None, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
+    "staging": Part(30, None, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
+    "gather": Part(35, None, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
+    "kernels": Part(30, None, "our kernels beside torch's copies and additions, by size, on one rank alone"),
+    "sockets": Part(40, NCCL, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "hooks": Part(25, None, "gradient hooks on the thread of backward beside an empty Python hook"),
+    "one_host": Part(15, MULTI_RANK, "NCCL over our plugin, its ranks on one host: NCCL_MULTI_RANK_GPU_ENABLE"),
+    "faults": Part(20, None, "a rank killed in mid-copy is an error on the other"),
 }
 
 # All parts together. A part may use what is left of it, and is not started with less than LEAST_S.
@@ -83,6 +87,16 @@ ALONE = ("versions", "kernels")  # parts in which two ranks do not share the GPU
 OURS = {"NCCL_NET": "NetBottleneck"}
 WAYS: Mapping[str, Mapping[str, str]] = {
     "ours": OURS,
+    # NCCL has ranks of one host on one GPU only with the first variable, and then goes by the network only without the
+    # other ways between them.
+    "one host": {
+        **OURS,
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_HOSTID": "host",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    },
     "copies": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "0"},
     "kernel": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "1Mi"},
     "socket": {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"},
@@ -114,6 +128,7 @@ WAYS: Mapping[str, Mapping[str, str]] = {
 WAYS_OF = {
     "gather": ("copies", "kernel"),
     "nccl": ("ours",),
+    "one_host": ("one host",),
     "sockets": ("ours", "socket", "socket 4x4"),
     "arms": ("in turns",),
     "sharded": ("observed",),
@@ -141,13 +156,16 @@ def absent(device: str) -> list[str]:
     return missing
 
 
-def without_nccl(device: str) -> str:
-    """Return why parts over NCCL cannot run, or ""."""
+def without_nccl(device: str, oldest: tuple[int, int] = NCCL) -> str:
+    """Return why parts over NCCL of this version or later cannot run, or ""."""
     import torch
 
     if device != CUDA:
         return "NCCL needs a GPU"
-    return "" if torch.distributed.is_nccl_available() else f"torch {torch.__version__} has no NCCL"
+    if not torch.distributed.is_nccl_available():
+        return f"torch {torch.__version__} has no NCCL"
+    version, needed = (".".join(map(str, each)) for each in (torch.cuda.nccl.version(), oldest))
+    return "" if torch.cuda.nccl.version() >= oldest else f"NCCL {version} is too old: {needed} or later is needed"
 
 
 def sharing() -> str:
@@ -218,8 +236,8 @@ def free_port() -> int:
 def environ_of(part: str, rank: int, way: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return a rank's variables but its port.
 
-    Each rank is a host of its own to NCCL, so all its transfers use its network. NCCL_MNNVL_ENABLE: else GPUs that
-    NVLink joins across hosts may bypass it.
+    Each rank is a host of its own to NCCL, so all its transfers use its network; the part one_host has another way.
+    NCCL_MNNVL_ENABLE: else GPUs that NVLink joins across hosts may bypass it.
     """
     plugin = Path(_core.__file__).with_name("libnccl-net-netbottleneck.so")
     values: dict[str, Any] = {
@@ -379,7 +397,7 @@ def run_part(name: str, device: str, left_s: float) -> dict[str, Any]:
     limit_s = min(part.limit_s * (FAKE_TIMES if device == FAKE else 1), round(left_s))
     result: dict[str, Any] = {"checks": part.text, "limit_s": limit_s, "verdict": "ok", "rows": []}
     try:
-        if why := without_nccl(device) if part.nccl else "":
+        if why := without_nccl(device, part.nccl) if part.nccl else "":
             result |= {"verdict": "not run", "why": why}
         elif left_s < LEAST_S:
             raise TimeoutError(f"not run: {left_s:.0f} s are left: --only {name}")

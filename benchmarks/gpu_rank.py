@@ -598,7 +598,7 @@ def main() -> None:
     if part == "kernels" and RANK > 0:
         return  # without a context on the GPU, which rank 0 has alone
     device = Device(name)
-    if part in ("nccl", "sockets"):
+    if part in ("nccl", "sockets", "one_host"):
         rows = over_nccl(device, part)
     elif part == "nb":
         rows = backend_nb(device)

@@ -1,12 +1,15 @@
 // Handshake of a link: hello, answer, proof, join and welcome, and the lanes that it opens (see net.h).
 #include <errno.h>
 #include <netinet/in.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,6 +17,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/loop.h"
 #include "base/sha256.h"
 #include "base/sock.h"
 #include "base/wire.h"
@@ -118,6 +122,30 @@ static int not_opened(const struct nb_link *link, const struct nb_error *why, st
     return nb_fail(err, why->code, "no link %s %s: %.300s", link->outgoing ? "to" : "from", link->peer, why->text);
 }
 
+// Opens the lanes, those over libfabric without the lock. Other threads handle the net's events meanwhile, so the lanes
+// have a loop of their own.
+static int lanes_open_with(struct nb_link *link, const struct nb_lanes_config *config, struct nb_error *err) {
+    struct nb_net *net = link->net;
+    struct nb_lanes *lanes = NULL;
+    if (config->lane.loop == &net->loop) {
+        return nb_lanes_open(&link->lanes, config, err); // takes 0.1 ms
+    }
+    int rc = nb_loop_init(&link->apart, err);
+    if (rc < 0) {
+        return rc;
+    }
+    pthread_mutex_unlock(&net->lock);
+    rc = nb_lanes_open(&lanes, config, err);
+    pthread_mutex_lock(&net->lock);
+    link->lanes = lanes;
+    link->apart_watch.fd = link->apart.epoll_fd;
+    rc = rc == 0 ? nb_loop_add(&net->loop, &link->apart_watch, EPOLLIN, err) : rc;
+    if (rc < 0 || link->state != NB_LINK_OPENING) {
+        nb_link_close_lanes(link);
+    }
+    return rc;
+}
+
 static int lanes_open(struct nb_link *link, struct nb_error *err) {
     const struct nb_net_settings *settings = &link->net->settings;
     link->boot = (struct nb_boot){.rank = link->outgoing ? 0 : 1, .size = 2, .timeout_ms = settings->timeout_ms};
@@ -127,7 +155,7 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
         .ops = settings->transport,
         .lane = {.rank = link->boot.rank,
                  .size = 2,
-                 .loop = &link->net->loop,
+                 .loop = settings->transport->kind == NB_LANE_STREAM ? &link->net->loop : &link->apart,
                  .boot = &link->boot,
                  .ports = settings->ports,
                  .timeout_ms = settings->timeout_ms,
@@ -142,7 +170,7 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
         .lane_lost = lane_lost,
         .failed = lanes_failed,
         .ctx = link};
-    return nb_lanes_open(&link->lanes, &config, err);
+    return lanes_open_with(link, &config, err);
 }
 
 // Sends a MAC and what it covers: the head, if there is one, and the lanes' addresses. Without lanes these are zero.
@@ -190,6 +218,12 @@ struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id)
     return NULL;
 }
 
+static void proven(struct nb_link *link) {
+    link->state = NB_LINK_PROVEN;
+    atomic_store_explicit(&link->net->open_due, true, memory_order_relaxed);
+    nb_loop_wake(&link->net->loop);
+}
+
 // Each handler of the handshake returns 0, or a failure that ends the link.
 
 static int hello_received(struct nb_link *link, const void *data) {
@@ -230,7 +264,7 @@ static int answer_received(struct nb_link *link, const void *data, struct nb_err
         return nb_fail(err, NB_EAUTH, "%s does not know this job's secret: set NETBOTTLENECK_SECRET to the same text",
                        link->peer);
     }
-    link->state = NB_LINK_OPENING;
+    proven(link);
     mac_of(link, "proof", "", 0, mac);
     nb_link_put(link, mac, sizeof mac, NULL, 0); // with it the peer, too, names a mismatch
     return answer->code != 0 ? mismatch(link, answer->version, answer->tag, err) : 0;
@@ -253,19 +287,22 @@ static int proof_received(struct nb_link *link, const char *data, struct nb_erro
     }
     nb_admission_remove(&link->net->admission, &link->pending);
     link->admitted = true;
-    link->state = NB_LINK_OPENING;
+    proven(link);
     const struct wire_hello *hello = &link->shake->hello;
     return link->shake->answer.code != 0 ? mismatch(link, hello->version, hello->tag, err) : 0;
 }
 
 int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
+    struct nb_error why = {0};
+    int rc = lanes_open(link, &why);
+    if (link->state != NB_LINK_OPENING) {
+        return 0; // it has ended, or connects again
+    }
     if (!link->outgoing) {
-        lanes_open(link, &link->shake->refusal); // the welcome has it: the peer reads nothing before that
+        link->shake->refusal = why; // the welcome has it: the peer reads nothing before that
         link->state = NB_LINK_JOIN;
         return 0;
     }
-    struct nb_error why = {0};
-    int rc = lanes_open(link, &why);
     link->state = NB_LINK_WELCOME;
     return rc < 0 ? not_opened(link, &why, err) : addresses_send(link, "join", NULL, 0, err);
 }

@@ -100,6 +100,8 @@ void nb_link_control_ended(struct nb_link *link, int code);
 void nb_link_connect_later(struct nb_link *link, int code);
 // Closes a descriptor of the net's loop, unless it is -1.
 void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
+// Closes the lanes, if they are open.
+void nb_link_close_lanes(struct nb_link *link);
 
 // handshake.c
 
@@ -107,8 +109,8 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch);
 int nb_link_shake_aim(struct nb_link *link, const struct nb_net_handle *handle, struct nb_error *err);
 // Outgoing: begins the handshake on a new control connection.
 int nb_link_shake_hello(struct nb_link *link);
-// Opens this side's lanes, once the state is NB_LINK_OPENING. Returns 0 or a failure that ends the link. If the control
-// connection is gone then, the state is NB_LINK_CONNECT.
+// Opens this side's lanes, once the state is NB_LINK_OPENING. May release the lock meanwhile: if the link fails or loses
+// its control connection then, the lanes are closed. Returns 0 or a failure that ends the link.
 int nb_link_shake_open(struct nb_link *link, struct nb_error *err);
 // Handles one message of the handshake: its bytes, 0 if it is not complete, or a failure that ends the link. If the
 // control connection is gone then, the state is NB_LINK_CONNECT.

@@ -60,6 +60,7 @@ struct nb_net *nb_net_current(enum nb_net_kind kind) {
 static int helper_pass(struct nb_net *net, bool *stop) {
     pthread_mutex_lock(&net->lock);
     *stop = net->stop;
+    nb_links_open(net);
     nb_links_progress(net);
     int sleep_ms = nb_links_arm(net);
     pthread_mutex_unlock(&net->lock);
@@ -74,7 +75,9 @@ static void *helper_main(void *arg) {
     bool stop = false;
     while (!stop) {
         uint64_t calls = atomic_load_explicit(&net->calls, memory_order_relaxed);
-        if (calls != seen && !atomic_load_explicit(&net->stop, memory_order_relaxed)) {
+        bool needed = atomic_load_explicit(&net->stop, memory_order_relaxed) ||
+                      atomic_load_explicit(&net->open_due, memory_order_relaxed);
+        if (calls != seen && !needed) {
             seen = calls;
             nanosleep(&nap, NULL); // takes no lock that a call could miss
             continue;
@@ -218,6 +221,10 @@ int nb_net_open(struct nb_net **out, enum nb_net_kind kind, const struct nb_link
         *out = *mine;
     }
     pthread_mutex_unlock(&process.lock);
+    if (rc == 0 && (*out)->settings.transport->load != NULL) {
+        const char *library = (*out)->settings.library;
+        (*out)->settings.transport->load(library[0] != 0 ? library : NULL); // here NCCL may wait
+    }
     return rc;
 }
 

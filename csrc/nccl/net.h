@@ -15,8 +15,8 @@
 //
 // Handshake. A net has one listener while NCCL listens. A handle carries its address, the number of the listening
 // comm and a token drawn for it. The key of the handshake is HMAC(NETBOTTLENECK_SECRET, token); without a secret, only
-// the token proves that the peer belongs to the job. Hello, answer and proof prove the key on both sides. Then both open
-// their lanes, of one link in a pass, as that may take a second. Join and welcome carry the lanes' addresses under MACs.
+// the token proves that the peer belongs to the job. Hello, answer and proof prove the key on both sides. Then the helper
+// thread of each opens its lanes. Join and welcome carry the lanes' addresses under MACs.
 // The lanes' session key is derived from the same nonces. A connection that does not prove the key in time is dropped
 // (base/admission.h).
 //
@@ -36,7 +36,7 @@
 // pending and the lock is free, it reads the control connection, and if that does not end it, runs one pass: events,
 // lanes, ticks. So the latency is that of NCCL's own polling, without a change of threads. isend and irecv hand over at
 // once what may leave. A helper thread keeps the links alive while NCCL does not call. It stays away as long as calls
-// make progress.
+// make progress. Only that thread opens lanes: over libfabric this takes long, and happens without the lock.
 //
 // Failures. A process that dies ends the control connection, and the link fails at once, or once its lanes are still: the
 // report that a transfer has landed may be there. A silent peer fails it after
@@ -253,6 +253,7 @@ struct nb_net {
     bool helper_runs;
     _Atomic bool stop;
     _Atomic uint64_t calls; // of NCCL, that make progress or need the lock
+    _Atomic bool open_due;  // a link is NB_LINK_PROVEN: the helper thread is needed
     struct nb_loop loop;
     struct nb_admission admission;
     struct nb_watch listener;
@@ -261,6 +262,7 @@ struct nb_net {
     unsigned char process[NB_NET_ID_BYTES];
     uint64_t next_id;
     struct nb_list links;
+    struct nb_link *opening; // the link whose lanes the helper thread opens without the lock, or NULL: it is not freed
     struct nb_list listeners;
     struct nb_list connecting;
     const struct nb_link_up *up;
@@ -281,7 +283,8 @@ enum nb_link_state {
     NB_LINK_ANSWER,  // outgoing: awaits the answer
     NB_LINK_HELLO,   // incoming: awaits the hello
     NB_LINK_PROOF,   // incoming: awaits the proof
-    NB_LINK_OPENING, // opens its own lanes with one of the next passes
+    NB_LINK_PROVEN,  // the helper thread is to open this side's lanes
+    NB_LINK_OPENING, // it opens them
     NB_LINK_WELCOME, // outgoing: awaits the welcome
     NB_LINK_JOIN,    // incoming: awaits the join
     NB_LINK_LANES,   // the lanes of both sides connect
@@ -308,6 +311,8 @@ struct nb_link {
     struct nb_boot boot; // rank, size and session for the lanes
     struct nb_link_shake *shake;
     struct nb_lanes *lanes;
+    struct nb_loop apart; // of lanes that open without the lock; the net's loop watches it once they are open
+    struct nb_watch apart_watch;
     struct nb_list comms;
     uint32_t next_comm;
     uint64_t next_op;
@@ -383,6 +388,8 @@ void nb_link_fail(struct nb_link *link, const struct nb_error *why);
 void nb_links_close(struct nb_net *net);
 // Runs one progress pass.
 void nb_links_progress(struct nb_net *net);
+// Opens the lanes of a link that is due, without the lock where that takes long. For the helper thread only.
+void nb_links_open(struct nb_net *net);
 // Call before sleeping. Returns how long at most, in ms; 0: less, as flows wait for lanes that wake nobody.
 int nb_links_arm(const struct nb_net *net);
 // True while a peer's kernel does not have all that was sent to it.

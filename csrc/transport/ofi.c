@@ -689,6 +689,11 @@ static void lane_close(struct nb_lane *base) {
     free(lane);
 }
 
+static void lane_load(const char *library) {
+    struct nb_error ignored = {0};
+    (void)nb_ofi_providers(library, NULL, 0, &ignored);
+}
+
 static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, struct nb_error *err) {
     struct nb_ofi_lane *lane = calloc(1, sizeof *lane + (size_t)config->size * sizeof lane->peers[0]);
     if (lane == NULL) {
@@ -761,6 +766,7 @@ static const char *describe(const struct nb_lane *base) {
 const struct nb_lane_ops nb_ofi_ops = {
     .name = "ofi",
     .kind = NB_LANE_RMA,
+    .load = lane_load,
     .open = lane_open,
     .address = address,
     .peer_open = peer_open,

@@ -95,6 +95,8 @@ enum { NB_LANE_STREAM = 0, NB_LANE_RMA = 1 };
 struct nb_lane_ops {
     const char *name; // "tcp", "ofi", "mem"
     int kind;         // NB_LANE_STREAM or NB_LANE_RMA
+    // Loads what the first open() would load, which takes long. A failure is left to open(). NULL: there is nothing.
+    void (*load)(const char *library);
     // Opens the lane and fills in its address. Sets err on failure.
     int (*open)(const struct nb_lane_config *config, struct nb_lane **lane, struct nb_error *err);
     void (*address)(const struct nb_lane *lane, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes);

@@ -344,11 +344,14 @@ static void landing(struct side *side, bool closes) {
     memset(data, side->index == 0, sizeof data);
     fill(other, 0, 9, sizeof other);
     if (side->index == 0) {
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
         barrier();
+        pthread_mutex_lock(&net->lock); // no message of the plugin comes between
         write_raw(&pairs[0], &message, sizeof message);
         write_raw(&pairs[0], data, FIRST);
         barrier();
         write_raw(&pairs[0], data + FIRST, sizeof data - FIRST);
+        pthread_mutex_unlock(&net->lock);
         post(side, &queue, other, sizeof other);
         expect_done(side, &queue, sizeof other);
     } else {

@@ -1,5 +1,6 @@
 // Links of the NCCL net plugin: how they open, end and fail. Some cases reach into it, to fix the order of events.
 #include <arpa/inet.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/resource.h>
@@ -151,33 +152,134 @@ static void case_reset_after_answer(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// The link that this process opens.
+static struct nb_link *outgoing_link(struct nb_net *net) {
+    NB_LIST_EACH(it, &net->links) {
+        struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
+        if (link->outgoing) {
+            return link;
+        }
+    }
+    CHECK(false, "no link");
+    return NULL;
+}
+
+// A link of this process to itself, with this program between: opening its lanes does not return until lanes_held is false.
+struct held_link {
+    struct pair pair;
+    int listener;
+    int from; // the plugin's connection
+    int peer; // to the plugin
+};
+
 // The proof leaves before the lanes are opened, which takes long: the peer waits for it for 2 s only.
-static void case_proof_before_lanes(struct side *side) {
+static void hold_opening(struct side *side, struct held_link *held) {
     unsigned char hello[HELLO_BYTES];
     unsigned char answer[ANSWER_BYTES];
     unsigned char proof[PROOF_BYTES];
-    struct pair pair;
     struct nb_net_handle handle;
-    open_listener(side, &pair);
-    memcpy(&handle, pair.handle, sizeof handle);
+    memcpy(&handle, held->pair.handle, sizeof handle);
+    held->listener = bind_in_place(held->pair.handle);
+    CHECK(listen(held->listener, 2) == 0, "listen: %s", strerror(errno));
+    expect_no_comm(side, held->pair.handle);
+    held->from = accept_hello(held->listener, hello);
+    held->peer = connect_to_handle(&handle); // gives the answer to this hello
+    CHECK(send(held->peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
+    read_bytes(held->peer, answer, sizeof answer);
+    atomic_store(&lanes_held, true);
+    CHECK(send(held->from, answer, sizeof answer, MSG_NOSIGNAL) == (ssize_t)sizeof answer, "send: %s", strerror(errno));
+    read_bytes(held->from, proof, sizeof proof);
+}
+
+static void close_held(struct held_link *held) {
+    close(held->from);
+    close(held->peer);
+    close(held->listener);
+}
+
+static void case_proof_before_lanes(struct side *side) {
+    struct held_link held;
+    open_listener(side, &held.pair);
     if (side->index == 0) {
-        int listener = bind_in_place(pair.handle);
-        CHECK(listen(listener, 2) == 0, "listen: %s", strerror(errno));
-        expect_no_comm(side, pair.handle);
-        int fd = accept_hello(listener, hello);
-        int peer = connect_to_handle(&handle);
-        CHECK(send(peer, hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello, "send: %s", strerror(errno));
-        read_bytes(peer, answer, sizeof answer);
-        atomic_store(&lanes_held, true);
-        CHECK(send(fd, answer, sizeof answer, MSG_NOSIGNAL) == (ssize_t)sizeof answer, "send: %s", strerror(errno));
-        read_bytes(fd, proof, sizeof proof);
+        hold_opening(side, &held);
         atomic_store(&lanes_held, false);
-        close(fd);
-        close(peer);
-        close(listener);
+        close_held(&held);
     }
     barrier();
-    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+    CHECK(proxy_close_listen(&side->proxy, held.pair.listener) == 0, "closeListen");
+}
+
+static bool opens_apart(void) {
+    return nb_net_current(NB_NET_PLAIN)->settings.transport->kind == NB_LANE_RMA;
+}
+
+static void await_opening(struct side *side) {
+    for (struct nb_net *net = nb_net_current(NB_NET_PLAIN);;) {
+        pthread_mutex_lock(&net->lock);
+        bool opening = net->opening != NULL;
+        pthread_mutex_unlock(&net->lock);
+        if (opening) {
+            return;
+        }
+        check_time(side, "opening");
+    }
+}
+
+// The connection ends while the lanes are opened: the link connects again, and these lanes are dropped.
+static void case_reset_while_opening(struct side *side) {
+    unsigned char hello[HELLO_BYTES];
+    struct held_link held;
+    open_listener(side, &held.pair);
+    if (side->index == 0 && opens_apart()) {
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+        hold_opening(side, &held);
+        await_opening(side);
+        close(held.from);
+        for (bool lost = false; !lost;) {
+            expect_no_comm(side, held.pair.handle); // makes progress
+            pthread_mutex_lock(&net->lock);
+            lost = net->opening->state != NB_LINK_OPENING;
+            pthread_mutex_unlock(&net->lock);
+            check_time(side, "the end of the connection");
+        }
+        atomic_store(&lanes_held, false);
+        held.from = accept_hello(held.listener, hello);
+        for (bool opening = true; opening;) {
+            pthread_mutex_lock(&net->lock);
+            opening = net->opening != NULL;
+            CHECK(outgoing_link(net)->lanes == NULL, "lanes of the lost connection");
+            pthread_mutex_unlock(&net->lock);
+            check_time(side, "opening");
+        }
+        close_held(&held);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, held.pair.listener) == 0, "closeListen");
+}
+
+// The link ends while its lanes are opened, as NCCL gives up the connection: it is freed later.
+static void case_given_up_while_opening(struct side *side) {
+    struct held_link held;
+    open_listener(side, &held.pair);
+    if (side->index == 0 && opens_apart()) {
+        struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+        void *comm = NULL;
+        hold_opening(side, &held);
+        await_opening(side);
+        for (bool ended = false, gone = false; !gone;) {
+            (void)proxy_accept(&side->proxy, held.pair.listener, &comm); // makes progress
+            pthread_mutex_lock(&net->lock);
+            ended = ended || (net->opening != NULL && net->opening->state == NB_LINK_ENDED);
+            gone = nb_list_empty(&net->links);
+            pthread_mutex_unlock(&net->lock);
+            CHECK(ended || !gone, "freed while its lanes are opened");
+            atomic_store(&lanes_held, !ended);
+            check_time(side, "the end of a connection that was given up");
+        }
+        close_held(&held);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, held.pair.listener) == 0, "closeListen");
 }
 
 // Connects until that fails, and accepts until a failure is in the log. Both name `text`.
@@ -255,18 +357,6 @@ static void case_other_protocol(struct side *side) {
     close(peer);
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
-}
-
-// The link that this process opens.
-static struct nb_link *outgoing_link(struct nb_net *net) {
-    NB_LIST_EACH(it, &net->links) {
-        struct nb_link *link = NB_CONTAINER(it, struct nb_link, at_net);
-        if (link->outgoing) {
-            return link;
-        }
-    }
-    CHECK(false, "no link");
-    return NULL;
 }
 
 // A try to connect that fails at once, here for lack of descriptors, is followed by others.
@@ -729,6 +819,38 @@ static void case_finalized_context(struct side *side) {
     close_pair(&other, &pair);
 }
 
+// While the lanes of a link over libfabric are opened, the calls for another one do not wait.
+static void case_others_go_on(struct side *side) {
+    enum { BYTES = 100 * 1000 };
+    struct side other = *side;
+    struct pair pairs[2];
+    void *requests[2] = {NULL, NULL};
+    static unsigned char sent[BYTES];
+    static unsigned char got[BYTES];
+    if (!opens_apart()) {
+        return;
+    }
+    open_pair(side, &pairs[0]);
+    CHECK(proxy_init(&other.proxy, 78) == 0, "init"); // has links of its own
+    atomic_store(&lanes_held, true);
+    open_listener(&other, &pairs[1]);
+    expect_no_comm(&other, pairs[1].handle);
+    await_opening(side);
+    fill(sent, side->index, 0, BYTES);
+    CHECK(proxy_irecv(&side->proxy, pairs[0].recv, got, BYTES, &requests[0]) == 0 && requests[0] != NULL, "irecv");
+    CHECK(proxy_isend(&side->proxy, pairs[0].send, sent, BYTES, &requests[1]) == 0 && requests[1] != NULL, "isend");
+    finish(side, requests[0]);
+    finish(side, requests[1]);
+    check_bytes(got, !side->index, 0, BYTES);
+    expect_no_comm(&other, pairs[1].handle);
+    atomic_store(&lanes_held, false);
+    open_comms(&other, &pairs[1]);
+    barrier();
+    close_pair(&other, &pairs[1]);
+    close_pair(side, &pairs[0]);
+    CHECK(proxy_finalize(&other.proxy) == 0, "finalize");
+}
+
 // Memory that the lanes cannot register is used all the same. The log says so once.
 static void case_not_registered(struct side *side) {
     static unsigned char data[2][4096];
@@ -747,6 +869,21 @@ static void case_not_registered(struct side *side) {
     }
     barrier();
     close_pair(side, &pair);
+}
+
+static int is_libfabric(struct dl_phdr_info *info, size_t bytes, void *found) {
+    (void)bytes;
+    *(bool *)found = *(bool *)found || strstr(info->dlpi_name, "libfabric") != NULL;
+    return 0;
+}
+
+// init, which may block, loads libfabric: connect and accept do not.
+static void case_loaded_by_init(struct side *side) {
+    bool loaded = false;
+    dl_iterate_phdr(is_libfabric, &loaded);
+    CHECK(loaded == (nb_net_current(NB_NET_PLAIN)->settings.transport->kind == NB_LANE_RMA), "libfabric is %sloaded",
+          loaded ? "" : "not ");
+    (void)side;
 }
 
 static void *finalize_main(void *arg) {
@@ -776,6 +913,8 @@ static void case_slow_end(struct side *side) {
 static const struct test_case cases[] = {
     {.name = "reset_after_answer", .run = case_reset_after_answer},
     {.name = "proof_before_lanes", .run = case_proof_before_lanes},
+    {.name = "reset_while_opening", .run = case_reset_while_opening},
+    {.name = "given_up_while_opening", .run = case_given_up_while_opening, .timeout_s = "1"},
     {.name = "accept_fails", .run = case_accept_fails},
     {.name = "connect_fails", .run = case_connect_fails},
     {.name = "different_settings", .run = case_different_settings},
@@ -795,7 +934,9 @@ static const struct test_case cases[] = {
     {.name = "stop_before_send", .run = case_stop_before_send, .killed = SIGKILL, .timeout_s = "4"},
     {.name = "exit_before_report", .run = case_exit_before_report, .tcp_only = true},
     {.name = "slow_end", .run = case_slow_end},
+    {.name = "others_go_on", .run = case_others_go_on},
     {.name = "not_registered", .run = case_not_registered},
+    {.name = "loaded_by_init", .run = case_loaded_by_init},
     {.name = "finalized_context", .run = case_finalized_context},
 };
 

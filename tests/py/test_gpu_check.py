@@ -167,6 +167,40 @@ def test_ofi_takes_turns_where_it_works(monkeypatch: pytest.MonkeyPatch, why: st
     assert way["NETBOTTLENECK_TRANSPORT"] == "stock,nccl+tcp" + ("" if why else ",nccl+ofi")
 
 
+def nccl_of_torch(monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: version)
+
+
+def test_ranks_of_one_host_share_a_gpu_from_a_version_of_nccl_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    environs = []
+
+    def keeps(_part: str, _device: str, way: dict[str, str], _until: float) -> list[dict[str, Any]]:
+        environs.append([checks.environ_of("one_host", rank, way, Path()) for rank in range(checks.RANKS)])
+        return [{"condition": "a sum", "value": 1}]
+
+    monkeypatch.setattr(checks, "run_ranks", keeps)
+    nccl_of_torch(monkeypatch, (2, 29, 7))
+    result = checks.run_part("one_host", "cuda", 100.0)
+    assert (result["verdict"], result["why"]) == ("not run", "NCCL 2.29.7 is too old: 2.30 or later is needed")
+    assert checks.run_part("nccl", "cuda", 100.0)["verdict"] == "ok"
+    environs.clear()
+    nccl_of_torch(monkeypatch, (2, 30, 4))
+    result = checks.run_part("one_host", "cuda", 100.0)
+    assert (result["verdict"], [row["condition"] for row in result["rows"]]) == ("ok", ["one host: a sum"])
+    (ranks,) = environs
+    assert len({environ["NCCL_HOSTID"] for environ in ranks}) == 1
+    assert {environ["NCCL_MULTI_RANK_GPU_ENABLE"] for environ in ranks} == {"1"}
+
+
+def test_elsewhere_each_rank_is_a_host_of_its_own(tmp_path: Path) -> None:
+    for part in ("nccl", "sockets", "arms", "sharded"):
+        for title in checks.WAYS_OF[part]:
+            ranks = [checks.environ_of(part, rank, checks.WAYS[title], tmp_path) for rank in range(checks.RANKS)]
+            assert len({environ["NCCL_HOSTID"] for environ in ranks}) == checks.RANKS
+            assert not any("NCCL_MULTI_RANK_GPU_ENABLE" in environ for environ in ranks)
+
+
 def test_measured_parts_refuse_to_leave_a_model_alone(tmp_path: Path) -> None:
     names = ("NETBOTTLENECK_STRICT", "NCCL_MNNVL_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
     for part in checks.PARTS:
@@ -177,7 +211,7 @@ def test_measured_parts_refuse_to_leave_a_model_alone(tmp_path: Path) -> None:
 
 def test_parts_that_need_most_care_are_first() -> None:
     order = list(checks.PARTS)
-    assert max(map(order.index, ("nccl", "arms", "sharded"))) < min(map(order.index, ("hooks", "faults")))
+    assert max(map(order.index, ("nccl", "arms", "sharded"))) < min(map(order.index, ("hooks", "one_host", "faults")))
 
 
 def test_each_part_has_its_time_if_all_others_use_theirs() -> None:

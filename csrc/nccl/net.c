@@ -139,7 +139,7 @@ static bool net_unsent(struct nb_net *net) {
         return true;
     }
     nb_links_progress(net);
-    bool unsent = nb_links_unsent(net);
+    bool unsent = nb_links_unsent(net) || net->opening != NULL;
     pthread_mutex_unlock(&net->lock);
     return unsent;
 }

@@ -91,6 +91,7 @@ PyTypeObject *core_gradhook_type(PyObject *module);
 PyTypeObject *core_hook_type(PyObject *module);
 
 // The functions of the module, by file.
+PyObject *core_spawn_apart(PyObject *module, PyObject *args);
 PyObject *core_providers(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_libfabric(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_cuda(PyObject *module, PyObject *args, PyObject *kwargs);

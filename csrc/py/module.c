@@ -394,6 +394,9 @@ static const PyMethodDef methods[] = {
     {"dtype_size", module_dtype_size, METH_O, "dtype_size(dtype, /)\n--\n\nBytes of one element."},
     {"name_key", module_name_key, METH_O, "name_key(name, /)\n--\n\nThe key of an operation's name, 64-bit FNV-1a."},
     {"transports", module_transports, METH_NOARGS, "transports()\n--\n\nThe networks that were built in."},
+    {"spawn_apart", core_spawn_apart, METH_VARARGS,
+     "spawn_apart(arguments, input, /)\n--\n\nStart a process that is no child of this one, and return its number.\n\n"
+     "Its standard input is the descriptor `input`."},
     {"providers", WITH_KEYWORDS(core_providers),
      "providers(library=None)\n--\n\nReturn (provider, version) of each libfabric provider a lane could use here.\n\n"
      "Raises Error where there is no libfabric."},

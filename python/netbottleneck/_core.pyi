@@ -42,6 +42,13 @@ def dtype_size(dtype: int, /) -> int: ...
 def transports() -> list[str]:
     """The names of the transports in this build."""
 
+def spawn_apart(arguments: list[bytes], input: int, /) -> int:
+    """Start a process that is no child of this one, and return its number. input: descriptor of its standard input.
+
+    arguments: 1 to 15; the first is its path. It has a session of its own. Raises ValueError, or Error where this
+    process adopts orphans (process 1, or PR_SET_CHILD_SUBREAPER), or where the process cannot be started.
+    """
+
 def providers(library: str | None = None) -> list[tuple[str, str]]:
     """(provider, version) of each libfabric provider a lane could use. Raises Error without libfabric."""
 

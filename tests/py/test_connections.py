@@ -322,12 +322,29 @@ def test_the_connections_with_the_most_bytes_are_kept_and_the_others_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "MOST_CONNECTIONS", 2)
-    with pair() as (out, came), pair() as _:
+    with pair() as (out, came), pair() as (less, least):
         out.sendall(bytes(1000))
+        less.sendall(bytes(10))
         wait_for(lambda: kernels(came)["received_bytes"] == 1000, "the bytes")
+        wait_for(lambda: kernels(least)["received_bytes"] == 10, "the bytes")
         rows = [dict(zip(sampler.CONNECTION, row, strict=True)) for row in reader(tmp_path).read()]
         assert {row["inode"] for row in rows} == {os.fstat(one.fileno()).st_ino for one in (out, came)}
     assert [row["left_out"] for row in rows] == [2, 2]
+
+
+def test_a_connection_with_few_bytes_beside_others_has_no_row(tmp_path: Path) -> None:
+    with pair() as (out, came), pair() as (less, least):
+        less.sendall(bytes(900))
+        wait_for(lambda: kernels(least)["received_bytes"] == 900, "the bytes")
+        assert len(reader(tmp_path).read()) == 4
+        out.sendall(bytes(1 << 20))
+        left = 1 << 20
+        while left:
+            left -= len(came.recv(left))
+        wait_for(lambda: kernels(out)["acked_bytes"] > 1 << 20, "the acknowledgement")
+        rows = [dict(zip(sampler.CONNECTION, row, strict=True)) for row in reader(tmp_path).read()]
+        assert {row["inode"] for row in rows} == {os.fstat(one.fileno()).st_ino for one in (out, came)}
+        assert {row["left_out"] for row in rows} == {0}
 
 
 def open_lab(*args: Any) -> Lab:

@@ -20,7 +20,7 @@ from conftest import RANKS_LIMIT_S
 
 from netbottleneck.analysis import traffic, usage
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, _moved
-from netbottleneck.analysis.intervals import intervals
+from netbottleneck.analysis.intervals import counted, intervals
 from netbottleneck.config import settings
 from netbottleneck.launch import connect
 from netbottleneck.report import Run
@@ -39,7 +39,7 @@ from pathlib import Path
 from netbottleneck.launch import connect
 from netbottleneck.runtime import monitor
 from netbottleneck.config import settings
-monitor.watch(settings({"monitor_hz": 200}, {}), connect.Place(0, 1, 0, 1, 0, 1), Path(sys.argv[1]))
+end = monitor.watch(settings({"monitor_hz": 200}, {}), connect.Place(0, 1, 0, 1, 0, 1), Path(sys.argv[1]))
 print("started", flush=True)
 time.sleep(60)
 """
@@ -149,13 +149,15 @@ def test_it_ends_although_a_child_of_the_rank_lives_on(tmp_path: Path) -> None:
 
 
 def test_a_script_that_waits_for_any_child_gets_only_its_own(tmp_path: Path) -> None:
-    script = PARENT.replace("time.sleep(60)", "").replace("monitor.watch(", "end = monitor.watch(")
+    script = PARENT.replace("time.sleep(60)", "")
+    script = "import signal\nsignals = []\nsignal.signal(17, lambda number, _: signals.append(number))\n" + script
     script += """
 import os
 child = os.fork()
 if child == 0:
     os._exit(7)
 assert os.wait() == (child, 7 << 8)
+assert signals == [17]  # of that child
 def children():
     try:
         print(os.waitpid(-1, os.WNOHANG))
@@ -170,6 +172,20 @@ children()
     )
     assert rank.stdout == "started\nno child\nno child\n"
     assert sampling(tmp_path) == []
+
+
+@pytest.mark.parametrize("process_1", [True, False])
+def test_a_rank_that_would_adopt_it_starts_none(tmp_path: Path, process_1: bool) -> None:
+    command = ["unshare", "--pid", "--fork", sys.executable] if process_1 else [sys.executable]
+    if process_1 and subprocess.run([*command, "-c", ""], capture_output=True, check=False, timeout=60).returncode:
+        pytest.skip("no PID namespace can be made")
+    subreaper = "" if process_1 else "import ctypes\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+    script = subreaper + PARENT.replace("time.sleep(60)", "end()")
+    rank = subprocess.run(
+        [*command, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert "the host's counters are not recorded: this process adopts orphans" in rank.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_ends_at_once_although_a_child_has_the_socket_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +206,13 @@ def test_it_ends_at_once_although_a_child_has_the_socket_too(tmp_path: Path, mon
         os.waitpid(child, 0)
 
 
-def test_it_says_why_it_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_why_it_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "0.net.counters").mkdir()
     notes: list[str] = []
     end = watching(tmp_path, note=notes.append)
+    wait_for(lambda: "recording of the host's counters stops" in capfd.readouterr().err, "its line")
     wait_for(lambda: sampling(tmp_path) == [], "its end")
     end()
     (note,) = notes
@@ -223,9 +242,33 @@ def test_an_arm_whose_blocks_are_short_for_the_readings_is_left_out() -> None:
         return [(use.arm, use.mixed) for use in usage.hosts(trace, [Samples(0, counters(names, times))])]
 
     assert mixed("stock", "tcp", hz=3) == [("stock", False), ("tcp", False)]
-    assert mixed("stock", "tcp", hz=2) == [("stock", True), ("tcp", True)]
-    assert mixed("stock", "bare", hz=2) == [("stock", False), ("bare", False)]  # the same bytes go the same way
-    assert mixed("stock", "bare", "tcp", hz=2) == [("stock", False), ("bare", False), ("tcp", True)]
+    assert mixed("stock", "tcp", hz=1) == [("stock", True), ("tcp", True)]
+    assert mixed("stock", "bare", hz=1) == [("stock", False), ("bare", False)]  # the same bytes go the same way
+    assert mixed("stock", "bare", "tcp", hz=1) == [("stock", False), ("bare", False), ("tcp", True)]
+
+
+@pytest.mark.parametrize("how", ["evaluation", "checkpoints", "long"])
+def test_what_moves_in_an_unusual_step_is_not_in_the_bytes_of_the_others(how: str) -> None:
+    """Each 51st step moves 1 MB a second, the others 1 kB a second; two readings a second."""
+    ms = 10**6
+    steps: list[Step] = []
+    moved, at = [(0, 0.0)], 0
+    for index in range(204):
+        unusual = index % 51 == 0
+        length = (300 if unusual and how == "long" else 100) * ms
+        known = {how: ((at, at + length),)} if unusual and how != "long" else {}
+        steps.append(Step(0, index, index // 51, Arm("stock"), at, at + length, **known))  # type: ignore[arg-type]
+        at += length
+        moved.append((at, moved[-1][1] + (1e6 if unusual else 1e3) * length / 1e9))
+    times = list(range(0, at, 500 * ms))
+    values = [round(value) for value in np.interp(times, *zip(*moved, strict=True)).tolist()]
+    net = counters({f"e:{way}_{what}": values for way in usage.WAYS for what in ("bytes", "packets")}, times)
+    trace = Trace("r", 2, (Arm("stock"),), ranks=(Rank(0, host_id="i"),), steps=tuple(steps))
+    (use,) = usage.hosts(trace, [Samples(0, net)])
+    assert not use.mixed
+    assert use.recorded is not None
+    inside_s = sum(s.duration_ns for s in usage.steps_inside(counted(trace), use.recorded)) / 1e9
+    assert [one.bytes for one in use.interfaces] == pytest.approx([1e3 * inside_s] * 2, rel=0.01)
 
 
 def test_a_killed_writer_leaves_complete_rows(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Use of a host's interfaces, cores and TCP connections: over the steps, and while operations are in flight (active).
 
-Samples are not aligned with steps. A counter is interpolated linearly between two samples, so a value over a span
-shorter than the sampling interval is uncertain, and at both ends of a span what comes before and after it is mixed in.
+Samples are not aligned with steps. The rates of an arm are those between neighbouring samples that lie in one run of
+its steps, so nothing before or after it is in them. Else a counter is interpolated linearly between two samples, and a
+value over a span shorter than the sampling interval is uncertain.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,7 +39,8 @@ from netbottleneck.trace.transports import BARE, STOCK, Arm
 from netbottleneck.units import nbytes, percent
 
 READINGS = 2  # shortest mean active span, in sampling intervals, for which an active rate is reported
-SPAN_READINGS = 10  # readings in the mean span of an arm's blocks, with fewer of which its values are not reported
+ARM_READINGS = 10  # sampling intervals within an arm's steps, with fewer of which its values are not reported
+UNUSUAL = 2.0  # a step of more than so many medians may have other traffic than the others
 CPU_KINDS = ("user", "system", "softirq", "iowait", "steal", "idle")
 WAYS = ("rx", "tx")
 LOOPBACK = "lo"  # no part of the link
@@ -75,8 +77,8 @@ class HostUse:
     """A host in one arm's steps. seconds: total of the steps; active_s: part with an operation in flight.
 
     recorded: begin and end of the readings of its interfaces, whose bytes and rates are those of the steps inside;
-    None: of all steps. mixed: the arm's blocks are short for the readings, so bytes and times of what came before and
-    after them are part of the values.
+    None: of all steps. mixed: the arm's blocks are short for the readings, so its bytes and rates have a part of what
+    came before and after them.
     """
 
     rank: int
@@ -151,17 +153,24 @@ def rate(counters: Counters, column: str, spans: Intervals) -> float | None:
     return increase(counters, column, spans) * 1e9 / length_ns if length_ns else None
 
 
-def interface(counters: Counters, name: str, way: str, whole: Intervals, active: Intervals) -> Use:
-    """Use of an interface in one direction ("rx" or "tx"): average over `whole`, active over `active`."""
+def interface(
+    counters: Counters, name: str, way: str, whole: Intervals, active: Intervals, read: Intervals | None = None
+) -> Use:
+    """Use of an interface in one direction ("rx" or "tx"): average over `whole`, active over `active`.
+
+    read: times whose rates are those of `whole`.
+    """
     column = f"{name}:{way}_bytes"
-    busy = rate(counters, column, active)
+    over = whole if read is None else read
+    busy, average = rate(counters, column, active), rate(counters, column, over) or 0.0
+    seconds = total(intersection(whole, recorded_span(counters))) / 1e9
     return Use(
         name,
         way,
-        8 * (rate(counters, column, whole) or 0.0),
+        8 * average,
         None if busy is None else 8 * busy,
-        increase(counters, column, whole),
-        increase(counters, f"{name}:{way}_packets", whole),
+        average * seconds,
+        (rate(counters, f"{name}:{way}_packets", over) or 0.0) * seconds,
     )
 
 
@@ -197,24 +206,52 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
         local = {rank for rank, host in ids.items() if host == ids.get(sample.rank)} or {sample.rank}
         for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
             own = [s for s in steps if s.rank in local and s.arm == arm]
-            use = _host(mine, arm, own, _moved(trace, local, arm))
-            uses.append(replace(use, mixed=_span_ns(trace, sample.rank, arm) * use.hz < SPAN_READINGS * 1e9))
+            alike = functools.reduce(intersection, (_alike(trace, rank, arm) for rank in sorted(local)))
+            uses.append(_host(mine, arm, own, _moved(trace, local, arm), alike))
     return tuple(uses)
 
 
-def _span_ns(trace: Trace, rank: int, arm: Arm) -> float:
-    """Mean time that a rank stays in an arm, in ns. `stock` and `bare` are one: the same bytes go the same way."""
-    alike = (STOCK, BARE) if arm in (STOCK, BARE) else (arm,)
+def _alike(trace: Trace, rank: int, arm: Arm) -> Intervals:
+    """The times of a rank in which the traffic is that of an arm's steps: runs of its steps without an unusual one.
+
+    A step with an evaluation or a checkpoint is unusual, and one of UNUSUAL times the median. `stock` and `bare` are
+    one arm here: the same bytes go the same way.
+    """
+    arms = (STOCK, BARE) if arm in (STOCK, BARE) else (arm,)
     steps = sorted((step for step in trace.steps if step.rank == rank), key=lambda step: step.begin_ns)
-    groups = (list(group) for here, group in itertools.groupby(steps, lambda step: step.arm in alike) if here)
-    spans = [group[-1].end_ns - group[0].begin_ns for group in groups]
-    return sum(spans) / len(spans) if spans else 0.0
+    of_arm = [step.duration_ns for step in steps if step.arm in arms]
+    most_ns = UNUSUAL * float(np.median(of_arm)) if of_arm else 0.0
+    runs: list[tuple[int, int]] = []
+    before: Step | None = None
+    for step in steps:
+        unusual = step.evaluation or step.checkpoints or step.duration_ns > most_ns
+        usual = step if step.arm in arms and not unusual else None
+        if usual is not None:
+            joined = before is not None and usual.begin_ns - before.end_ns <= most_ns
+            runs.append((runs.pop()[0] if joined else usual.begin_ns, usual.end_ns))
+        before = usual
+    return intervals(runs)
+
+
+def _readings(counters: Counters, alike: Intervals) -> tuple[Intervals, int]:
+    """The times between neighbouring readings that lie within one of these spans, and their number."""
+    times = counters.time_ns
+    if not len(alike) or len(times) < 2:
+        return alike[:0], 0
+    place = np.searchsorted(alike[:, 0], times, "right") - 1
+    inside = (place[:-1] >= 0) & (place[:-1] == place[1:]) & (times[1:] <= alike[np.maximum(place[1:], 0), 1])
+    return intervals(zip(times[:-1][inside].tolist(), times[1:][inside].tolist(), strict=True)), int(inside.sum())
 
 
 def _covered(trace: Trace, samples: Samples) -> float:
-    """The part of the steps' time, of the rank that recorded a host's counters, that its readings cover."""
+    """The part of the steps' time that a host's readings cover, from the first reading on.
+
+    The steps are those of the rank that recorded them. A run that observes begins before its ranks have joined.
+    """
     tables = [table for table in (samples.net, samples.host) if table is not None]
-    steps = intervals((step.begin_ns, step.end_ns) for step in trace.steps if step.rank == samples.rank)
+    begin_ns = min((int(table.time_ns[0]) for table in tables), default=0)
+    own = (step for step in trace.steps if step.rank == samples.rank)
+    steps = intervals((max(step.begin_ns, begin_ns), step.end_ns) for step in own)
     if not tables or not total(steps):
         return 1.0
     return min(total(intersection(steps, recorded_span(table))) for table in tables) / total(steps)
@@ -250,9 +287,9 @@ def _moved(trace: Trace, ranks: Collection[int], arm: Arm) -> Intervals:
     return intervals((c.start_ns or 0, c.done_ns or 0) for c in rows)
 
 
-def _uses(net: Counters, whole: Intervals, active: Intervals) -> tuple[Use, ...]:
+def _uses(net: Counters, whole: Intervals, active: Intervals, read: Intervals) -> tuple[Use, ...]:
     """Use of the interfaces with traffic, the busiest first."""
-    uses = [interface(net, name, way, whole, active) for name in net.owners("rx_bytes") for way in WAYS]
+    uses = [interface(net, name, way, whole, active, read) for name in net.owners("rx_bytes") for way in WAYS]
     most = {use.interface: max(u.bytes for u in uses if u.interface == use.interface) for use in uses}
     return tuple(sorted((use for use in uses if most[use.interface]), key=lambda use: -most[use.interface]))
 
@@ -262,28 +299,39 @@ def _sampling_interval_ns(counters: Counters) -> float:
     return float(np.diff(counters.time_ns).mean()) if len(counters.time_ns) > 1 else float("inf")
 
 
-def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals) -> HostUse:
-    """Use of a host in the steps of an arm. moved: spans in which an operation of its ranks is in flight."""
+def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, alike: Intervals) -> HostUse:
+    """Use of a host in the steps of an arm. moved: spans in which an operation of its ranks is in flight.
+
+    alike: spans whose traffic is that of these steps.
+    """
     net, host = sample.net, sample.host
     some = net or host
     whole = intervals((s.begin_ns, s.end_ns) for s in steps)
     active = intersection(moved, whole)
-    short = net is not None and len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
     recorded = None if net is None else (int(net.time_ns[0]), int(net.time_ns[-1]))
     inside = intervals((s.begin_ns, s.end_ns) for s in steps_inside(steps, recorded))
-    return HostUse(
+    use = HostUse(
         sample.rank,
         "" if some is None else some.hostname,
         arm,
         total(whole) / 1e9,
         total(active) / 1e9,
         0.0 if some is None or len(some.time_ns) < 2 else 1e9 / _sampling_interval_ns(some),
-        () if net is None else _uses(net, inside, active[:0] if short else intersection(active, inside)),
-        None if host is None else cores(host, whole),
-        None if host is None else increase(host, "tcp:sent_segments", whole),
-        None if host is None else increase(host, "tcp:retransmitted_segments", whole),
-        recorded,
+        recorded=recorded,
     )
+    if net is not None:
+        short = len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
+        read, count = _readings(net, alike)
+        mixed = count < ARM_READINGS
+        uses = _uses(net, inside, active[:0] if short else intersection(active, inside), inside if mixed else read)
+        use = replace(use, interfaces=uses, mixed=mixed)
+    if host is not None:
+        read, count = _readings(host, alike)
+        segments = [rate(host, f"tcp:{kind}_segments", read) for kind in ("sent", "retransmitted")]
+        sent, again = (None if one is None else one * total(whole) / 1e9 for one in segments)
+        known = cores(host, read) if count >= ARM_READINGS else None
+        use = replace(use, cores=known, sent_segments=sent, retransmitted_segments=again)
+    return use
 
 
 # TCP connections: those between two ranks, in the steps of the arm whose bytes they carry.

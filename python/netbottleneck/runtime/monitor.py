@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -23,8 +22,7 @@ from netbottleneck.launch import connect
 from netbottleneck.trace.transports import NATIVE, backends
 
 LIMIT_BYTES = 32 << 20  # of each of a host's three files; a full file drops every second reading
-START_S = 10.0  # time for the sampler process to start
-END_S = 2.0  # time for it to write its last rows
+END_S = 2.0  # time for the sampler process to write its last rows
 ANSWER_BYTES = 4096
 _INTERFACES = Path("/sys/class/net")
 _SAMPLER = Path(__file__).with_name("sampler.py")
@@ -87,8 +85,9 @@ def watch(
     """Record this host's counters into `folder`, MONITOR_HZ times a second. Returns a function that stops it.
 
     Local rank 0 starts a sampler process, which ends when that rank ends for any reason. It is no child of the rank, so
-    a script that waits for its own children never sees it. If the counters cannot be recorded, a warning is logged and
-    training continues. note: called with a sentence when the sampler is stopped, if it had ended before.
+    a script that waits for its own children, or handles SIGCHLD, never sees it. If the counters cannot be recorded, as
+    where the rank is process 1 and would adopt it, a warning is logged and training continues. note: called with a
+    sentence when the sampler is stopped, if it had ended before.
     """
     if not settings.monitor_hz or place.local_rank not in (0, None):
         return lambda: None
@@ -104,33 +103,21 @@ def watch(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pid, link = _start(json.dumps(request))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the host's counters are not recorded: %s", error)
+    except OSError as error:
+        logger.warning("the host's counters are not recorded: %s", error.strerror or error)
         return lambda: None
     return lambda: _end(pid, link, request["parent"], note)
 
 
 def _start(request: str) -> tuple[int, socket.socket]:
-    """Start the sampler. Returns its process and its socket, over which it says why it ends before it is told to.
-
-    The started process leaves the sampler behind and ends at once (sampler.main).
-    """
+    """Start the sampler. Returns its process and its socket, over which it says why it ends before it is told to."""
     if getattr(sys, "frozen", False) or not sys.executable:
         raise OSError("there is no Python to start")  # a frozen script's executable is the script
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     try:
         with theirs:
             arguments = [sys.executable, "-I", "-S", str(_SAMPLER), request]
-            starter = subprocess.Popen(arguments, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
-        try:
-            code = starter.wait(START_S)
-        except subprocess.TimeoutExpired:
-            starter.kill()
-            starter.wait()
-            raise
-        ours.setblocking(False)
-        if code or not (pid := ours.recv(ANSWER_BYTES)):
-            raise OSError(f"the process that reads them did not start (exit code {code})")
+            pid = connect.core().spawn_apart([os.fsencode(one) for one in arguments], theirs.fileno())
         return int(pid), ours
     except BaseException:
         ours.close()

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import struct
 import sys
@@ -26,8 +25,8 @@ HEAD = struct.Struct("<8sII")  # magic, version, bytes until the first row
 PROC = Path("/proc")
 NICE = 5
 MOST_INTERFACES = 32
-TCP_TURNS = 5  # TCP counters are read every TCP_TURNS turns: the kernel sums them over all cores, which is expensive
-CORES_A_TURN = 8  # a host with more cores gets fewer rows, because the cost of a row grows with the cores
+TCP_HZ = 20  # at most, of the TCP counters: the kernel sums them over all cores, which is expensive
+CORES_HZ = 800  # readings of a core a second, at most: the cost of a row grows with the cores
 READ_BYTES = 1 << 20
 NET = ("rx_bytes", "rx_packets", "rx_dropped", "tx_bytes", "tx_packets", "tx_dropped")
 _NET_FIELDS = (0, 1, 3, 8, 9, 11)  # of /proc/net/dev
@@ -36,6 +35,7 @@ TCP = ("sent_segments", "retransmitted_segments")
 _TCP_FIELDS = (b"OutSegs", b"RetransSegs")
 CONNECTIONS_HZ = 10  # at most: a reading costs more than one of the interfaces
 MOST_CONNECTIONS = 64  # a reading; those with the most bytes are kept, and the others counted
+LEAST_PART = 0.001  # of the bytes of the connection with the most; one with less has no row: control messages, a store
 OWNERS_S = 1.0  # between two looks at the open files of the ranks
 CONNECTIONS_SHARE = 0.02  # of a core, at most: hosts with many sockets or files are read less often
 
@@ -127,9 +127,10 @@ class Net:
 
 
 class Host:
-    """Processor time by core and kind, in ticks, and TCP segments."""
+    """Processor time by core and kind, in ticks, and TCP segments, which are read every tcp_turns calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, tcp_turns: int = 1) -> None:
+        self._tcp_turns = tcp_turns
         self._stat = os.open(PROC / "stat", os.O_RDONLY | os.O_CLOEXEC)
         self._snmp = os.open(PROC / "net/snmp", os.O_RDONLY | os.O_CLOEXEC)
         self._last: dict[bytes, list[int]] = {}
@@ -159,9 +160,9 @@ class Host:
         return [int(counters.get(name, 0)) for name in _TCP_FIELDS]
 
     def read(self) -> list[int]:
-        """Return the counters. TCP counters are read every TCP_TURNS calls."""
+        """Return the counters."""
         self._cores()
-        if self._turn % TCP_TURNS == 0:
+        if self._turn % self._tcp_turns == 0:
             self._tcp = self._segments()
         self._turn += 1
         return [value for values in self._last.values() for value in values] + self._tcp
@@ -326,7 +327,7 @@ class Connections:
                 continue  # the rank has ended
             except OSError as error:
                 if rank not in self._refused:
-                    sys.stderr.write(f"netbottleneck: the connections of rank {rank} are not recorded: {error}\n")
+                    _say(f"the connections of rank {rank} are not recorded: {error}")
                 self._refused.add(rank)
 
     def _sockets(self, family: int) -> Iterator[Socket]:
@@ -370,11 +371,11 @@ class Connections:
                 if rank is not None:
                     queues = (one.unread_bytes, one.queued_bytes)
                     rows.append([rank, one.inode, *one.ends, 0, *queues, *tcp_info(one.info)])
-        left_out = len(rows) - MOST_CONNECTIONS
-        if left_out > 0:
-            rows.sort(key=lambda row: -sum(row[column] for column in _TOTALS))
-            rows = [[*row[:8], left_out, *row[9:]] for row in rows[:MOST_CONNECTIONS]]
-        return rows
+        sizes = [sum(row[column] for column in _TOTALS) for row in rows]
+        order = sorted(range(len(rows)), key=lambda place: -sizes[place])
+        order = [place for place in order if sizes[place] >= int(LEAST_PART * sizes[order[0]])]
+        left_out = max(0, len(order) - MOST_CONNECTIONS)
+        return [[*rows[place][:8], left_out, *rows[place][9:]] for place in order[:MOST_CONNECTIONS]]
 
 
 def pid_namespace() -> str:
@@ -399,8 +400,11 @@ def _inodes(pid: int) -> list[int]:
     return found
 
 
-def _refuse(error: OSError) -> None:
-    sys.stderr.write(f"netbottleneck: TCP connections are not recorded: {error}\n")
+def _say(text: str) -> None:
+    """Say it to the rank's standard error, which may be closed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"netbottleneck: {text}\n")
 
 
 def _record(table: Table, source: Net | Host | Connections) -> bool:
@@ -414,7 +418,7 @@ def _record(table: Table, source: Net | Host | Connections) -> bool:
     try:
         rows = source.read()
     except OSError as error:
-        _refuse(error)
+        _say(f"TCP connections are not recorded: {error}")
         return False
     table.put(*([now, *row] for row in rows))
     return True
@@ -422,7 +426,7 @@ def _record(table: Table, source: Net | Host | Connections) -> bool:
 
 def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
     """Read and write until `ended(seconds)`, which waits that long, returns True. request: made by monitor.watch."""
-    net, host = Net(), Host()
+    net, host = Net(), Host(max(1, round(request["hz"] / TCP_HZ)))
     about = {
         **request["about"],
         "hz": request["hz"],
@@ -432,7 +436,7 @@ def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
     }
     at = Path(request["folder"]) / str(request["about"]["rank"])
     limit = int(request["limit_bytes"])
-    seldom = max(1, len(host.cores) // CORES_A_TURN)
+    seldom = max(1, round(request["hz"] * len(host.cores) / CORES_HZ))
     tables: list[tuple[Table, Net | Host | Connections, int]] = [
         (Table(at.with_suffix(".net.counters"), {**about, "left_out": net.left_out}, net.columns, limit), net, 1),
         (Table(at.with_suffix(".host.counters"), about, host.columns, limit), host, seldom),
@@ -440,7 +444,7 @@ def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
     try:
         connections = Connections(at.parent, about, int(request["parent"]), int(request["local_size"]))
     except OSError as error:
-        _refuse(error)
+        _say(f"TCP connections are not recorded: {error}")
     else:
         table = Table(at.with_suffix(".tcp.counters"), about, connections.columns, limit)
         tables.append((table, connections, max(1, round(request["hz"] / CONNECTIONS_HZ))))
@@ -463,14 +467,11 @@ def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
 def _ends_with(parent: int) -> Callable[[float], bool]:
     """Return a function that waits some seconds and returns True if the recording is to end.
 
-    It ends with the rank's end of stdin, or with the rank: a child of the rank may hold its end of stdin, too. Raises
-    OSError if the rank has ended.
+    It ends with the rank's end of stdin, or with the rank: a child of the rank may hold its end of stdin, too.
     """
     sources = [0]
     with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3, or a C library without the call
         sources.append(os.pidfd_open(parent))
-    if os.getppid() != parent:
-        raise OSError("the rank has ended")
 
     def ended(seconds: float) -> bool:
         if select.select(sources, [], [], seconds)[0]:
@@ -480,25 +481,23 @@ def _ends_with(parent: int) -> Callable[[float], bool]:
     return ended
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run as a process, started by monitor.watch with a socket as stdin.
+def _own_descriptors() -> None:
+    """Close what the rank left open for the programs that it starts."""
+    for name in os.listdir(PROC / "self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(int(name))
 
-    The sampler is a child that this process leaves behind, so it is none of the rank's: a script that waits for any
-    child gets its own ones only. The socket gets the sampler's process number, and at the end the reason if there is
-    one.
-    """
+
+def main(argv: Sequence[str]) -> int:
+    """Run as a process, started by monitor.watch with a socket as stdin. At the end, that gets the reason if any."""
     request = json.loads(argv[0])
-    ended = _ends_with(int(request["parent"]))
-    pid = os.fork()
-    if pid:
-        os.write(0, str(pid).encode())
-        return 0
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then closes the socket
-    os.nice(NICE)
     try:
-        run(request, ended)
+        os.nice(NICE)
+        _own_descriptors()
+        run(request, _ends_with(int(request["parent"])))
     except OSError as error:
-        sys.stderr.write(f"netbottleneck: recording of the host's counters stops: {error}\n")
+        _say(f"recording of the host's counters stops: {error}")
         with contextlib.suppress(OSError):
             os.write(0, str(error).encode())
         return 1

@@ -629,7 +629,7 @@ def observe(
     can be written.
     """
     wanted = run_folder.wanted(settings, directory)
-    name = f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
+    name = f".{wanted.name}-{platform.node()}-{place.rank}-{os.getpid()}-{next(_scratches)}"
     scratch = run_folder.hidden_in(wanted) / name
     recorder = run_folder.open_ring(scratch, place.rank, "train", settings)
     opened = Session(

@@ -646,7 +646,7 @@ def other_traffic(facts: Facts) -> RuleResult:
 def _not_compared(facts: Facts) -> str:
     """Why an interface's bytes are not compared with those of the operations."""
     if not any(host.interfaces for host in facts.hosts if host.arm == facts.base):
-        return "an interface's bytes are not known: no or too few readings (NETBOTTLENECK_MONITOR_HZ=10)"
+        return "too few readings of the interfaces, or none"
     if any(in_memory(one) for one in facts.f.trace.collectives if one.arm == facts.base):
         return "operations moved their bytes through shared memory"
     return "not known how many of the operations' bytes are on an interface"

@@ -11,6 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/error.h"
+
 enum { STACK_BYTES = 256 * 1024 };
 
 // What the process in between runs, on this process's memory, while the thread that made it is stopped.

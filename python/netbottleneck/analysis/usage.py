@@ -325,13 +325,16 @@ def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, al
         mixed = count < ARM_READINGS
         uses = _uses(net, inside, active[:0] if short else intersection(active, inside), inside if mixed else read)
         use = replace(use, interfaces=uses, mixed=mixed)
-    if host is not None:
-        read, count = _readings(host, alike)
-        segments = [rate(host, f"tcp:{kind}_segments", read) for kind in ("sent", "retransmitted")]
-        sent, again = (None if one is None else one * total(whole) / 1e9 for one in segments)
-        known = cores(host, read) if count >= ARM_READINGS else None
-        use = replace(use, cores=known, sent_segments=sent, retransmitted_segments=again)
-    return use
+    return use if host is None else _with_cores(use, host, alike)
+
+
+def _with_cores(use: HostUse, host: Counters, alike: Intervals) -> HostUse:
+    """A host's use with its processors and TCP segments."""
+    read, count = _readings(host, alike)
+    rates = [rate(host, f"tcp:{kind}_segments", read) for kind in ("sent", "retransmitted")]
+    sent, again = (None if one is None else one * use.seconds for one in rates)
+    known = cores(host, read) if count >= ARM_READINGS else None
+    return replace(use, cores=known, sent_segments=sent, retransmitted_segments=again)
 
 
 # TCP connections: those between two ranks, in the steps of the arm whose bytes they carry.

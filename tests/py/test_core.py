@@ -946,7 +946,8 @@ some(1000)
 before, memory = count(), rss_kib()
 some(10000)
 after, grown = count(), rss_kib() - memory
-assert all(abs(a - b) < 50 for a, b in zip(before, after)), (before, after)
+# A leak is one for each operation of some kind, 10000. The interpreter's own references to None vary by dozens.
+assert all(abs(a - b) < 1000 for a, b in zip(before, after)), (before, after)
 assert before[:4] == after[:4], (before, after)
 assert grown < 1024, grown
 """

@@ -18,7 +18,7 @@ from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.whatif import compat2020, questions, sweeps
+from netbottleneck.whatif import compat2020, fit, questions, sweeps
 from netbottleneck.whatif.cost import Cost, Link, Table
 from netbottleneck.whatif.plan import Plan
 from netbottleneck.whatif.questions import Job
@@ -433,3 +433,14 @@ def test_trees_between_two_servers_bound_the_papers_measurements(paper1: Path) -
         assert bound.scaling is not None
         assert flat.scaling is not None
         assert flat.scaling.value < measured[x] <= bound.scaling.value
+
+
+@pytest.mark.parametrize(("bps", "flat"), [(100_000_000, False), (1_000_000_000, True)])
+def test_a_full_link_bounds_the_cost_of_a_byte(bps: int, flat: bool) -> None:
+    """The operations of a step take as long as their bytes need on a link of 100 Mbit/s, each nearly as long as all."""
+    sizes, took_ns = (400_000, 800_000, 1_200_000, 800_000), (55e6, 65e6, 75e6, 65e6)
+    rows = [fit.Service(step, size, ns, None) for step in range(20) for size, ns in zip(sizes, took_ns, strict=True)]
+    least = fit._full_byte_ns(rows, 8e9 / bps)
+    _, byte_ns, _, _ = fit.fit_operations(rows, None, least)
+    assert (byte_ns < 0.5 * 80) == flat
+    assert byte_ns >= least

@@ -631,6 +631,15 @@ def _most_fixed_ns(rows: Sequence[Service], least_byte_ns: float) -> float | Non
     return max(0.0, took - least) if full else None
 
 
+def _full_byte_ns(rows: Sequence[Service], least_byte_ns: float) -> float:
+    """Least ns of a byte where operations fill a link of which a byte takes `least_byte_ns`; 0 where they do not.
+
+    Their sizes differ little, so a line through their times may be far too flat.
+    """
+    took, least = sum(row.ns for row in rows), least_byte_ns * sum(row.nbytes for row in rows)
+    return (1 - FIXED_MOST) * least_byte_ns if (1 - FIXED_MOST) * took <= least <= took / (1 - FIXED_MOST) else 0.0
+
+
 def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Service], concurrent: int) -> Fit:
     algorithm, inside = formula
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
@@ -640,7 +649,8 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
     link = nominal(trace, name)
     full = max(floor, 8e9 * shape[1] / link.rate_bps if link is not None else 0.0)
     most_fixed = _most_fixed_ns(rows, full) if known is None else None
-    a, b, why, note = fit_operations(rows, known if most_fixed is None else 0.0, floor)
+    least_byte_ns = max(floor, _full_byte_ns(rows, full))
+    a, b, why, note = fit_operations(rows, known if most_fixed is None else 0.0, least_byte_ns)
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))

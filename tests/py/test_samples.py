@@ -266,9 +266,36 @@ def test_what_moves_in_an_unusual_step_is_not_in_the_bytes_of_the_others(how: st
     trace = Trace("r", 2, (Arm("stock"),), ranks=(Rank(0, host_id="i"),), steps=tuple(steps))
     (use,) = usage.hosts(trace, [Samples(0, net)])
     assert not use.mixed
-    assert use.recorded is not None
-    inside_s = sum(s.duration_ns for s in usage.steps_inside(counted(trace), use.recorded)) / 1e9
-    assert [one.bytes for one in use.interfaces] == pytest.approx([1e3 * inside_s] * 2, rel=0.01)
+    inside = len(usage.steps_inside(counted(trace), use.recorded))
+    assert [one.bytes for one in use.interfaces] == pytest.approx([100.0 * inside] * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("gap_ms", [0, 30])
+def test_steps_move_the_same_bytes_however_long_they_take(gap_ms: int) -> None:
+    """Two of three steps take 100 ms and the third 300 ms, as on a busy machine; nothing moves between them."""
+    ms, arm = 10**6, Arm("tcp")
+    steps: list[Step] = []
+    moved: list[tuple[int, float]] = []
+    at = 0
+    for index in range(120):
+        length = (300 if index % 3 == 2 else 100) * ms
+        steps.append(Step(0, index, 0, arm, at, at + length))
+        moved += [(at, 1000.0 * index), (at + length, 1000.0 * (index + 1))]
+        at += length + gap_ms * ms
+    times = list(range(0, at, 10 * ms))
+    values = [round(value) for value in np.interp(times, *zip(*moved, strict=True)).tolist()]
+    net = counters({f"e:{way}_{what}": values for way in usage.WAYS for what in ("bytes", "packets")}, times)
+    of = [
+        Collective(0, arm, 1, s.index, s.begin_ns, 1000, step=s.index, start_ns=s.begin_ns, done_ns=s.end_ns)
+        for s in steps
+    ]
+    ranks = (Rank(0, host_id="i"), Rank(1, host_id="other"))
+    trace = Trace("r", 2, (arm,), ranks=ranks, steps=tuple(steps), collectives=tuple(of))
+    (found,) = uses = usage.hosts(trace, [Samples(0, net)])
+    assert not found.mixed
+    unseen = traffic.unseen(trace, arm, uses)
+    assert unseen is not None
+    assert unseen.part == pytest.approx(0.0, abs=0.02)
 
 
 def test_a_killed_writer_leaves_complete_rows(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Use of a host's interfaces, cores and TCP connections: over the steps, and while operations are in flight (active).
 
 Samples are not aligned with steps. The rates of an arm are those between neighbouring samples that lie in one run of
-its steps, so nothing before or after it is in them. Else a counter is interpolated linearly between two samples, and a
+its steps, so nothing before or after it is in them; its bytes are those of as many such steps as it has, because steps
+move the same bytes however long they take. Else a counter is interpolated linearly between two samples, and a
 value over a span shorter than the sampling interval is uncertain.
 """
 
@@ -51,7 +52,7 @@ class Use:
     """One interface, one direction, in one arm's steps. Rates in bits a second, including headers.
 
     average_bps: over the steps. active_bps: while an operation of this host's ranks is in flight; None if no operation
-    is known or operations are too short for the sampling interval (READINGS). bytes, packets: within the steps.
+    is known or operations are too short for the sampling interval (READINGS). bytes, packets: of the steps.
     """
 
     interface: str
@@ -153,24 +154,20 @@ def rate(counters: Counters, column: str, spans: Intervals) -> float | None:
     return increase(counters, column, spans) * 1e9 / length_ns if length_ns else None
 
 
-def interface(
-    counters: Counters, name: str, way: str, whole: Intervals, active: Intervals, read: Intervals | None = None
-) -> Use:
-    """Use of an interface in one direction ("rx" or "tx"): average over `whole`, active over `active`.
+def interface(counters: Counters, name: str, way: str, over: Intervals, active: Intervals, times: float = 1.0) -> Use:
+    """Use of an interface in one direction ("rx" or "tx"): average over `over`, active over `active`.
 
-    read: times whose rates are those of `whole`.
+    times: how many times as many steps the bytes and packets are of as lie in `over`.
     """
     column = f"{name}:{way}_bytes"
-    over = whole if read is None else read
     busy, average = rate(counters, column, active), rate(counters, column, over) or 0.0
-    seconds = total(intersection(whole, recorded_span(counters))) / 1e9
     return Use(
         name,
         way,
         8 * average,
         None if busy is None else 8 * busy,
-        average * seconds,
-        (rate(counters, f"{name}:{way}_packets", over) or 0.0) * seconds,
+        times * increase(counters, column, over),
+        times * increase(counters, f"{name}:{way}_packets", over),
     )
 
 
@@ -207,17 +204,22 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
         for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
             own = [s for s in steps if s.rank in local and s.arm == arm]
             alike = functools.reduce(intersection, (_alike(trace, rank, arm) for rank in sorted(local)))
-            uses.append(_host(mine, arm, own, _moved(trace, local, arm), alike))
+            others = [s for s in trace.steps if s.rank in local and s.arm in _same(arm)]
+            uses.append(_host(mine, arm, own, _moved(trace, local, arm), _Alike(alike, others)))
     return tuple(uses)
+
+
+def _same(arm: Arm) -> tuple[Arm, ...]:
+    """The arms with the traffic of an arm: `stock` and `bare` move the same bytes the same way."""
+    return (STOCK, BARE) if arm in (STOCK, BARE) else (arm,)
 
 
 def _alike(trace: Trace, rank: int, arm: Arm) -> Intervals:
     """The times of a rank in which the traffic is that of an arm's steps: runs of its steps without an unusual one.
 
-    A step with an evaluation or a checkpoint is unusual, and one of UNUSUAL times the median. `stock` and `bare` are
-    one arm here: the same bytes go the same way.
+    A step with an evaluation or a checkpoint is unusual, and one of UNUSUAL times the median.
     """
-    arms = (STOCK, BARE) if arm in (STOCK, BARE) else (arm,)
+    arms = _same(arm)
     steps = sorted((step for step in trace.steps if step.rank == rank), key=lambda step: step.begin_ns)
     of_arm = [step.duration_ns for step in steps if step.arm in arms]
     most_ns = UNUSUAL * float(np.median(of_arm)) if of_arm else 0.0
@@ -233,14 +235,33 @@ def _alike(trace: Trace, rank: int, arm: Arm) -> Intervals:
     return intervals(runs)
 
 
-def _readings(counters: Counters, alike: Intervals) -> tuple[Intervals, int]:
-    """The times between neighbouring readings that lie within one of these spans, and their number."""
-    times = counters.time_ns
-    if not len(alike) or len(times) < 2:
-        return alike[:0], 0
-    place = np.searchsorted(alike[:, 0], times, "right") - 1
-    inside = (place[:-1] >= 0) & (place[:-1] == place[1:]) & (times[1:] <= alike[np.maximum(place[1:], 0), 1])
-    return intervals(zip(times[:-1][inside].tolist(), times[1:][inside].tolist(), strict=True)), int(inside.sum())
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """The times of a host in which the traffic is that of an arm's steps, and all steps of its ranks with that traffic.
+
+    A step of one rank counts as one.
+    """
+
+    spans: Intervals
+    steps: Sequence[Step]
+
+    def readings(self, counters: Counters) -> tuple[Intervals, int]:
+        """The times between neighbouring readings that lie within one of the spans, and their number."""
+        times = counters.time_ns
+        if not len(self.spans) or len(times) < 2:
+            return self.spans[:0], 0
+        place = np.searchsorted(self.spans[:, 0], times, "right") - 1
+        inside = (place[:-1] >= 0) & (place[:-1] == place[1:]) & (times[1:] <= self.spans[np.maximum(place[1:], 0), 1])
+        return intervals(zip(times[:-1][inside].tolist(), times[1:][inside].tolist(), strict=True)), int(inside.sum())
+
+    def steps_in(self, read: Intervals) -> float:
+        """The number of steps within times, with parts of steps."""
+        if not len(read):
+            return 0.0
+        ends = np.array([(s.begin_ns, s.end_ns) for s in self.steps if s.duration_ns > 0], np.int64) - read[0, 0]
+        covered = np.cumsum(np.stack([np.zeros(len(read)), read[:, 1] - read[:, 0]], axis=1).ravel())
+        inside = np.interp(ends.ravel(), (read - read[0, 0]).ravel(), covered).reshape(-1, 2)
+        return float(((inside[:, 1] - inside[:, 0]) / (ends[:, 1] - ends[:, 0])).sum())
 
 
 def _covered(trace: Trace, samples: Samples) -> float:
@@ -287,9 +308,9 @@ def _moved(trace: Trace, ranks: Collection[int], arm: Arm) -> Intervals:
     return intervals((c.start_ns or 0, c.done_ns or 0) for c in rows)
 
 
-def _uses(net: Counters, whole: Intervals, active: Intervals, read: Intervals) -> tuple[Use, ...]:
+def _uses(net: Counters, over: Intervals, active: Intervals, times: float) -> tuple[Use, ...]:
     """Use of the interfaces with traffic, the busiest first."""
-    uses = [interface(net, name, way, whole, active, read) for name in net.owners("rx_bytes") for way in WAYS]
+    uses = [interface(net, name, way, over, active, times) for name in net.owners("rx_bytes") for way in WAYS]
     most = {use.interface: max(u.bytes for u in uses if u.interface == use.interface) for use in uses}
     return tuple(sorted((use for use in uses if most[use.interface]), key=lambda use: -most[use.interface]))
 
@@ -299,17 +320,12 @@ def _sampling_interval_ns(counters: Counters) -> float:
     return float(np.diff(counters.time_ns).mean()) if len(counters.time_ns) > 1 else float("inf")
 
 
-def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, alike: Intervals) -> HostUse:
-    """Use of a host in the steps of an arm. moved: spans in which an operation of its ranks is in flight.
-
-    alike: spans whose traffic is that of these steps.
-    """
+def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, alike: _Alike) -> HostUse:
+    """Use of a host in the steps of an arm. moved: spans in which an operation of its ranks is in flight."""
     net, host = sample.net, sample.host
     some = net or host
     whole = intervals((s.begin_ns, s.end_ns) for s in steps)
     active = intersection(moved, whole)
-    recorded = None if net is None else (int(net.time_ns[0]), int(net.time_ns[-1]))
-    inside = intervals((s.begin_ns, s.end_ns) for s in steps_inside(steps, recorded))
     use = HostUse(
         sample.rank,
         "" if some is None else some.hostname,
@@ -317,22 +333,28 @@ def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, al
         total(whole) / 1e9,
         total(active) / 1e9,
         0.0 if some is None or len(some.time_ns) < 2 else 1e9 / _sampling_interval_ns(some),
-        recorded=recorded,
     )
     if net is not None:
+        recorded = int(net.time_ns[0]), int(net.time_ns[-1])
+        read_whole = steps_inside(steps, recorded)
+        inside = intervals((s.begin_ns, s.end_ns) for s in read_whole)
         short = len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
-        read, count = _readings(net, alike)
+        active = active[:0] if short else intersection(active, inside)
+        read, count = alike.readings(net)
         mixed = count < ARM_READINGS
-        uses = _uses(net, inside, active[:0] if short else intersection(active, inside), inside if mixed else read)
-        use = replace(use, interfaces=uses, mixed=mixed)
-    return use if host is None else _with_cores(use, host, alike)
+        over, times = (inside, 1.0) if mixed else (read, len(read_whole) / alike.steps_in(read))
+        use = replace(use, interfaces=_uses(net, over, active, times), recorded=recorded, mixed=mixed)
+    return use if host is None else _with_cores(use, host, len(steps), alike)
 
 
-def _with_cores(use: HostUse, host: Counters, alike: Intervals) -> HostUse:
-    """A host's use with its processors and TCP segments."""
-    read, count = _readings(host, alike)
-    rates = [rate(host, f"tcp:{kind}_segments", read) for kind in ("sent", "retransmitted")]
-    sent, again = (None if one is None else one * use.seconds for one in rates)
+def _with_cores(use: HostUse, host: Counters, steps: int, alike: _Alike) -> HostUse:
+    """A host's use with its processors and the TCP segments of so many steps."""
+    read, count = alike.readings(host)
+    inside = alike.steps_in(read)
+    sent, again = (
+        steps / inside * increase(host, f"tcp:{kind}_segments", read) if inside else None
+        for kind in ("sent", "retransmitted")
+    )
     known = cores(host, read) if count >= ARM_READINGS else None
     return replace(use, cores=known, sent_segments=sent, retransmitted_segments=again)
 

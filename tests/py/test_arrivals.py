@@ -437,6 +437,8 @@ def test_a_two_level_all_reduce_counts_what_crosses_the_link():
     assert bandwidth.bus_factor("allreduce", 16, "two_level all-reduce", 2) == 1.0
     assert bandwidth.bus_factor("allreduce", 16, "ring all-reduce", 2) == 1.875
     assert bandwidth.bus_factor("allreduce", 16, "two_level all-reduce", None) == 1.875
+    assert bandwidth.bus_factor("reducescatter", 16, "ring reduce-scatter") == 0.9375
+    assert bandwidth.bus_factor("reducescatter", 16, "gloo's all-reduce") == 1.875
     job = Job(
         ranks=16,
         ranks_per_host=8,

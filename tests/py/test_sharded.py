@@ -84,6 +84,7 @@ def test_a_sharded_model_is_measured_and_computes_the_same(
         kinds = [(c.kind, c.phase) for c in inside]
         assert kinds.count(("allgather", "forward")) == GROUPS
         assert kinds.count(("reducescatter", "backward")) == GROUPS
+        assert {c.algorithm for c in inside if c.kind == "reducescatter"} == {"gloo's all-reduce"}
         assert kinds.count(("allgather", "backward")) >= GROUPS - 1  # the last one stays unsharded
         assert all(c.finished for c in inside)
     sizes = sum(p.bytes for p in trace.parameters)

@@ -29,9 +29,12 @@ def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | 
     A receive is counted by its sender.
 
     An algorithm of two levels sends between hosts only what one rank of each host sends: the factor of `hosts` ranks.
+    A reduce-scatter by an all-reduce sends what that sends.
     """
     if algorithm is not None and "two_level" in algorithm and hosts is not None and hosts > 1:
         size = hosts
+    if kind == "reducescatter" and algorithm is not None and algorithm.endswith("all-reduce"):
+        kind = "allreduce"
     if kind in ("barrier", "recv") or size < 2:
         return 0.0
     return {"allreduce": 2.0, **dict.fromkeys(IN_PARTS, 1.0)}.get(kind, size / (size - 1)) * (size - 1) / size

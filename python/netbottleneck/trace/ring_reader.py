@@ -28,7 +28,7 @@ from netbottleneck.trace.heartbeats import HEARTBEAT, clock_of
 from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING, Ring, read_ring
 from netbottleneck.trace.run_steps import between
-from netbottleneck.trace.transports import STOCK, Arm
+from netbottleneck.trace.transports import STOCK, Arm, backends
 
 # Events of one rank by name, converted to steps, operations, faults and costs. Pure.
 
@@ -52,6 +52,9 @@ ALGORITHMS = (
     "inline all-reduce",
     "join",
 )
+# A reduce-scatter of torch's gloo group is an all-reduce whose result each rank keeps a part of, from torch 2.3 on
+# (ProcessGroupGloo::reduce_scatter_tensor_coalesced).
+WHOLE_REDUCE_SCATTER = "gloo's all-reduce"
 # Algorithms between ranks that share memory; codes of the same enum.
 IN_MEMORY = {32: "shared memory", 33: "staged shared memory", 34: "two_level"}
 
@@ -263,6 +266,13 @@ def collectives(
     for row in rows:
         row["lanes"] = tuple(sorted(row["lanes"])) or None
     return [tr.Collective(**row) for row in rows]
+
+
+def _known_algorithms(own: Sequence[tr.Collective], about: _Described) -> list[tr.Collective]:
+    """The operations of the script's own path, with their algorithm where its backend has only one."""
+    if STOCK.transport not in about.transports or backends(about.transports[STOCK.transport].provider) != {"gloo"}:
+        return list(own)
+    return [replace(one, algorithm=WHOLE_REDUCE_SCATTER) if one.kind == "reducescatter" else one for one in own]
 
 
 def host_events(events: Iterable[Event]) -> list[Event]:
@@ -532,7 +542,7 @@ def _rank_trace(
     steps, unfinished, still_open = rank_steps(train, files.rank, run.arms, plan)
     index, buckets = StepIndex(steps), BucketIndex(run.buckets)
     # Gradients of the training thread are used only for transports without a ring; the script's own calls always.
-    own = collectives(train, files.rank, None, index, buckets)
+    own = _known_algorithms(collectives(train, files.rank, None, index, buckets), files.described)
     found = [c for c in own if c.arm.transport not in named or c.phase != PHASES[0]]
     error_ns, lost = device_clock(train, steps)
     on_host = StepIndex(steps, error_ns)

@@ -522,7 +522,7 @@ def live_sharded(draw: Draw) -> Case[Training]:
         ("LINK_LIMITED",),
         run.but("none"),
         "LINK_LIMITED",
-        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
+        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED", "OTHER_TRAFFIC"),
         saves=True,
     )
 

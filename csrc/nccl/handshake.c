@@ -122,24 +122,19 @@ static int not_opened(const struct nb_link *link, const struct nb_error *why, st
     return nb_fail(err, why->code, "no link %s %s: %.300s", link->outgoing ? "to" : "from", link->peer, why->text);
 }
 
-// Opens the lanes, those over libfabric without the lock. Other threads handle the net's events meanwhile, so the lanes
-// have a loop of their own.
+// Opens the lanes, those over libfabric without the lock. Other threads handle the net's events meanwhile, so the net's
+// loop watches these lanes once they are open.
 static int lanes_open_with(struct nb_link *link, const struct nb_lanes_config *config, struct nb_error *err) {
     struct nb_net *net = link->net;
     struct nb_lanes *lanes = NULL;
-    if (config->lane.loop == &net->loop) {
+    if (!config->watched_later) {
         return nb_lanes_open(&link->lanes, config, err); // takes 0.1 ms
     }
-    int rc = nb_loop_init(&link->apart, err);
-    if (rc < 0) {
-        return rc;
-    }
     pthread_mutex_unlock(&net->lock);
-    rc = nb_lanes_open(&lanes, config, err);
+    int rc = nb_lanes_open(&lanes, config, err);
     pthread_mutex_lock(&net->lock);
     link->lanes = lanes;
-    link->apart_watch.fd = link->apart.epoll_fd;
-    rc = rc == 0 ? nb_loop_add(&net->loop, &link->apart_watch, EPOLLIN, err) : rc;
+    rc = rc == 0 ? nb_lanes_watch(lanes, err) : rc;
     if (rc < 0 || link->state != NB_LINK_OPENING) {
         nb_link_close_lanes(link);
     }
@@ -155,7 +150,7 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
         .ops = settings->transport,
         .lane = {.rank = link->boot.rank,
                  .size = 2,
-                 .loop = settings->transport->kind == NB_LANE_STREAM ? &link->net->loop : &link->apart,
+                 .loop = &link->net->loop,
                  .boot = &link->boot,
                  .ports = settings->ports,
                  .timeout_ms = settings->timeout_ms,
@@ -167,6 +162,7 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
         .bind_count = settings->bind_count,
         .segment_bytes = settings->segment_bytes,
         .in_flight_max = IN_FLIGHT_MAX,
+        .watched_later = settings->transport->kind == NB_LANE_RMA,
         .lane_lost = lane_lost,
         .failed = lanes_failed,
         .ctx = link};

@@ -232,11 +232,6 @@ static void link_ready(struct nb_watch *watch, uint32_t events) {
 
 // Opening
 
-static void apart_ready(struct nb_watch *watch, uint32_t events) {
-    (void)events;
-    nb_loop_wait(&NB_CONTAINER(watch, struct nb_link, apart_watch)->apart, 0);
-}
-
 static struct nb_link *link_new(struct nb_net *net, bool outgoing) {
     struct nb_link *link = calloc(1, sizeof *link);
     if (link == NULL) {
@@ -253,7 +248,6 @@ static struct nb_link *link_new(struct nb_net *net, bool outgoing) {
     link->net = net;
     link->outgoing = outgoing;
     link->watch = (struct nb_watch){.fd = -1, .ready = link_ready};
-    link->apart_watch = (struct nb_watch){.fd = -1, .ready = apart_ready};
     link->opened_ns = nb_now_ns();
     link->heard_ns = link->opened_ns;
     link->back_ns = NB_LINK_BACK_LEAST_NS;

@@ -311,8 +311,6 @@ struct nb_link {
     struct nb_boot boot; // rank, size and session for the lanes
     struct nb_link_shake *shake;
     struct nb_lanes *lanes;
-    struct nb_loop apart; // of lanes that open without the lock; the net's loop watches it once they are open
-    struct nb_watch apart_watch;
     struct nb_list comms;
     uint32_t next_comm;
     uint64_t next_op;

@@ -47,11 +47,6 @@ void nb_link_shut(struct nb_net *net, struct nb_watch *watch) {
 void nb_link_close_lanes(struct nb_link *link) {
     nb_lanes_close(link->lanes);
     link->lanes = NULL;
-    if (link->apart_watch.fd >= 0) {
-        nb_loop_remove(&link->net->loop, &link->apart_watch);
-        nb_loop_fini(&link->apart);
-        link->apart_watch.fd = -1;
-    }
 }
 
 void nb_link_connect_later(struct nb_link *link, int code) {

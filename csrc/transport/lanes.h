@@ -94,6 +94,7 @@ struct nb_lanes_config {
     size_t segment_bytes; // the largest segment: NETBOTTLENECK_SEGMENT_BYTES
     size_t in_flight_max; // bytes in flight to one peer over all lanes
     size_t copy_bytes;    // flows up to this size are copied: at most NB_COPY_MAX, the same on all ranks
+    bool watched_later;   // RMA: opening leaves the loop alone, which another thread may use; see nb_lanes_watch()
     // A lane is lost. Its segments move to the other lanes to that peer, if any is left.
     void (*lane_lost)(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left);
     // A flow cannot be sent because of an error of its owner. The scheduler sends nothing more of it.
@@ -103,6 +104,8 @@ struct nb_lanes_config {
 
 // Opens the lanes, without any peer.
 int nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+// Lanes wake their loop from now on. Opening does that, unless they are to be watched later.
+int nb_lanes_watch(struct nb_lanes *lanes, struct nb_error *err);
 void nb_lanes_close(struct nb_lanes *lanes);
 
 // The addresses for all other ranks: lanes × (NB_LANE_ADDR_MAX + 8) bytes, written and read by the functions below.

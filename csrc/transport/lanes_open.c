@@ -58,6 +58,15 @@ static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
     return lanes->config.ops->open(&config, &lanes->lane[index], err);
 }
 
+int nb_lanes_watch(struct nb_lanes *lanes, struct nb_error *err) {
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < lanes->config.lanes; i++) {
+        struct nb_lane *lane = lanes->lane[i];
+        rc = lane->ops->watch != NULL ? lane->ops->watch(lane, err) : 0;
+    }
+    return rc;
+}
+
 int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, struct nb_error *err) {
     struct nb_lanes *lanes = calloc(1, sizeof *lanes);
     if (lanes == NULL) {
@@ -88,6 +97,9 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
     }
     for (int i = 0; rc == 0 && i < config->lanes; i++) {
         rc = lane_open(lanes, i, err);
+    }
+    if (rc == 0 && !config->watched_later) {
+        rc = nb_lanes_watch(lanes, err);
     }
     if (rc < 0) {
         goto err_close;

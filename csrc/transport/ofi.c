@@ -647,6 +647,11 @@ static void ready(struct nb_watch *watch, uint32_t events) {
     }
 }
 
+static int watch(struct nb_lane *base, struct nb_error *err) {
+    struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
+    return lane->watch.fd < 0 ? 0 : nb_loop_add(lane->config.loop, &lane->watch, EPOLLIN, err);
+}
+
 // True if a peer accepts nothing although nothing is in flight to it: it is connecting. That causes no completion, and
 // arming the queue may be what completes it, so the thread polls until then.
 static bool is_connecting(const struct nb_ofi_lane *lane) {
@@ -778,6 +783,7 @@ const struct nb_lane_ops nb_ofi_ops = {
     .message = message,
     .resume = resume,
     .progress = progress,
+    .watch = watch,
     .arm = arm,
     .stats = stats,
     .describe = describe,

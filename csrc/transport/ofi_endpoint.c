@@ -28,10 +28,10 @@ static void close_fid(struct fid *fid) {
 
 // Closes the endpoint first, so that a peer's data can no longer land; then the memory; then the objects that both use.
 void nb_ofi_endpoint_close(struct nb_ofi_lane *lane) {
-    if (lane->watch.fd >= 0) {
+    if (lane->watch.events != 0) {
         nb_loop_remove(lane->config.loop, &lane->watch);
-        lane->watch.fd = -1; // the queue owns it
     }
+    lane->watch.fd = -1; // the queue owns it
     close_fid(lane->ep != NULL ? &lane->ep->fid : NULL);
     lane->ep = NULL;
     NB_LIST_EACH(it, &lane->regions) {
@@ -185,19 +185,11 @@ static int open_at(struct nb_ofi_lane *lane, const char *provider, const struct 
     read_info(lane);
     const char *step = "";
     rc = open_objects(lane, &step);
-    if (rc == 0 && lane->watch.fd >= 0) {
-        rc = nb_loop_add(lane->config.loop, &lane->watch, EPOLLIN, err);
-        if (rc < 0) {
-            lane->watch.fd = -1;
-        }
-    } else if (rc < 0) {
+    if (rc < 0) {
         char at[NB_SOCK_TEXT];
         nb_sock_format(source, at);
-        lane->watch.fd = -1;
         rc = nb_fail(err, rc, "lane %d: %s of %s at %s: %s", lane->base.index, step, lane->name, at,
                      lane->lib.strerror(-rc));
-    }
-    if (rc < 0) {
         nb_ofi_endpoint_close(lane);
     }
     return rc;

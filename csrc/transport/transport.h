@@ -116,6 +116,8 @@ struct nb_lane_ops {
     void (*resume)(struct nb_lane *lane, int peer);
     // Handles completions and returns their number. STREAM lanes work from the loop and return 0.
     int (*progress)(struct nb_lane *lane);
+    // RMA: wakes the loop from now on. NULL: the lane is polled, or STREAM.
+    int (*watch)(struct nb_lane *lane, struct nb_error *err);
     // Call before the thread sleeps in the loop: 0, or -EAGAIN if progress must run first.
     int (*arm)(struct nb_lane *lane);
     void (*stats)(const struct nb_lane *lane, int peer, struct nb_lane_stats *stats);

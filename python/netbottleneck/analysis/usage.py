@@ -336,13 +336,14 @@ def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, al
     )
     if net is not None:
         recorded = int(net.time_ns[0]), int(net.time_ns[-1])
-        read_whole = steps_inside(steps, recorded)
-        inside = intervals((s.begin_ns, s.end_ns) for s in read_whole)
+        own = steps_inside(steps, recorded)
+        inside = intervals((s.begin_ns, s.end_ns) for s in own)
         short = len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
         active = active[:0] if short else intersection(active, inside)
         read, count = alike.readings(net)
-        mixed = count < ARM_READINGS
-        over, times = (inside, 1.0) if mixed else (read, len(read_whole) / alike.steps_in(read))
+        usual = alike.steps_in(read)
+        mixed = count < ARM_READINGS or not usual
+        over, times = (inside, 1.0) if mixed else (read, len(own) / usual)
         use = replace(use, interfaces=_uses(net, over, active, times), recorded=recorded, mixed=mixed)
     return use if host is None else _with_cores(use, host, len(steps), alike)
 
@@ -350,9 +351,9 @@ def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, al
 def _with_cores(use: HostUse, host: Counters, steps: int, alike: _Alike) -> HostUse:
     """A host's use with its processors and the TCP segments of so many steps."""
     read, count = alike.readings(host)
-    inside = alike.steps_in(read)
+    usual = alike.steps_in(read)
     sent, again = (
-        steps / inside * increase(host, f"tcp:{kind}_segments", read) if inside else None
+        steps / usual * increase(host, f"tcp:{kind}_segments", read) if usual else None
         for kind in ("sent", "retransmitted")
     )
     known = cores(host, read) if count >= ARM_READINGS else None

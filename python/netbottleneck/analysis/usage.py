@@ -201,11 +201,10 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
     for sample in samples:
         mine = sample.on_rank_0(clocks.get(sample.rank, Clock()))
         local = {rank for rank, host in ids.items() if host == ids.get(sample.rank)} or {sample.rank}
-        for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
-            own = [s for s in steps if s.rank in local and s.arm == arm]
-            alike = functools.reduce(intersection, (_alike(trace, rank, arm) for rank in sorted(local)))
-            others = [s for s in trace.steps if s.rank in local and s.arm in _same(arm)]
-            uses.append(_host(mine, arm, own, _moved(trace, local, arm), _Alike(alike, others)))
+        here = [step for step in steps if step.rank in local]
+        for arm in dict.fromkeys(step.arm for step in here):
+            own = [step for step in here if step.arm == arm]
+            uses.append(_host(mine, arm, own, _moved(trace, local, arm), _alike(trace, local, arm)))
     return tuple(uses)
 
 
@@ -214,7 +213,13 @@ def _same(arm: Arm) -> tuple[Arm, ...]:
     return (STOCK, BARE) if arm in (STOCK, BARE) else (arm,)
 
 
-def _alike(trace: Trace, rank: int, arm: Arm) -> Intervals:
+def _alike(trace: Trace, ranks: Collection[int], arm: Arm) -> _Alike:
+    """What the readings of a host are compared with: see _Alike. ranks: those on the host."""
+    spans = functools.reduce(intersection, (_usual(trace, rank, arm) for rank in sorted(ranks)))
+    return _Alike(spans, [step for step in trace.steps if step.rank in ranks and step.arm in _same(arm)])
+
+
+def _usual(trace: Trace, rank: int, arm: Arm) -> Intervals:
     """The times of a rank in which the traffic is that of an arm's steps: runs of its steps without an unusual one.
 
     A step with an evaluation or a checkpoint is unusual, and one of UNUSUAL times the median.

@@ -438,9 +438,20 @@ def test_trees_between_two_servers_bound_the_papers_measurements(paper1: Path) -
 @pytest.mark.parametrize(("bps", "flat"), [(100_000_000, False), (1_000_000_000, True)])
 def test_a_full_link_bounds_the_cost_of_a_byte(bps: int, flat: bool) -> None:
     """The operations of a step take as long as their bytes need on a link of 100 Mbit/s, each nearly as long as all."""
-    sizes, took_ns = (400_000, 800_000, 1_200_000, 800_000), (55e6, 65e6, 75e6, 65e6)
-    rows = [fit.Service(step, size, ns, None) for step in range(20) for size, ns in zip(sizes, took_ns, strict=True)]
-    least = fit._full_byte_ns(rows, 8e9 / bps)
-    _, byte_ns, _, _ = fit.fit_operations(rows, None, least)
-    assert (byte_ns < 0.5 * 80) == flat
-    assert byte_ns >= least
+    arm, ranks = Arm("tcp"), (tr.Rank(0, host_id="a"), tr.Rank(1, host_id="b"))
+    took_ms = {400_000: 55, 800_000: 65, 1_200_000: 75, 900_000: 65}
+    length = sum(took_ms.values()) * MS
+    steps, operations = [], []
+    for rank, index in ((rank, index) for rank in (0, 1) for index in range(20)):
+        at = index * length
+        steps.append(tr.Step(rank, index, 0, arm, at, at + length))
+        for key, (size, ms) in enumerate(took_ms.items()):
+            operations.append(
+                tr.Collective(rank, arm, key, index, at, size, step=index, start_ns=at, done_ns=at + ms * MS)
+            )
+            at += ms * MS
+    trace = Trace("r", 2, (arm,), ranks=ranks, steps=tuple(steps), collectives=tuple(operations))
+    found = fit.fit(replace(trace, network=tr.Network("a lab", bps)))
+    rates = [cost.link.bps for cost in (found.cost, *found.others)]
+    assert len(rates) == 3
+    assert (max(rates) > 1.3 * 100_000_000) == flat

@@ -671,7 +671,7 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
 
     cost = cost_of((a, b))
     reached = (cost.link, achievable(trace, name), link)
-    lines = bounding_lines(rows, a, b, floor)
+    lines = bounding_lines(rows, a, b, least_byte_ns)
     if most_fixed:
         lines = ((most_fixed, b - most_fixed / rows[0].nbytes),)
     others = [cost_of(line) for line in lines]

@@ -784,7 +784,8 @@ def test_on_a_terminal_the_frame_of_a_run_that_ended_stays(fake: Path) -> None:
 def test_a_killed_run_is_shown_as_killed(warm_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     job = started(warm_ranks, folder, tmp_path / "never")
-    wait_for((folder / "run.json").exists)
+    files = [folder / "ranks" / f"{rank}.{what}" for rank in (0, 1) for what in ("meta.json", "train.ring")]
+    wait_for(lambda: all(path.exists() for path in (folder / "run.json", *files)))
     for rank in (0, 1):
         job.kill(rank, signal.SIGKILL)
     job.wait(check=False)

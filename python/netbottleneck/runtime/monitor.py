@@ -130,32 +130,34 @@ def _end(pid: int, link: socket.socket, parent: object, note: Callable[[str], ob
         return
     with link:
         link.setblocking(False)
-        before = _said(link)
-        if before is not None:
-            how = f": {before}" if before else ", because its process was killed"
-            text = f"the recording of {socket.gethostname()}'s counters ended before the run{how}"
-            logger.warning("%s", text)
-            note(text)
-            return
-        with contextlib.suppress(OSError):
-            link.shutdown(socket.SHUT_WR)
-        link.settimeout(END_S)
-        if _said(link) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # it holds its end of the socket, so the number is still its own
+        reason, before = _said(link)
+        if not before:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_WR)
+            link.settimeout(END_S)
+            rest, ended = _said(link)
+            reason += rest  # it may have been about to end by itself
+            if not ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # it holds its end of the socket, so the number is still its own
+    if before or reason:
+        how = f": {reason.decode(errors='replace')}" if reason else ", because its process was killed"
+        text = f"the recording of {socket.gethostname()}'s counters ended before the run{how}"
+        logger.warning("%s", text)
+        note(text)
 
 
-def _said(link: socket.socket) -> str | None:
-    """Return what the sampler said at its end; None if it did not end within the socket's time limit."""
+def _said(link: socket.socket) -> tuple[bytes, bool]:
+    """Return what the sampler said, and whether it ended within the socket's time limit."""
     text = b""
     try:
         while part := link.recv(ANSWER_BYTES):
             text += part
     except (BlockingIOError, TimeoutError):
-        return None
+        return text, False
     except OSError:
         pass  # it was killed with its input unread
-    return text.decode(errors="replace")
+    return text, True
 
 
 def wire(

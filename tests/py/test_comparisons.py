@@ -49,6 +49,30 @@ def test_an_interval_covers_the_true_ratio_at_every_number_of_pairs(pairs, tails
     assert claimed <= 0.035 * RUNS
 
 
+@pytest.mark.parametrize("pairs", [5, 8, 12, 20, 50, 120])
+def test_an_interval_covers_where_steps_are_alike_beyond_their_block(pairs):
+    """The pairs' ratios are then alike, too: with 50 pairs their correlation is 0.15."""
+    random = np.random.default_rng(pairs)
+    steps = 0.05 * correlated(random, (RUNS, 2 * pairs * 10), 0.9, random.standard_normal)
+    levels = np.median(steps.reshape(RUNS, 2 * pairs, 10)[..., 1:], axis=-1)
+    second = np.array([False, True, True, False] * pairs)[: 2 * pairs]
+    logs = (levels[:, second] - levels[:, ~second]).reshape(RUNS, pairs)
+    found = [comparisons.middle_of_sequence(run) for run in logs]
+    assert sum(one.low <= 0 <= one.high for one in found) >= 0.93 * RUNS
+    plain = [comparisons.middle(run) for run in logs]
+    assert pairs < 20 or sum(one.low <= 0 <= one.high for one in plain) < 0.93 * RUNS
+
+
+def test_an_interval_of_independent_pairs_is_hardly_wider():
+    random = np.random.default_rng(9)
+    runs = random.standard_normal((RUNS, 20))
+    wide = [
+        [one.high - one.low for one in map(which, runs)]
+        for which in (comparisons.middle_of_sequence, comparisons.middle)
+    ]
+    assert 1.0 <= np.mean(wide[0]) / np.mean(wide[1]) <= 1.1
+
+
 @pytest.mark.parametrize("steps", [20, 60, 200])
 def test_the_mean_of_steps_that_are_alike_is_covered(steps):
     random = np.random.default_rng(steps)

@@ -185,6 +185,19 @@ def middle(values: Sequence[float] | Floats) -> Estimate:
     return Estimate((before + behind) / 2, low, high)
 
 
+def middle_of_sequence(values: Sequence[float] | Floats) -> Estimate:
+    """Return `middle` of values in order of time. The interval is wider where neighbouring values are alike.
+
+    By sqrt((1 + r) / (1 - r)), for n values of a first-order autoregressive sequence of correlation r: the ratio of the
+    deviation of their mean to that of independent ones. Raises ValueError without a value.
+    """
+    array, found = np.asarray(values, np.float64), middle(values)
+    r = min(max(_alike(array - array.mean()), 0.0), ALIKE_MOST)
+    factor = math.sqrt((1 + r) / (1 - r))
+    low, high = (found.value + factor * (end - found.value) for end in (found.low, found.high))
+    return Estimate(found.value, low, high)
+
+
 def _chi2(probability_z: float, degrees: float) -> float:
     """Return the quantile of the chi-squared distribution at a normal quantile (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * degrees)
@@ -467,8 +480,8 @@ def block_pairs(base: Blocks, other: Blocks) -> BlockPairs | None:
 class Paired:
     """Steps under `other` against steps under `base`, over pairs of neighbouring blocks.
 
-    ratio: other over base, by `middle` of the logarithms of the pairs' ratios, from the median step of each block.
-    difference_ns: other minus base, of base's median block: so both say the same, also where steps get longer or
+    ratio: other over base, by `middle_of_sequence` of the logarithms of the pairs' ratios, from the median step of each
+    block. difference_ns: other minus base, of base's median block: so both say the same, also where steps get longer or
     shorter during the run. spread: standard deviation of the pairs' logarithms, None if not known.
     """
 
@@ -517,7 +530,7 @@ def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -
     if found is None:
         return None
     logs = np.log(np.maximum(found.other, 1.0) / np.maximum(found.base, 1.0))
-    log, step_ns = middle(logs), float(np.median(found.base))
+    log, step_ns = middle_of_sequence(logs), float(np.median(found.base))
     ends = (log.value, log.low, log.high)
     ratio = Estimate(*(math.exp(end) if end < LOG_MAX else math.inf for end in ends))
     difference = Estimate(*(end if math.isinf(end) else step_ns * math.expm1(min(end, LOG_MAX)) for end in ends))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from netbottleneck import _core
 from netbottleneck.analysis.bandwidth import achievable_bandwidth, probed, stated_link_bps
-from netbottleneck.analysis.comparisons import Estimate, block_pairs, by_block, middle
+from netbottleneck.analysis.comparisons import Estimate, block_pairs, by_block, middle_of_sequence
 from netbottleneck.analysis.intervals import (
     counted,
     in_flight_spans,
@@ -385,8 +385,8 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
 
     With C ns of forward and backward a step, h of them with operations of the transport in flight, and W ns without
     communication (the arm null, in neighbouring blocks): C - h + h/c = W, so c = 1 / (1 - (C - W)/h), at least 1. The
-    value and its interval are those of `middle` over pairs of blocks. Returns None and the reason if the run does not
-    suffice.
+    value and its interval are those of `middle_of_sequence` over pairs of blocks. Returns None and the reason if the
+    run does not suffice.
     """
     pairs = block_pairs(_blocks(trace, NULL), _blocks(trace, transport))
     unknown = "contention between operations and compute is not known"
@@ -395,7 +395,7 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
     overlapped = float(np.median(pairs.other[:, 1] / np.maximum(pairs.other[:, 0], 1.0)))
     if overlapped < BESIDE_LEAST:
         return None, f"{unknown}: only {percent(overlapped)} of compute overlaps an operation"
-    lost = middle((pairs.other[:, 0] - pairs.base[:, 0]) / np.maximum(pairs.other[:, 1], 1.0))
+    lost = middle_of_sequence((pairs.other[:, 0] - pairs.base[:, 0]) / np.maximum(pairs.other[:, 1], 1.0))
     if lost.high - lost.low > WIDTH_MOST:
         return (
             None,

@@ -19,6 +19,7 @@ logger = logging.getLogger("netbottleneck")
 
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+ALWAYS, UNTIL_KNOWN = "always", "until_known"
 _SECRET_FILE_BYTES = 4096
 SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -185,6 +186,13 @@ def sharing(text: str) -> str:
     return text
 
 
+def alternation(text: str) -> str:
+    """Return how long transports alternate: always, or until_known."""
+    if text not in (ALWAYS, UNTIL_KNOWN):
+        raise ValueError(text)
+    return text
+
+
 def cpus(text: str) -> tuple[int, ...]:
     """Return the CPUs of a list such as 2,3."""
     return tuple(CPU.parse(part) for part in text.split(","))
@@ -197,6 +205,7 @@ BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^
 TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
+ALTERNATION = Kind(alternation, f"{ALWAYS} or {UNTIL_KNOWN}")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")
 PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
 ADDRESS = Kind(address, "HOST:PORT")
@@ -364,6 +373,13 @@ class Settings:
     start_step: int = _row("START_STEP", integer(0), 10, "first step that is recorded")
     end_step: int = _row("END_STEP", integer(0), 0, "stop recording before this step; 0: never")
     block_steps: int = _row("BLOCK_STEPS", integer(1), 10, "steps in a block, if TRANSPORT is a list; auto: 5")
+    alternate: str = _row(
+        "ALTERNATE",
+        ALTERNATION,
+        ALWAYS,
+        "how long the arms of a list alternate; until_known: until the differences from the first are known, then the "
+        "first alone (not if all are stock and bare)",
+    )
     sample_every: int = _row(
         "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"
     )
@@ -495,6 +511,7 @@ class Settings:
             "algorithm": self.algorithm,
             "bucket_bytes": self.bucket_bytes or "auto",
             "block_steps": self.block_steps,
+            "alternate": self.alternate,
             "steps": f"{self.start_step}-{self.end_step or 'end'}",
         }
         return " ".join(f"{key}={value}" for key, value in agreed.items())

@@ -11,68 +11,36 @@ import numpy as np
 import pytest
 from conftest import Ranks
 
+from deciding import ARMS, MS, OFI, TCP, Deciders, steady
 from netbottleneck import config
 from netbottleneck.report import Run
-from netbottleneck.runtime import auto
+from netbottleneck.runtime import auto, blocks
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.trace.transports import AUTO, STOCK, Arm
 
-TCP, OFI = Arm("tcp"), Arm("ofi")
-ARMS = (STOCK, TCP, OFI)
-MS = 10**6
 
-
-class Job:
-    """Ranks that decide by exchanged values. step_ms(arm, step, rank): the time of a rank's step."""
-
-    def __init__(self, step_ms: Callable[[Arm, int, int], float], ranks: int = 2, *, runs_ahead: bool = False) -> None:
-        self.plans = [Auto(ARMS) for _ in range(ranks)]
-        for plan in self.plans:
-            plan.runs_ahead = runs_ahead
-        self.step_ms = step_ms
-        self.step = 0
-        self.arms: list[Arm] = []
-        self.blocks: list[int] = []
-        self.lines: list[str] = []
-
-    def run(self, steps: int) -> Job:
-        for _ in range(steps):
-            if self.plans[0].ends_before(self.step):
-                values = [plan.values(self.step) for plan in self.plans]
-                (line,) = {plan.decide(self.step, values) for plan in self.plans}
-                self.lines += [line] if line else []
-            ((block, place),) = {plan.at(self.step) for plan in self.plans}
-            self.arms.append(ARMS[place])
-            self.blocks.append(block)
-            for rank, plan in enumerate(self.plans):
-                plan.took(round(MS * self.step_ms(ARMS[place], self.step, rank)))
-            self.step += 1
-        return self
-
-
-def steady(seed: int, times: dict[Arm, float], noise: float = 0.05) -> Callable[[Arm, int, int], float]:
-    draw = np.random.default_rng(seed)
-    return lambda arm, _step, _rank: times[arm] * math.exp(noise * draw.normal())
+def job_of(step_ms: Callable[[Arm, int, int], float], ranks: int = 2, *, runs_ahead: bool = False) -> Deciders[Auto]:
+    return Deciders([Auto(ARMS) for _ in range(ranks)], step_ms, runs_ahead=runs_ahead)
 
 
 @pytest.mark.parametrize("best", ARMS)
 def test_the_fastest_arm_is_kept_within_200_steps(best: Arm) -> None:
     for seed in range(20):
         times = {arm: 50.0 if arm == best else 60.0 for arm in ARMS}
-        job = Job(steady(seed, times)).run(400)
+        job = job_of(steady(seed, times)).run(400)
         assert set(job.arms[200:]) == {best}
         assert [trial.kept for trial in job.plans[0].trials] == [best]
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_stock_stays_if_all_arms_are_equal(noise: float) -> None:
-    kept = [Job(steady(seed, dict.fromkeys(ARMS, 50.0), noise)).run(200).arms[-1] for seed in range(100)]
+    kept = [job_of(steady(seed, dict.fromkeys(ARMS, 50.0), noise)).run(200).arms[-1] for seed in range(100)]
     assert kept.count(STOCK) >= 92
 
 
 def test_stock_stays_if_the_gain_is_too_small_to_matter() -> None:
     times = {STOCK: 50.0, TCP: 49.5, OFI: 49.8}
-    kept = [Job(steady(seed, times, 0.02)).run(200).arms[-1] for seed in range(100)]
+    kept = [job_of(steady(seed, times, 0.02)).run(200).arms[-1] for seed in range(100)]
     assert kept.count(STOCK) >= 92
 
 
@@ -91,7 +59,7 @@ def test_stock_stays_if_its_first_block_is_disturbed(disturbed: range, factor: f
         def step_ms(arm: Arm, step: int, rank: int, undisturbed: Callable[..., float] = undisturbed) -> float:
             return (factor if step in disturbed else 1.0) * undisturbed(arm, step, rank)
 
-        job = Job(step_ms, runs_ahead=runs_ahead).run(200)
+        job = job_of(step_ms, runs_ahead=runs_ahead).run(200)
         assert [trial.kept for trial in job.plans[0].trials] == [STOCK]
 
 
@@ -106,19 +74,19 @@ def test_the_arm_kept_stays_if_its_first_block_in_a_later_trial_is_disturbed() -
         slow = 1.3 if first and arm == TCP and step < first[0] + auto.BLOCK_STEPS else 1.0
         return slow * (1.5 if step >= 1000 else 1.0) * undisturbed(arm, step, rank)
 
-    job = Job(step_ms)
+    job = job_of(step_ms)
     job.run(3000)
     assert [trial.kept for trial in job.plans[0].trials] == [TCP, TCP]
 
 
 def test_stock_that_is_much_slower_leaves_after_two_blocks() -> None:
-    job = Job(steady(7, {STOCK: 150.0, TCP: 50.0, OFI: 52.0})).run(200)
+    job = job_of(steady(7, {STOCK: 150.0, TCP: 50.0, OFI: 52.0})).run(200)
     assert job.arms.count(STOCK) == 3 * auto.BLOCK_STEPS
     assert [trial.kept for trial in job.plans[0].trials] == [TCP]
 
 
 def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:
-    job = Job(steady(1, dict.fromkeys(ARMS, 50.0))).run(60)
+    job = job_of(steady(1, dict.fromkeys(ARMS, 50.0))).run(60)
     assert set(job.arms[: auto.BLOCK_STEPS]) == {STOCK}
     trial = job.arms[auto.BLOCK_STEPS :]
     order = [*ARMS, *reversed(ARMS)]
@@ -129,11 +97,11 @@ def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:
 
 
 def test_an_arm_that_is_much_slower_has_one_block() -> None:
-    job = Job(steady(2, {STOCK: 50.0, TCP: 52.0, OFI: 150.0})).run(200)
+    job = job_of(steady(2, {STOCK: 50.0, TCP: 52.0, OFI: 150.0})).run(200)
     assert job.arms.count(OFI) == auto.BLOCK_STEPS
     (line,) = job.lines
     assert "(too few pairs)" in line
-    (trial,) = job.plans[0].described()["trials"]
+    (trial,) = job.plans[0].described()["auto"]["trials"]
     assert trial["against_stock"]["ofi"]["low"] is None
     assert trial["against_stock"]["ofi"]["value"] > 2
 
@@ -144,7 +112,7 @@ def test_the_slowest_rank_counts() -> None:
     def step_ms(arm: Arm, _step: int, rank: int) -> float:
         return {STOCK: 50.0, TCP: 30.0 if rank else 70.0, OFI: 55.0}[arm]
 
-    assert Job(step_ms).run(200).arms[-1] == STOCK
+    assert job_of(step_ms).run(200).arms[-1] == STOCK
 
 
 def test_a_lasting_change_begins_another_trial() -> None:
@@ -156,7 +124,7 @@ def test_a_lasting_change_begins_another_trial() -> None:
         slow = 2.0 if 500 <= step < 520 else 1.0
         return slow * (after if step >= 1000 else before)[arm] * math.exp(0.03 * draw.normal())
 
-    job = Job(step_ms).run(5000)
+    job = job_of(step_ms).run(5000)
     assert [trial.kept for trial in job.plans[0].trials] == [STOCK, TCP]
     assert job.plans[0].trials[1].first_step > 1000
     assert job.arms[-1] == TCP
@@ -169,7 +137,7 @@ def test_no_trial_begins_while_trials_cost_too_much() -> None:
     def step_ms(arm: Arm, step: int, _rank: int) -> float:
         return (1.5 if step // 300 % 2 else 1.0) * {STOCK: 50.0, TCP: 58.0, OFI: 59.0}[arm]
 
-    job = Job(step_ms).run(20_000)
+    job = job_of(step_ms).run(20_000)
     (plan, _) = job.plans
     assert len(plan.trials) > 1
     assert plan.cost_ns <= auto.COST_MAX * plan.elapsed_ns
@@ -179,7 +147,7 @@ def test_no_trial_begins_while_trials_cost_too_much() -> None:
 
 
 def test_the_line_names_what_was_measured() -> None:
-    job = Job(steady(4, {STOCK: 60.0, TCP: 50.0, OFI: 61.0})).run(300)
+    job = job_of(steady(4, {STOCK: 60.0, TCP: 50.0, OFI: 61.0})).run(300)
     (line,) = job.lines
     trial = job.plans[0].trials[0]
     assert f"from step {trial.end_step} on tcp" in line
@@ -193,7 +161,7 @@ def test_the_line_names_what_was_measured() -> None:
 def test_the_line_tells_the_run_of_which_a_trial_costs_the_bound() -> None:
     """Tcp is the fastest arm. Over the others a block of the trial costs as many ms more as its steps, times 10."""
     times = {STOCK: 60.0, TCP: 50.0, OFI: 60.0}
-    job = Job(lambda arm, _step, _rank: times[arm]).run(300)
+    job = job_of(lambda arm, _step, _rank: times[arm]).run(300)
     (line,), (trial,) = job.lines, job.plans[0].trials
     slower = sum(arm != TCP for arm in job.arms[trial.first_step : trial.end_step])
     assert trial.cost_ns == slower * 10 * MS
@@ -205,7 +173,7 @@ def test_the_line_tells_the_run_of_which_a_trial_costs_the_bound() -> None:
 
 
 def test_a_trial_that_costs_nothing_has_no_part_of_a_run() -> None:
-    (line,) = Job(lambda _arm, _step, _rank: 50.0).run(300).lines
+    (line,) = job_of(lambda _arm, _step, _rank: 50.0).run(300).lines
     assert line.endswith("0 ms more than the same steps over stock")
 
 
@@ -217,11 +185,11 @@ def test_steps_of_a_host_that_runs_ahead_count_as_a_whole() -> None:
         exact.append(plan.exact_after(step))
         plan.took(ns)
     assert exact == [True, False, False, False, True]
-    assert auto.VALUES.unpack(plan.values(5)) == (5, 3, 3, 3)
+    assert blocks.VALUES.unpack(plan.values(5)) == (5, 3, 3, 3)
 
 
 def test_a_run_that_ends_within_a_trial_says_so() -> None:
-    job = Job(steady(5, dict.fromkeys(ARMS, 50.0))).run(30)
+    job = job_of(steady(5, dict.fromkeys(ARMS, 50.0))).run(30)
     assert "ended at step 30" in job.plans[0].unfinished(30)
     assert "from step 5 on" in job.plans[0].unfinished(30)
     assert job.run(300).plans[0].unfinished(330) == ""

@@ -83,7 +83,7 @@ class Joins:
         if self._somebody_joined():
             self._leave()
             return True
-        return self._session.agree() if self._session.automatic else True
+        return self._session.agree() if self._session.decides else True
 
     def begin(self) -> "list[_core.Comm]":
         """Take part in the next pass over stock if it is the current arm; return our arms' communicators."""

@@ -2,23 +2,21 @@
 
 The run begins with a trial: stock and the transports that all ranks can use take turns in short blocks of steps. The
 arm that is surely faster than stock is kept, else stock. While an arm is kept, the ranks look at its step
-time from time to time; a lasting change begins another trial. All ranks exchange their step times at the end of each
-block, and every rank decides by the same values, so all decide the same.
+time from time to time; a lasting change begins another trial.
 """
 
 import math
-import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from statistics import mean, median, median_low
 from typing import Any
 
-from netbottleneck.analysis.comparisons import Estimate, middle
+from netbottleneck.analysis.comparisons import Estimate, middle_of_sequence
 from netbottleneck.analysis.thresholds import PAIRS_MIN
+from netbottleneck.runtime.blocks import Block, Deciding, changes, ratio_of
 from netbottleneck.trace.transports import STOCK, Arm
-from netbottleneck.units import ms, percent
+from netbottleneck.units import ms
 
 BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first of them is not counted
 TRIAL_BLOCKS = 12  # of each arm, at most
@@ -35,19 +33,6 @@ LOOKS = 2  # consecutive looks that must see a change
 # Of the run's time: the cost of trials so far, before another one begins and while it runs. The first trial has no such
 # bound: what tells two arms apart costs more than that part of the few steps that have run.
 COST_BEFORE, COST_MAX = 0.01, 0.02
-
-VALUES = struct.Struct(
-    "<QQQQ"
-)  # of a rank at the end of a block: step; ns of the fastest, the median, the slowest step
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Step times of a block in ns, each the largest of the ranks': the fastest, the median and the slowest step."""
-
-    fastest: int
-    median: int
-    slowest: int
 
 
 @dataclass(slots=True)
@@ -68,15 +53,7 @@ class Trial:
 
     def line(self) -> str:
         """Return what the trial found, for people."""
-        change = partial(percent, digits=1, signed=True)
-
-        def interval(ratio: Estimate) -> str:
-            ends = ratio.low - 1, ratio.high - 1
-            return f"[{', '.join(map(change, ends))}]" if ratio.known else "(too few pairs)"
-
-        found = ", ".join(
-            f"{name} {change(ratio.value - 1)} {interval(ratio)}" for name, ratio in self.against_stock.items()
-        )
+        found = changes(self.against_stock)
         times = f"; step time against stock (measured, 95 % interval): {found}" if found else ""
         part = f", {100 * COST_MAX:.0f} % of a run of {self.least_steps} steps" if self.cost_ns else ""
         return (
@@ -86,26 +63,21 @@ class Trial:
         )
 
 
-class Auto:
-    """Assignment of steps to arms, by trials. Has the interface of session.Blocks.
+class Auto(Deciding):
+    """Assignment of steps to arms, by trials.
 
     arms: stock first. length: steps in a block of a trial. cost_ns: time of trial steps beyond that of the arm kept
-    after them. elapsed_ns: time of all steps. runs_ahead: a device computes, and the host's time of a step is its own
-    only over all steps between two that `exact_after` names.
+    after them. elapsed_ns: time of all steps.
     """
 
     def __init__(self, arms: Sequence[Arm], length: int = BLOCK_STEPS) -> None:
-        self.arms = tuple(arms)
-        self.length = length
+        super().__init__(arms, length)
         self.trials: list[Trial] = []
         self.elapsed_ns = 0
-        self.runs_ahead = False
         self._kept = STOCK
         self._arm = STOCK
         self._number = 0  # of the current block
         self._first = 0  # step of it
-        self._end = length  # first step after it
-        self._times: list[int] = []  # ns of its steps on this rank
         self._trial: Trial | None = None
         self._turns: list[Arm] = []  # arms of the current cycle that have not had their block
         self._candidates: list[Arm] = []
@@ -120,32 +92,10 @@ class Auto:
         """Return (block, index of the arm) of the current step."""
         return self._number, self.arms.index(self._arm)
 
-    def ends_before(self, step: int) -> bool:
-        """Return True if a block ends before this step: all ranks then exchange `values` and call `decide`."""
-        return step >= self._end
-
-    def took(self, ns: int) -> None:
-        """Note the time of a step."""
-        self._times.append(ns)
-
-    def exact_after(self, step: int) -> bool:
-        """Return True if this step, not noted yet, is the first or the last of its block."""
-        return not self._times or self.ends_before(step + 1)
-
-    def values(self, step: int) -> bytes:
-        """Return what the other ranks need of the block that ends before this step."""
-        counted = self._times[1:] or self._times or [0]
-        counted = [round(mean(counted))] if self.runs_ahead else counted
-        return VALUES.pack(step, min(counted), round(median(counted)), max(counted))
-
-    def decide(self, step: int, of_ranks: Iterable[bytes]) -> str:
-        """Begin the next block, by the values of all ranks. Returns a line for people if a trial has ended, else ""."""
-        rows = [VALUES.unpack(values) for values in of_ranks]
-        block = Block(*(max(row[place] for row in rows) for place in (1, 2, 3)))
+    def _decide(self, step: int, block: Block) -> str:
         steps = step - self._first  # not of this rank's times: it may have made fewer, if it has joined (hvd.join())
         self._first = step
         self.elapsed_ns += block.median * steps
-        self._times = []
         self._number += 1
         line = ""
         if self._trial is not None:
@@ -171,14 +121,11 @@ class Auto:
 
     def described(self) -> dict[str, Any]:
         """Return the trials, for the run's record; an infinite interval is None."""
-        return {
-            "trials": [
-                {**asdict(trial), "against_stock": {arm: each.as_dict() for arm, each in trial.against_stock.items()}}
-                for trial in self.trials
-            ],
-            "cost_ns": self.cost_ns,
-            "elapsed_ns": self.elapsed_ns,
-        }
+        trials = [
+            {**asdict(trial), "against_stock": {arm: each.as_dict() for arm, each in trial.against_stock.items()}}
+            for trial in self.trials
+        ]
+        return {"auto": {"trials": trials, "cost_ns": self.cost_ns, "elapsed_ns": self.elapsed_ns}}
 
     @property
     def cost_ns(self) -> int:
@@ -242,9 +189,9 @@ class Auto:
         return [math.log(max(found[c].median, 1) / max(other[c].median, 1)) for c in sorted(set(found) & set(other))]
 
     def _against(self, arm: Arm, base: Arm) -> Estimate | None:
-        """Return the middle of `_logs`; None for too few."""
+        """Return `middle_of_sequence` of `_logs`; None for too few."""
         logs = self._logs(arm, base)
-        return middle(logs) if len(logs) >= PAIRS_MIN else None
+        return middle_of_sequence(logs) if len(logs) >= PAIRS_MIN else None
 
     def _are_equal(self) -> bool:
         """Return True if the candidates' step times surely differ by less than EQUAL."""
@@ -282,8 +229,7 @@ class Auto:
             if len(logs) < PAIRS_MIN:
                 ratio = Estimate(math.exp(sum(logs) / len(logs)), 0.0, math.inf)
             else:
-                found = middle(logs)
-                ratio = Estimate(math.exp(found.value), math.exp(found.low), math.exp(found.high))
+                ratio = ratio_of(logs)
             trial.against_stock[str(arm)] = ratio
         self.trials.append(trial)
         self._trial, self._kept, self._arm = None, kept, kept

@@ -11,16 +11,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck.config import Settings
+from netbottleneck.config import UNTIL_KNOWN, Settings
 from netbottleneck.errors import FAILURES, HorovodInternalError, of_handler
 from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
+from netbottleneck.runtime.blocks import Blocks, Deciding, UntilKnown
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_file import EVENTS
@@ -39,47 +40,6 @@ AGREE_S = 10.0  # time that a rank waits for the others before the next arm begi
 READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
 
 logger = logging.getLogger("netbottleneck")
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Assignment of steps to arms: blocks of equal length, with the order of the arms reversed from cycle to cycle.
-
-    So a drift of the machine favours no arm (A B, B A, A B, …). turns: the arms that take turns; (): all. The block
-    first_block begins with the step first_step.
-    """
-
-    arms: tuple[Arm, ...]
-    length: int
-    turns: tuple[Arm, ...] = ()
-    first_step: int = 0
-    first_block: int = 0
-
-    def at(self, step: int) -> tuple[int, int]:
-        """Return (block, index of the arm) of a step."""
-        turns = self.turns or self.arms
-        block = (step - self.first_step) // self.length
-        cycle, position = divmod(block, len(turns))
-        return self.first_block + block, self.arms.index(turns[position if cycle % 2 == 0 else -1 - position])
-
-    def ends_before(self, step: int) -> bool:
-        """Return False: arms change without a decision."""
-        return False
-
-    def exact_after(self, step: int) -> bool:
-        """Return False: times of steps are not compared while the run goes on."""
-        return False
-
-    def took(self, ns: int) -> None:
-        """Ignore the time of a step."""
-
-    def values(self, step: int) -> bytes:
-        """Return what ranks compare before the arm changes."""
-        return step.to_bytes(8, "little")
-
-    def decide(self, step: int, of_ranks: Iterable[bytes]) -> str:
-        """Return "": nothing is to be decided."""
-        return ""
 
 
 def words(error: BaseException) -> str:
@@ -107,7 +67,7 @@ class Session:
     settings: Settings
     place: connect.Place
     folder: Path
-    blocks: Blocks | Auto
+    blocks: Blocks | Deciding
     recorder: "_core.Recorder"
     arms: Mapping[Arm, communicators.Communicator]
     comm: "_core.Comm | None"
@@ -156,9 +116,9 @@ class Session:
         return self.stays or self.blocks.arms[self.blocks.at(self.step)[1]]
 
     @property
-    def automatic(self) -> bool:
+    def decides(self) -> bool:
         """True while the ranks choose the arm of each block by the steps before it."""
-        return isinstance(self.blocks, Auto) and self.stays is None
+        return isinstance(self.blocks, Deciding) and self.stays is None
 
     @property
     def switches(self) -> bool:
@@ -215,9 +175,9 @@ class Session:
             self.step += 1
 
     def runs_ahead(self, drain: Callable[[], None]) -> None:
-        """Note that the host runs ahead of the device: `drain` waits for it where `auto` needs the time of a block."""
+        """Note that the host runs ahead of the device: `drain` waits for it where the time of a block is needed."""
         self.drain = drain
-        if isinstance(self.blocks, Auto):
+        if isinstance(self.blocks, Deciding):
             self.blocks.runs_ahead = True
 
     def agree(self) -> bool:
@@ -317,7 +277,7 @@ class Session:
                 arm.transport: {**communicator.info(), **self.wires.get(arm.transport, {})}
                 for arm, communicator in self.arms.items()
             },
-            **({"auto": self.blocks.described()} if isinstance(self.blocks, Auto) else {}),
+            **(self.blocks.described() if isinstance(self.blocks, Deciding) else {}),
             **self.described,
         }
 
@@ -372,7 +332,7 @@ class Session:
             )
 
     def _note_unfinished(self) -> None:
-        line = self.blocks.unfinished(self.step) if isinstance(self.blocks, Auto) and self.stays is None else ""
+        line = self.blocks.unfinished(self.step) if isinstance(self.blocks, Deciding) and self.stays is None else ""
         self.notes += filter(None, (line, run_folder.no_nccl_events(self.folder, self.place.rank)))
 
     def begin_folder(self) -> None:
@@ -511,9 +471,12 @@ def _automatic(settings: Settings, place: connect.Place, control: "_core.Comm") 
     return (STOCK, *kept), notes
 
 
-def _plan(turns: tuple[Arm, ...], settings: Settings, *, automatic: bool) -> Blocks | Auto:
-    if not automatic or len(turns) == 1:
+def _plan(turns: tuple[Arm, ...], settings: Settings, *, automatic: bool) -> Blocks | Deciding:
+    known = settings.alternate == UNTIL_KNOWN and not set(turns) <= {STOCK, BARE}  # for which ranks do not agree
+    if len(turns) == 1 or not (automatic or known):
         return Blocks(turns, settings.block_steps)
+    if not automatic:
+        return UntilKnown(turns, settings.block_steps, settings.start_step)
     return Auto(turns, settings.block_steps) if "block_steps" in settings.sources else Auto(turns)
 
 

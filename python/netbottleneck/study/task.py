@@ -178,6 +178,7 @@ def _open(task: Task) -> Session:
         monitor_hz=given.monitor_hz if "monitor_hz" in given.sources else MONITOR_HZ,
         progress_s=0.0,
         block_steps=task.block_steps,
+        alternate=config.ALWAYS,
         start_step=0,
         end_step=0,
         sample_every=task.block_steps + 3,  # never the same step of a block twice in turn

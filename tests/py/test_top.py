@@ -508,8 +508,10 @@ def test_silence_is_the_time_without_a_new_step(fake: Path, monkeypatch: pytest.
 # The alarm.
 
 
-def looked(code: str, last: int) -> SimpleNamespace:
-    return SimpleNamespace(trace=SimpleNamespace(steps=[SimpleNamespace(index=last)]), verdict=Verdict(code, "", ""))
+def looked(code: str, last: int, *arms: tuple[str, int]) -> SimpleNamespace:
+    """A look at steps up to `last`, in blocks of 10; arms: each with its last step; without: stock."""
+    steps = [SimpleNamespace(index=at, block=at // 10, arm=Arm(arm)) for arm, at in arms or (("stock", last),)]
+    return SimpleNamespace(trace=SimpleNamespace(steps=steps), verdict=Verdict(code, "", ""))
 
 
 def changes(*looks: tuple[str, int]) -> list[Change | None]:
@@ -549,6 +551,35 @@ def test_the_two_verdicts_that_nothing_is_to_do_are_one_cause() -> None:
     link = "LINK_LIMITED"
     found = changes((link, 1), ("DO_NOTHING", 2), ("NOT_NETWORK", 3))
     assert found == [None, None, Change(link, "NOT_NETWORK", 2)]
+
+
+def looks_after_a_comparison(code: str, changed: int = 0) -> list[Change | None]:
+    """Arms alternate up to step 700. Then stock stays, and the last steps of tcp leave the window."""
+    following, found = Following("nowhere"), []
+    for last, first in ((690, code), (790, code), (890, "IMBALANCE"), (1290, "IMBALANCE"), (1390, "IMBALANCE")):
+        arms = [("stock", last), ("tcp", min(last - 5, 695))]
+        following._part.change = changed if last > changed else 0
+        found.append(following.judge(looked(first, last, *arms[: 1 if last > 1200 else 2])))
+    return found
+
+
+def test_a_comparison_that_has_ended_changes_no_cause() -> None:
+    assert looks_after_a_comparison("TRANSPORT_LIMITED") == [None] * 5
+    change = Change("LINK_LIMITED", "IMBALANCE", 890)
+    assert looks_after_a_comparison("LINK_LIMITED") == [None, None, None, change, None]
+
+
+def test_the_step_time_that_changes_after_a_comparison_changes_the_cause() -> None:
+    change = Change("TRANSPORT_LIMITED", "IMBALANCE", 890)
+    assert looks_after_a_comparison("TRANSPORT_LIMITED", 850) == [None, None, None, change, None]
+    assert looks_after_a_comparison("TRANSPORT_LIMITED", 600) == [None] * 5
+
+
+def test_a_cause_that_changes_while_the_arms_alternate_is_a_change() -> None:
+    following, found = Following("nowhere"), []
+    for last, code in ((690, "TRANSPORT_LIMITED"), (790, "STRAGGLER"), (890, "STRAGGLER")):
+        found.append(following.judge(looked(code, last, ("stock", last), ("tcp", last - 15))))
+    assert found == [None, None, Change("TRANSPORT_LIMITED", "STRAGGLER", 790)]
 
 
 def test_a_window_begins_where_the_step_time_has_changed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from netbottleneck import config
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.report import Run
 from netbottleneck.runtime.blocks import KNOWN_CYCLES, KNOWN_PAIRS, Blocks, UntilKnown
+from netbottleneck.trace.model import KNOWN
 from netbottleneck.trace.transports import STOCK, Arm
 
 LENGTH = 10
@@ -57,6 +58,19 @@ def test_the_interval_at_the_end_covers_the_truth(correlation: float) -> None:
     assert np.mean(covered) >= 0.93
 
 
+def test_a_run_near_the_limit_ends_on_the_right_side_or_not_at_all() -> None:
+    """Intervals of those that end may be too far from the limit: it ends the few that are."""
+    sides = []
+    for seed in range(60):
+        ratio = (0.965, 0.975)[seed % 2]
+        plan = job_of(alike(seed, ratio, 0.03, (0.0, 0.9)[seed // 2 % 2])).run(3000).plans[0]
+        if plan.known_at is not None:
+            found = plan.against_first["tcp"]
+            sides.append((ratio < 1 - GAIN_MIN, found.high < 1 - GAIN_MIN, found.low > 1 - GAIN_MIN))
+    assert len(sides) > 10
+    assert {side for side in sides} <= {(True, True, False), (False, False, True)}
+
+
 def test_arms_alternate_as_always_until_the_first_stays() -> None:
     job = job_of(steady(1, {STOCK: 50.0, TCP: 40.0})).run(800)
     (known_at,) = {plan.known_at for plan in job.plans}
@@ -86,6 +100,12 @@ def test_a_gain_at_the_limit_of_a_verdict_is_not_known() -> None:
         assert "alternated until the run ended at step 1500" in job.plans[0].unfinished(1500)
 
 
+def test_a_gain_of_the_first_arm_at_the_limit_is_not_known_either() -> None:
+    """A report compares with stock, whatever the order of the list."""
+    times = {TCP: 50.0 * (1 - GAIN_MIN), STOCK: 50.0}
+    assert job_of(steady(3, times, 0.01), (TCP, STOCK)).run(1500).plans[0].known_at is None
+
+
 def test_every_arm_must_be_known() -> None:
     """Tcp is at the limit, ofi is not."""
     times = {STOCK: 50.0, TCP: 50.0 * (1 - GAIN_MIN), OFI: 80.0}
@@ -103,6 +123,34 @@ def test_blocks_before_the_first_recorded_step_do_not_count() -> None:
     assert plan.known_at is not None
     assert plan.known_at >= 205 + 2 * LENGTH * KNOWN_PAIRS
     assert plan.against_first["tcp"].high < 0.85
+
+
+@pytest.mark.parametrize("end_step", [0, 205, 280])
+def test_blocks_behind_the_last_recorded_step_do_not_count(end_step: int) -> None:
+    plans = [UntilKnown(TWO, LENGTH, 0, end_step) for _ in range(2)]
+    plan = Deciders(plans, steady(5, {STOCK: 50.0, TCP: 40.0}, 0.01)).run(1000).plans[0]
+    assert plan.known_at == (None if end_step == 205 else 2 * LENGTH * (KNOWN_PAIRS + KNOWN_CYCLES - 1))
+
+
+def test_blocks_of_one_step_count_as_little_as_in_a_report() -> None:
+    plans = [UntilKnown(TWO, 1) for _ in range(2)]
+    assert Deciders(plans, steady(5, {STOCK: 50.0, TCP: 40.0}, 0.01)).run(1000).plans[0].known_at is None
+
+
+def test_a_device_is_waited_for_until_the_differences_are_known() -> None:
+    exact: list[bool] = []
+
+    def step_ms(arm: Arm, step: int, rank: int) -> float:
+        if rank == 0:
+            exact.append(job.plans[0].exact_after(step))
+        return 40.0 if arm == TCP else 50.0
+
+    job = job_of(step_ms)
+    known_at = job.run(1000).plans[0].known_at
+    assert known_at is not None
+    assert [step for step in range(1000) if exact[step]] == [
+        step for step in range(known_at) if step % LENGTH in (0, LENGTH - 1)
+    ]
 
 
 def test_the_line_and_the_record_have_the_interval() -> None:
@@ -127,6 +175,8 @@ def test_another_value_is_an_error() -> None:
 # In a job of two ranks.
 
 SCRIPT = """
+import os
+import signal
 import time
 import torch
 import torch.distributed as dist
@@ -140,6 +190,8 @@ model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), tor
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 torch.manual_seed(dist.get_rank())
 for step in range(160):
+    if {end}:
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.005 if step // 3 % 4 in (0, 3) else 0.02)  # in blocks of tcp
     optimizer.zero_grad()
     model(torch.randn(4, 64)).square().mean().backward()
@@ -149,17 +201,32 @@ dist.destroy_process_group()
 """
 
 
-def test_a_job_goes_on_over_the_first_transport(warm_ranks: Ranks, tmp_path: Path) -> None:
-    plain = warm_ranks(2, SCRIPT, {})
-    env = {
+def compared(folder: Path) -> dict[str, str]:
+    return {
         "NETBOTTLENECK_TRANSPORT": "stock,tcp",
         "NETBOTTLENECK_ALTERNATE": "until_known",
         "NETBOTTLENECK_BLOCK_STEPS": "3",
         "NETBOTTLENECK_START_STEP": "0",
-        "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+        "NETBOTTLENECK_DIR": str(folder / "run"),
         "NETBOTTLENECK_TIMEOUT_S": "60",
     }
-    results = warm_ranks(2, SCRIPT, env)
+
+
+def test_a_job_that_is_killed_later_keeps_what_it_found(warm_ranks: Ranks, tmp_path: Path) -> None:
+    script = SCRIPT.format(end="step == 140")
+    warm_ranks(2, script, compared(tmp_path), check=False)
+    run = Run(tmp_path / "run")
+    (note,) = [note for note in run.trace.notes if note.startswith(KNOWN)]
+    found = [json.loads((tmp_path / f"run/ranks/{rank}.meta.json").read_text()) for rank in (0, 1)]
+    assert found[0]["until_known"] == found[1]["until_known"]
+    assert not found[0]["finished"]
+    assert f"from step {found[0]['until_known']['known_at']} on stock" in note
+
+
+def test_a_job_goes_on_over_the_first_transport(warm_ranks: Ranks, tmp_path: Path) -> None:
+    script = SCRIPT.format(end="False")
+    plain = warm_ranks(2, script, {})
+    results = warm_ranks(2, script, compared(tmp_path))
     for one, other in zip(plain, results, strict=True):
         assert [x for x in one.stdout.splitlines() if "weights" in x] == [
             x for x in other.stdout.splitlines() if "weights" in x
@@ -177,7 +244,7 @@ def test_a_job_goes_on_over_the_first_transport(warm_ranks: Ranks, tmp_path: Pat
             step: TWO[always.at(step)[1]] for step in range(known_at)
         }
         assert {arm for step, arm in arms.items() if step >= known_at} == {STOCK}
-    (note,) = [note for note in run.trace.notes if note.startswith("The differences between the transports are known")]
+    (note,) = [note for note in run.trace.notes if note.startswith(KNOWN)]
     assert f"from step {known_at} on stock" in note
     text = (tmp_path / "run" / "report.txt").read_text()
     assert note[:60] in " ".join(text.split())

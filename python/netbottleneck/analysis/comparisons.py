@@ -191,11 +191,15 @@ def middle_of_sequence(values: Sequence[float] | Floats) -> Estimate:
     By sqrt((1 + r) / (1 - r)), for n values of a first-order autoregressive sequence of correlation r: the ratio of the
     deviation of their mean to that of independent ones. Raises ValueError without a value.
     """
-    array, found = np.asarray(values, np.float64), middle(values)
-    r = min(max(_alike(array - array.mean()), 0.0), ALIKE_MOST)
-    factor = math.sqrt((1 + r) / (1 - r))
+    found, factor = middle(values), _of_alike(np.asarray(values, np.float64))
     low, high = (found.value + factor * (end - found.value) for end in (found.low, found.high))
     return Estimate(found.value, low, high)
+
+
+def _of_alike(values: Floats) -> float:
+    """Factor of the deviation of the mean of values if they are like their neighbours: see middle_of_sequence."""
+    r = min(max(_alike(values - values.mean()), 0.0), ALIKE_MOST)
+    return math.sqrt((1 + r) / (1 - r))
 
 
 def _chi2(probability_z: float, degrees: float) -> float:
@@ -482,7 +486,8 @@ class Paired:
 
     ratio: other over base, by `middle_of_sequence` of the logarithms of the pairs' ratios, from the median step of each
     block. difference_ns: other minus base, of base's median block: so both say the same, also where steps get longer or
-    shorter during the run. spread: standard deviation of the pairs' logarithms, None if not known.
+    shorter during the run. spread: standard deviation of the pairs' logarithms, larger if neighbours are alike, None if
+    not known.
     """
 
     base: Arm
@@ -534,7 +539,7 @@ def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -
     ends = (log.value, log.low, log.high)
     ratio = Estimate(*(math.exp(end) if end < LOG_MAX else math.inf for end in ends))
     difference = Estimate(*(end if math.isinf(end) else step_ns * math.expm1(min(end, LOG_MAX)) for end in ends))
-    spread = float(logs.std(ddof=1)) if len(logs) > 1 else None
+    spread = _of_alike(logs) * float(logs.std(ddof=1)) if len(logs) > 1 else None
     return Paired(base_arm, other_arm, len(logs), found.steps, difference, ratio, spread)
 
 

@@ -56,6 +56,9 @@ NETWORK_CODES = (
     "PACKET_LOSS",
 )
 
+# Of these, the causes that need other arms beside the base.
+COMPARED_CODES = ("TRANSPORT_LIMITED", "HOST_LIMITED")
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

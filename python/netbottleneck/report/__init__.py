@@ -31,6 +31,7 @@ from netbottleneck.trace import flight_recorder, kineto, model, ring_file, ring_
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import printable, write_text
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING
+from netbottleneck.trace.transports import SINGLE, Arm
 from netbottleneck.units import listed
 
 __all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
@@ -538,6 +539,7 @@ class Following:
         self._ended_s: float | None = None  # when it ended, by time.monotonic; None: not known
         self._cause: str | None = None
         self._other: tuple[str, int] | None = None  # a cause that one look has found, and the last step of that look
+        self._arms: dict[Arm, tr.Step] = {}  # the last step of each arm that was seen with the cause
 
     def look(self) -> Run:
         """Return the last steps as a run.
@@ -563,21 +565,36 @@ class Following:
 
         Otherwise None. An inconclusive verdict names no cause, and a run without steps has none. The two verdicts that
         there is nothing to do are one. The first cause of a run is no change, unless it came with another step time.
-        run: of `look`.
+        Nor is one that takes the place of a comparison whose arms no longer alternate, while the step time stays. run:
+        of `look`.
         """
+        own = {step.arm: step for step in run.trace.steps if step.arm != SINGLE}
         steps = [step.index for step in run.trace.steps]
         code = NOTHING if run.verdict.code == "DO_NOTHING" else run.verdict.code
         if not steps or code in ("INCONCLUSIVE", "NO_COMMUNICATION"):
             self._other = None
         elif code == self._cause or (self._cause is None and (code == NOTHING or not self._part.unlike_its_start)):
-            self._cause, self._other = code, None
+            self._cause, self._other, self._arms = code, None, {**self._arms, **own}
         elif self._other is None or self._other[0] != code:
             self._other = code, max(steps)
         elif max(steps) > self._other[1]:
-            self.changed = Change(self._cause or "INCONCLUSIVE", code, self._other[1])
-            self._cause, self._other = code, None
-            return self.changed
+            change = Change(self._cause or "INCONCLUSIVE", code, self._other[1])
+            over = self._comparison_is_over(own)
+            self._cause, self._other, self._arms = code, None, own
+            if not over:
+                self.changed = change
+                return change
         return None
+
+    def _comparison_is_over(self, own: Mapping[Arm, tr.Step]) -> bool:
+        """Return True if the cause was found by a comparison, one of whose arms ended after the step time changed last.
+
+        own: the last step of each arm in the window.
+        """
+        arms = {**self._arms, **own}
+        newest = max((step.block for step in own.values()), default=0)
+        ended = [step.index for step in arms.values() if step.block < newest - 2 * len(arms)]
+        return self._cause in verdict.COMPARED_CODES and any(index >= self._part.change for index in ended)
 
     def about(self, run: Run) -> list[str]:
         """Return the state of the run ("in progress", "ended" or "stopped"), then lines about what is missing in it."""
@@ -587,7 +604,7 @@ class Following:
         lines = _missing(trace)
         lines += [text.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
-        lines += [note for note in trace.notes if note.startswith(("left out:", "rank "))]
+        lines += [note for note in trace.notes if note.startswith(("left out:", "rank ", tr.KNOWN))]
         return ["ended" if ended else "stopped" if gone else "in progress", *lines, *self._quiet(trace, ended)]
 
     def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:

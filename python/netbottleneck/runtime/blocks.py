@@ -6,6 +6,7 @@ of each block, and every rank decides by the same values, so all decide the same
 
 import math
 import struct
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from typing import Any
 
 from netbottleneck.analysis.comparisons import Estimate, middle_of_sequence
 from netbottleneck.analysis.thresholds import GAIN_MIN
+from netbottleneck.trace.model import KNOWN
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
 
-# The difference between two arms is known if its interval has excluded GAIN_MIN in so many cycles in a row, of at least
-# so many pairs of blocks, and was at most so wide to each side: of the step, or of the difference. The width matters
-# most: an interval that ends a run because of its place alone would cover less than 95 %.
+# The difference between two arms is known if its interval, in so many cycles in a row, was from at least so many pairs
+# of blocks, was at most so wide to each side, of the step or of the difference, and was far from a gain of GAIN_MIN of
+# either arm. The width matters most: an interval that ends a run because of its place covers less than 95 %.
 KNOWN_CYCLES, KNOWN_PAIRS, KNOWN_WIDTH, KNOWN_PART = 3, 10, GAIN_MIN / 2, 0.25
+# The limits must be so many times as far from the value as the ends of its interval: it is tested again and again.
+KNOWN_FAR = 1.5
 
 VALUES = struct.Struct(
     "<QQQQ"
@@ -137,15 +141,15 @@ class Deciding(ABC):
 class UntilKnown(Deciding):
     """The order of Blocks, until the difference of each arm from the first is known; from then on the first alone.
 
-    start_step: blocks that begin before it do not count.
+    Blocks count that lie within start_step and end_step (0: no end), and have two steps or more.
     """
 
-    def __init__(self, arms: Sequence[Arm], length: int, start_step: int = 0) -> None:
+    def __init__(self, arms: Sequence[Arm], length: int, start_step: int = 0, end_step: int = 0) -> None:
         super().__init__(arms, length)
         self.known_at: int | None = None
         self.against_first: dict[str, Estimate] = {}
         self._plan = Blocks(self.arms, length)
-        self._start = start_step
+        self._counted = range(start_step, end_step + 1 if end_step else sys.maxsize)
         self._cycle: dict[Arm, Block] = {}
         self._logs: dict[Arm, list[float]] = {arm: [] for arm in self.arms[1:]}  # of step time over the first arm's
         self._narrow = 0  # consecutive cycles in which all differences were known
@@ -163,6 +167,10 @@ class UntilKnown(Deciding):
         if self.known_at is None:
             super().took(ns)
 
+    def exact_after(self, step: int) -> bool:
+        """As Deciding.exact_after. False once the differences are known."""
+        return self.known_at is None and super().exact_after(step)
+
     def unfinished(self, step: int) -> str:
         """As Deciding.unfinished."""
         if self.known_at is not None:
@@ -177,7 +185,7 @@ class UntilKnown(Deciding):
     def _decide(self, step: int, block: Block) -> str:
         number, place = self._plan.at(step - 1)
         self._end = step + self.length
-        if step - self.length >= self._start:
+        if self.length > 1 and step - self.length in self._counted and step in self._counted:
             self._cycle[self.arms[place]] = block
         if (number + 1) % len(self.arms):
             return ""
@@ -195,8 +203,8 @@ class UntilKnown(Deciding):
         self._plan = Blocks(self.arms, self.length, self.arms[:1], step, number + 1)
         self.against_first = {str(arm): ratio_of(logs) for arm, logs in self._logs.items()}
         return (
-            f"The differences between the transports are known: from step {step} on {self.arms[0]}; step time against "
-            f"{self.arms[0]} (measured, 95 % interval): {changes(self.against_first)}"
+            f"{KNOWN}: from step {step} on {self.arms[0]}; step time against {self.arms[0]} (measured, 95 % interval): "
+            f"{changes(self.against_first)}"
         )
 
 
@@ -206,9 +214,9 @@ def is_known(logs: Sequence[float]) -> bool:
         return False
     found = middle_of_sequence(logs)
     wide = (found.high - found.low) / 2
-    return (
-        wide <= max(KNOWN_WIDTH, KNOWN_PART * abs(found.value)) and not found.low <= math.log1p(-GAIN_MIN) <= found.high
-    )
+    low, high = (found.value + KNOWN_FAR * (end - found.value) for end in (found.low, found.high))
+    undecided = any(low <= limit <= high for limit in (math.log1p(-GAIN_MIN), -math.log1p(-GAIN_MIN)))
+    return wide <= max(KNOWN_WIDTH, KNOWN_PART * abs(found.value)) and not undecided
 
 
 def ratio_of(logs: Sequence[float]) -> Estimate:

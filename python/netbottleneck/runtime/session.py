@@ -205,10 +205,22 @@ class Session:
             self.why_stays = why
             return False
         if line := self.blocks.decide(self.step, found):
-            self.notes.append(line)
-            if self.place.rank == 0:
-                logger.warning("%s", line)
+            self._found(line)
         return True
+
+    def _found(self, line: str) -> None:
+        """Record what the ranks have found at once: the run may be killed."""
+        self.notes.append(line)
+        if self.place.rank == 0:
+            logger.warning("%s", line)
+        try:
+            self.write(finished=False)
+            if self.place.rank == 0:
+                run_folder.write_run(self.folder, _run(self))
+        except OSError as error:  # the disk may be full
+            if of_handler(error):
+                raise
+            logger.warning("%s: the record lacks this so far: %s", self.folder, error)
 
     def keep_own_path(self, own: communicators.Communicator) -> None:
         """Send gradients by the user's own path from now on.
@@ -476,7 +488,7 @@ def _plan(turns: tuple[Arm, ...], settings: Settings, *, automatic: bool) -> Blo
     if len(turns) == 1 or not (automatic or known):
         return Blocks(turns, settings.block_steps)
     if not automatic:
-        return UntilKnown(turns, settings.block_steps, settings.start_step)
+        return UntilKnown(turns, settings.block_steps, settings.start_step, settings.end_step)
     return Auto(turns, settings.block_steps) if "block_steps" in settings.sources else Auto(turns)
 
 

@@ -40,6 +40,8 @@ NOT_TIMED = "its buckets are not timed"
 NOT_RECORDED = "what it communicates is not in this record"
 # Begin of a note that arms no longer take turns, and that no step is recorded from there on.
 STAYS = "all further steps use"
+# Begin of a note that transports no longer alternate, as their differences are known.
+KNOWN = "The differences between the transports are known"
 # The lane of an operation's bytes between ranks that share memory: csrc/engine/shared.h.
 MEMORY_LANE = 64
 # Tables of a trace whose rows each belong to one rank.

@@ -578,13 +578,17 @@ class Following:
         elif self._other is None or self._other[0] != code:
             self._other = code, max(steps)
         elif max(steps) > self._other[1]:
-            change = Change(self._cause or "INCONCLUSIVE", code, self._other[1])
-            over = self._comparison_is_over(own)
-            self._cause, self._other, self._arms = code, None, own
-            if not over:
-                self.changed = change
-                return change
+            return self._changes(code, self._other[1], own)
         return None
+
+    def _changes(self, code: str, since: int, own: dict[Arm, tr.Step]) -> Change | None:
+        """Take another cause. Returns the change; None if it takes the place of a comparison that is over."""
+        over, former = self._comparison_is_over(own), self._cause or "INCONCLUSIVE"
+        self._cause, self._other, self._arms = code, None, own
+        if over:
+            return None
+        self.changed = Change(former, code, since)
+        return self.changed
 
     def _comparison_is_over(self, own: Mapping[Arm, tr.Step]) -> bool:
         """Return True if the cause was found by a comparison, one of whose arms ended after the step time changed last.

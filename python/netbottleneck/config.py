@@ -378,7 +378,7 @@ class Settings:
         ALTERNATION,
         ALWAYS,
         "how long the arms of a list alternate; until_known: until the differences from the first are known, then the "
-        "first alone (not if all are stock and bare)",
+        "first alone (not if all are stock or bare)",
     )
     sample_every: int = _row(
         "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"

@@ -15,7 +15,7 @@ from deciding import ARMS, OFI, TCP, Deciders, steady
 from netbottleneck import config
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.report import Run
-from netbottleneck.runtime.blocks import KNOWN_CYCLES, KNOWN_PAIRS, Blocks, UntilKnown
+from netbottleneck.runtime.blocks import KNOWN_PAIRS, KNOWN_TESTS, PAIRS_MOST, Blocks, UntilKnown
 from netbottleneck.trace.model import KNOWN
 from netbottleneck.trace.transports import STOCK, Arm
 
@@ -76,7 +76,7 @@ def test_arms_alternate_as_always_until_the_first_stays() -> None:
     (known_at,) = {plan.known_at for plan in job.plans}
     assert known_at is not None
     assert known_at % (2 * LENGTH) == 0
-    assert known_at >= 2 * LENGTH * (KNOWN_PAIRS + KNOWN_CYCLES - 1)
+    assert known_at >= 2 * LENGTH * (KNOWN_PAIRS + KNOWN_TESTS - 1)
     always = Blocks(TWO, LENGTH)
     assert job.blocks == [always.at(step)[0] for step in range(800)]
     assert job.arms[:known_at] == [TWO[always.at(step)[1]] for step in range(known_at)]
@@ -89,6 +89,14 @@ def test_equal_arms_are_known_too() -> None:
     found = plan.against_first["tcp"]
     assert found.low <= 1.0 <= found.high
     assert found.high - found.low <= 1.02 * GAIN_MIN
+
+
+def test_a_comparison_ends_after_400_pairs_in_any_case() -> None:
+    job = job_of(steady(3, {STOCK: 50.0, TCP: 50.0}, 1.0)).run(2 * LENGTH * PAIRS_MOST)
+    assert job.lines == []
+    (line,) = job.run(1).lines
+    assert line.startswith(f"{KNOWN} as well as 400 pairs of blocks tell: from step 8000 on stock; ")
+    assert set(job.run(100).arms[8000:]) == {STOCK}
 
 
 def test_a_gain_at_the_limit_of_a_verdict_is_not_known() -> None:
@@ -129,7 +137,7 @@ def test_blocks_before_the_first_recorded_step_do_not_count() -> None:
 def test_blocks_behind_the_last_recorded_step_do_not_count(end_step: int) -> None:
     plans = [UntilKnown(TWO, LENGTH, 0, end_step) for _ in range(2)]
     plan = Deciders(plans, steady(5, {STOCK: 50.0, TCP: 40.0}, 0.01)).run(1000).plans[0]
-    assert plan.known_at == (None if end_step == 205 else 2 * LENGTH * (KNOWN_PAIRS + KNOWN_CYCLES - 1))
+    assert plan.known_at == (None if end_step == 205 else 2 * LENGTH * (KNOWN_PAIRS + KNOWN_TESTS - 1))
 
 
 def test_blocks_of_one_step_count_as_little_as_in_a_report() -> None:

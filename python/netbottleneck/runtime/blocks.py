@@ -20,12 +20,14 @@ from netbottleneck.trace.model import KNOWN
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
 
-# The difference between two arms is known if its interval, in so many cycles in a row, was from at least so many pairs
+# The difference between two arms is known if its interval, in so many tests in a row, was from at least so many pairs
 # of blocks, was at most so wide to each side, of the step or of the difference, and was far from a gain of GAIN_MIN of
 # either arm. The width matters most: an interval that ends a run because of its place covers less than 95 %.
-KNOWN_CYCLES, KNOWN_PAIRS, KNOWN_WIDTH, KNOWN_PART = 3, 10, GAIN_MIN / 2, 0.25
+KNOWN_TESTS, KNOWN_PAIRS, KNOWN_WIDTH, KNOWN_PART = 3, 10, GAIN_MIN / 2, 0.25
 # The limits must be so many times as far from the value as the ends of its interval: it is tested again and again.
 KNOWN_FAR = 1.5
+# From test to test the pairs grow by one in so many: a test takes longer the more there are. The most pairs of a run.
+TEST_PART, PAIRS_MOST = 20, 400
 
 VALUES = struct.Struct(
     "<QQQQ"
@@ -141,7 +143,8 @@ class Deciding(ABC):
 class UntilKnown(Deciding):
     """The order of Blocks, until the difference of each arm from the first is known; from then on the first alone.
 
-    Blocks count that lie within start_step and end_step (0: no end), and have two steps or more.
+    At the latest after PAIRS_MOST pairs of blocks. Blocks count that lie within start_step and end_step (0: no end),
+    and have two steps or more.
     """
 
     def __init__(self, arms: Sequence[Arm], length: int, start_step: int = 0, end_step: int = 0) -> None:
@@ -152,7 +155,7 @@ class UntilKnown(Deciding):
         self._counted = range(start_step, end_step + 1 if end_step else sys.maxsize)
         self._cycle: dict[Arm, Block] = {}
         self._logs: dict[Arm, list[float]] = {arm: [] for arm in self.arms[1:]}  # of step time over the first arm's
-        self._narrow = 0  # consecutive cycles in which all differences were known
+        self._known = 0  # consecutive tests in which all differences were known
 
     def at(self, step: int) -> tuple[int, int]:
         """Return (block, index of the arm) of a step."""
@@ -195,16 +198,20 @@ class UntilKnown(Deciding):
         first = max(cycle[self.arms[0]].median, 1)
         for arm, logs in self._logs.items():
             logs.append(math.log(max(cycle[arm].median, 1) / first))
-        self._narrow = self._narrow + 1 if all(map(is_known, self._logs.values())) else 0
-        return self._ends(step, number) if self._narrow >= KNOWN_CYCLES else ""
+        pairs = len(self._logs[self.arms[1]])
+        if pairs % max(1, pairs // TEST_PART) == 0:
+            self._known = self._known + 1 if all(map(is_known, self._logs.values())) else 0
+        if self._known >= KNOWN_TESTS:
+            return self._ends(step, number, "")
+        return self._ends(step, number, f" as well as {pairs} pairs of blocks tell") if pairs >= PAIRS_MOST else ""
 
-    def _ends(self, step: int, number: int) -> str:
+    def _ends(self, step: int, number: int, how: str) -> str:
         self.known_at = step
         self._plan = Blocks(self.arms, self.length, self.arms[:1], step, number + 1)
         self.against_first = {str(arm): ratio_of(logs) for arm, logs in self._logs.items()}
         return (
-            f"{KNOWN}: from step {step} on {self.arms[0]}; step time against {self.arms[0]} (measured, 95 % interval): "
-            f"{changes(self.against_first)}"
+            f"{KNOWN}{how}: from step {step} on {self.arms[0]}; step time against {self.arms[0]} "
+            f"(measured, 95 % interval): {changes(self.against_first)}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -15,6 +16,8 @@ import numpy as np
 import netbottleneck as nb
 from netbottleneck.runtime import job, session
 
+# A rank that is still there shows where it waits, before the test kills it after 100 s.
+faulthandler.dump_traceback_later(80)
 # Rank 0's report does not wait as long for the record of a rank that is dead.
 session.FAILED_FINISH_S = 0.5
 

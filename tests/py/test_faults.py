@@ -224,6 +224,37 @@ def test_a_rank_killed_in_a_sum_over_stock_fails_all_others(warm_ranks: Ranks, t
     check_stock_failed([first, third])
 
 
+UNANSWERED = """
+import time
+from pathlib import Path
+import torch
+from netbottleneck.config import settings
+from netbottleneck.runtime import communicators, job
+
+this = job.start(settings())
+closed = Path(CLOSED)
+stock = communicators.Stock(communicators.stock_group(settings(), this.place, this.comm.exchange), 2, None)
+if this.place.rank == 0:
+    stock.reduce(torch.ones(3))
+    stock.close()
+    closed.touch()
+else:
+    until = time.monotonic() + 40
+    while not closed.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    print("first" if closed.exists() else "last")
+    stock.close()
+job.stop()
+"""
+
+
+def test_a_sum_over_stock_that_no_rank_answers_does_not_hold_up_the_end(warm_ranks: Ranks, tmp_path: Path) -> None:
+    """Its time limit is 60 s, and the other rank leaves after 40."""
+    pytest.importorskip("torch")
+    results = warm_ranks(2, UNANSWERED.replace("CLOSED", repr(str(tmp_path / "closed"))), QUICK)
+    assert results[1].stdout == "first\n"
+
+
 def test_a_rank_that_is_stopped_over_stock_fails_all_others_at_the_time_limit(
     warm_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@
 the same buckets in the same order and write the same records.
 """
 
+import ctypes
 import logging
 import os
 import threading
@@ -19,6 +20,8 @@ from netbottleneck.trace.ring_file import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core
+
+CLOSE_S = 1.0  # time that the end of a stock path gives to the operations in flight
 
 logger = logging.getLogger("netbottleneck")
 
@@ -189,6 +192,7 @@ class Stock:
         self._size = size
         self._recorder = recorder
         self._rounds: dict[str, int] = {}
+        self._works: list[Any] = []  # torch's, of operations that may be in flight
         self._info = {"provider": "gloo", "interfaces": os.environ.get("GLOO_SOCKET_IFNAME", "")}
 
     def target(self, gradients: FlatBuckets) -> None:
@@ -205,7 +209,21 @@ class Stock:
         return None
 
     def close(self) -> None:
-        self._group = None
+        """Let the group go.
+
+        Its end waits for operations in flight, up to their time limit. If one waits for a rank that is lost, the group
+        stays for the rest of the process.
+        """
+        group, self._group = self._group, None
+        until = time.monotonic() + CLOSE_S
+        while self._in_flight() and time.monotonic() < until:
+            time.sleep(0.01)
+        if group is not None and self._works:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _in_flight(self) -> bool:
+        self._works = [work for work in self._works if not work.is_completed()]
+        return bool(self._works)
 
     def reduce(self, tensor: Any, op: int | None = None) -> Any:
         """Start an all-reduce in place, which is not recorded, and return torch's work. op: see GradientSink.target."""
@@ -215,7 +233,10 @@ class Stock:
         names = {None: "SUM", core.SUM: "SUM", core.MIN: "MIN", core.MAX: "MAX", core.PRODUCT: "PRODUCT"}
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, names[op])
-        return quietly(self._group.allreduce, [tensor], options)
+        work = quietly(self._group.allreduce, [tensor], options)
+        self._in_flight()
+        self._works.append(work)
+        return work
 
     def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], Any]:
         made: list[tuple[int, list[Any]]] = []

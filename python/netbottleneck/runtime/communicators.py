@@ -192,7 +192,7 @@ class Stock:
         self._size = size
         self._recorder = recorder
         self._rounds: dict[str, int] = {}
-        self._works: list[Any] = []  # torch's, of operations that may be in flight
+        self._works: list[Any] = []  # torch's, of operations that may be in flight, oldest first
         self._info = {"provider": "gloo", "interfaces": os.environ.get("GLOO_SOCKET_IFNAME", "")}
 
     def target(self, gradients: FlatBuckets) -> None:
@@ -218,12 +218,11 @@ class Stock:
         until = time.monotonic() + CLOSE_S
         while self._in_flight() and time.monotonic() < until:
             time.sleep(0.01)
-        if group is not None and self._works:
+        if group is not None and self._in_flight():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _in_flight(self) -> bool:
-        self._works = [work for work in self._works if not work.is_completed()]
-        return bool(self._works)
+        return any(not work.is_completed() for work in self._works)
 
     def reduce(self, tensor: Any, op: int | None = None) -> Any:
         """Start an all-reduce in place, which is not recorded, and return torch's work. op: see GradientSink.target."""
@@ -234,8 +233,9 @@ class Stock:
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, names[op])
         work = quietly(self._group.allreduce, [tensor], options)
-        self._in_flight()
         self._works.append(work)
+        if self._works[0].is_completed():  # one for one: no more of them stay than are in flight at once
+            del self._works[0]
         return work
 
     def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], Any]:

@@ -67,7 +67,10 @@ def prepared(count):
     if how == "hvd":
         return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
     model = DistributedDataParallel(model)
-    sessions.append(ddp.attach(model).session)
+    session = ddp.attach(model).session
+    if session.joining is not None:
+        session.joining.settle()  # its thread makes calls, too
+    sessions.append(session)
     return model, optimizer
 
 

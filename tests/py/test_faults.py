@@ -264,7 +264,7 @@ def test_a_rank_that_is_stopped_over_stock_fails_all_others_at_the_time_limit(
     warm_ranks: Ranks, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
-    job = stock_job(warm_ranks, 2, tmp_path, 3.0)
+    job = stock_job(warm_ranks, 2, tmp_path, 10.0)
     job.kill(1, signal.SIGSTOP)
     code = ended(job, 0)
     job.kill(1)

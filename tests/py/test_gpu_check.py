@@ -62,6 +62,8 @@ import os, signal, sys, time
 from pathlib import Path
 
 part, _, folder = sys.argv[1:]
+while os.environ["RANK"] == "1" and not (Path(folder) / "nccl.0.log").exists():
+    time.sleep(0.01)
 (Path(folder) / f"nccl.{os.environ['RANK']}.log").write_text(f"NCCL of {os.environ['RANK']} says why")
 
 
@@ -91,10 +93,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("part", ["exits", "hangs"])
 def test_a_failed_part_has_the_ends_of_all_logs(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    monkeypatch.setattr(checks, "END_S", 1.0)  # which the other rank has after the first failure
+    monkeypatch.setattr(checks, "END_S", 3.0)  # which the other rank has after the first failure
     exits = part == "exits"
     with pytest.raises(RuntimeError if exits else TimeoutError, match=r"ranks exited with \[None, ") as caught:
-        checks.run_ranks(part, "cuda", {}, time.monotonic() + (LIMIT_S if exits else 3.0))
+        checks.run_ranks(part, "cuda", {}, time.monotonic() + (LIMIT_S if exits else 10.0))
     first, nccl, second, _ = caught.value.__notes__
     assert "in waits_for_the_other" in first  # by SIGABRT
     assert nccl == "--- nccl.0.log\nNCCL of 0 says why"

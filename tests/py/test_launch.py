@@ -825,7 +825,7 @@ def test_ranks_meet_where_no_other_host_knows_the_name_of_rank_0s(plain_ranks: R
 
 
 STOCK_RANK = """
-import contextlib, time
+import contextlib, os, stat, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -838,6 +838,13 @@ def threads():
         with contextlib.suppress(OSError):  # the thread has ended meanwhile
             names.append(file.read_text().strip())
     return names.count("pt_gloo_runloop")
+def open_files():
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            os.fstat(number)
+            yield number
+def sockets():
+    return sum(stat.S_ISSOCK(os.fstat(number).st_mode) for number in open_files())
 chosen = settings()
 place = detect(chosen)
 control = connect(chosen, place)
@@ -849,15 +856,18 @@ def wait_for(count):
 wait_for(2)
 stock = communicators.Stock(communicators.stock_group(chosen, place, control.exchange), place.size, None)
 stock.barrier()
+stock.reduce(torch.ones(2)).wait()
 wait_for(4)
+connected = sockets()
 stock.close()
 wait_for(2)
+assert sockets() < connected
 control.close()
 dist.destroy_process_group()
 """
 
 
-def test_the_threads_of_a_stock_group_end_with_it(warm_ranks) -> None:  # type: ignore[no-untyped-def]
+def test_the_threads_and_connections_of_a_stock_group_end_with_it(warm_ranks) -> None:  # type: ignore[no-untyped-def]
     warm_ranks(2, STOCK_RANK)
 
 

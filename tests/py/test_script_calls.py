@@ -521,6 +521,7 @@ def test_evaluation_and_checkpoints_are_parts_of_their_own(warm_ranks: Ranks, tm
 
 
 HOROVOD = """
+import time
 import torch
 import netbottleneck.torch as hvd
 
@@ -529,9 +530,17 @@ hvd.init()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), hvd.SyncBatchNorm(8))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+
+def comes_late(*_):  # the ranks by turns, so that the other waits
+    time.sleep(0.03 * (step % 2 == hvd.rank()))
+
+
 for step in range(6):
     optimizer.zero_grad()
-    model(torch.randn(4, 8)).square().sum().backward()
+    comes_late()
+    out = model(torch.randn(4, 8))
+    out.register_hook(comes_late)
+    out.square().sum().backward()
     optimizer.step()
     hvd.allreduce(torch.ones(5), name="metric")
 hvd.shutdown()

@@ -155,15 +155,15 @@ def test_a_job_may_take_longer_than_its_limit_while_it_makes_progress(tmp_path: 
     task = Task("replay", ("stock",), str(tmp_path / "r"))
     code = """
 import json, time
-for step in range(16):
-    print(json.dumps({"task": 0, "step": step, "steps": 16, "arm": "stock"}), flush=True)
+for step in range(24):
+    print(json.dumps({"task": 0, "step": step, "steps": 24, "arm": "stock"}), flush=True)
     time.sleep(0.3)
 """
     seen: list[int] = []
     with subprocess.Popen([sys.executable, "-I", "-c", code], stdout=subprocess.PIPE) as process:
         rank = study_ranks.Rank(process, tmp_path / "log")
-        study_ranks._OutputReader([task], [rank], lambda _, step, *__: seen.append(step), 2.0).run()
-    assert seen == list(range(16))  # in 4.8 s
+        study_ranks._OutputReader([task], [rank], lambda _, step, *__: seen.append(step), 5.0).run()
+    assert seen == list(range(24))  # in 7.2 s
 
 
 def test_a_job_without_progress_ends_at_its_limit(tmp_path: Path) -> None:

@@ -218,7 +218,8 @@ class Stock:
         until = time.monotonic() + CLOSE_S
         while self._in_flight() and time.monotonic() < until:
             time.sleep(0.01)
-        if group is not None and self._in_flight():
+        self._works = [work for work in self._works if not work.is_completed()]  # they keep their connections open
+        if group is not None and self._works:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _in_flight(self) -> bool:

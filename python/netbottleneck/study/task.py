@@ -298,7 +298,7 @@ class Player:
         Raises as Work.wait."""
         core = connect.core()
         begin, schedule = core.now_ns(), self.schedule
-        recorder.put(EVENTS["FORWARD_BEGIN"])
+        recorder.put_at(begin, EVENTS["FORWARD_BEGIN"])
         core.stamp_at(recorder, EVENTS["FORWARD_END"], [begin + schedule.forward_ns], [0], self._spin)
         works = []
         for times, tensors, complete in self._parts:

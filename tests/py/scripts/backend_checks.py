@@ -507,7 +507,7 @@ def a_timeout_names_who_is_missing() -> None:
     if size() == 1:
         return
     late = size() - 1
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=10))
     dist.barrier(group)
     if rank() == late:
         store = dist.distributed_c10d._get_default_store()

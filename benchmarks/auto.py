@@ -2,11 +2,11 @@
 
 python benchmarks/auto.py [--networks 20] [--seed 1] [--json FILE]
 
-Each network: one run whose transports take turns in blocks of ten steps, which shows the best one, and one run with
-auto. An arm is right if the first run shows that it is surely not slower than the best one by more than 2 %, the
-difference that auto takes for none, and wrong if it surely is. If neither is sure, a longer first run follows; what it
-does not decide either is undecided. Prints a row for each network. Exit code 0 only if 19 of 20 are right, and trials
-cost at most 2 % of 2000 steps in 19 of 20.
+One run for each network: first auto, up to the end of its first trial; then all transports take turns in blocks of ten
+steps, over the same connections, which shows the best one (from run to run the same transport may differ by 10 %). The
+arm that auto kept is right if the turns show that it is surely not slower than the best one by more than 2 %, the
+difference that auto takes for none, and wrong if it surely is; else it is undecided. Prints a row for each network.
+Exit code 0 only if 19 of 20 are right, and trials cost at most 2 % of 2000 steps in 19 of 20.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import STOCK, Arm
 
 RANK = Path(__file__).with_name("auto_rank.py")
-REFERENCE_STEPS, AUTO_STEPS, BY_STEP, LONG_STEPS = (240, 960), 220, 200, 2000
+BY_STEP, TURNS_STEPS, LONG_STEPS = 200, 720, 2000
 LINKS_MBIT, FLOWS, WIDTHS = (500, 1000, 2000, 5000, 10000), (1, 2, 4), (128, 256, 512)
 LIMIT_S = 240.0
 RIGHT = 0.95
@@ -45,7 +45,7 @@ RIGHT = 0.95
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one network. against_best: step time of the kept arm over the best one's, in the run with turns."""
+    """Of one network. against_best: step time of the kept arm over the best one's, while they took turns."""
 
     network: str
     width: int
@@ -106,12 +106,17 @@ def summary(outcomes: Sequence[Outcome]) -> tuple[str, bool]:
     return "; ".join(counts), min(len(names["right"]), cheap) >= RIGHT * len(outcomes)
 
 
-def measured(network: str, width: int, steps: int, variables: Mapping[str, str]) -> tuple[Trace, dict[str, Any]]:
-    """Run the loop on two simulated hosts; return the trace and rank 0's description of itself."""
+def measured(network: str, width: int) -> tuple[Trace, dict[str, Any]]:
+    """Run the loop on two simulated hosts; return the trace after the trial and rank 0's description of itself."""
     with tempfile.TemporaryDirectory(prefix="auto-") as folder, Lab(2, network) as lab:
-        environ = {**os.environ, "NETBOTTLENECK_DIR": f"{folder}/run", "NETBOTTLENECK_START_STEP": "0", **variables}
-        environ["NETBOTTLENECK_INSECURE"] = "1"  # the network is the lab's own
-        command = [sys.executable, "-m", "netbottleneck", "run", str(RANK), str(steps), str(width)]
+        environ = {
+            **os.environ,
+            "NETBOTTLENECK_TRANSPORT": "auto",
+            "NETBOTTLENECK_DIR": f"{folder}/run",
+            "NETBOTTLENECK_START_STEP": str(BY_STEP),
+            "NETBOTTLENECK_INSECURE": "1",  # the network is the lab's own
+        }
+        command = [sys.executable, "-m", "netbottleneck", "run", str(RANK), str(BY_STEP + TURNS_STEPS), str(width)]
         ranks = [lab.popen(rank, command, env=environ, stdout=subprocess.DEVNULL) for rank in range(lab.size)]
         codes = [process.wait(LIMIT_S) for process in ranks]
         if any(codes):
@@ -122,17 +127,8 @@ def measured(network: str, width: int, steps: int, variables: Mapping[str, str])
 
 def outcome(network: str, width: int) -> Outcome:
     """Measure one network."""
-    _, meta = measured(network, width, AUTO_STEPS, {"NETBOTTLENECK_TRANSPORT": "auto"})
-    for steps in REFERENCE_STEPS:
-        found = against(network, width, steps, meta["auto"])
-        if found.judged != "undecided":
-            break
-    return found
-
-
-def against(network: str, width: int, steps: int, found: Mapping[str, Any]) -> Outcome:
-    """Compare the arm that auto kept with the best one, in a run with turns. found: what auto found."""
-    trace, _ = measured(network, width, steps, {"NETBOTTLENECK_TRANSPORT": "stock,tcp,ofi"})
+    trace, meta = measured(network, width)
+    found = meta["auto"]
     times = {arm: float(np.median(np.concatenate(list(step_times(trace, arm).values())))) for arm in trace.arms}
     best = min(times, key=lambda arm: times[arm])
     trial = found["trials"][0]

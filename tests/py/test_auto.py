@@ -96,6 +96,36 @@ def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:
         assert job.arms[before] == job.arms[after] or job.blocks[after] == job.blocks[before] + 1
 
 
+def test_a_few_disturbed_blocks_do_not_decide_between_two_arms() -> None:
+    for seed in range(20):
+        undisturbed = steady(seed, {STOCK: 100.0, TCP: 60.0, OFI: 62.0}, 0.02)
+        disturbed: set[int] = set()
+
+        def step_ms(
+            arm: Arm,
+            step: int,
+            rank: int,
+            undisturbed: Callable[..., float] = undisturbed,
+            disturbed: set[int] = disturbed,
+        ) -> float:
+            if arm == TCP and step >= 20 and len(disturbed) < 10:  # two blocks of it
+                disturbed.add(step)
+            return (2.0 if step in disturbed else 1.0) * undisturbed(arm, step, rank)
+
+        assert [trial.kept for trial in job_of(step_ms).run(200).plans[0].trials] == [TCP]
+
+
+def test_a_trial_of_fewer_arms_has_more_blocks_of_each() -> None:
+    """Stock leaves after three rounds; the others differ too little to leave."""
+    for seed in range(20):
+        job = job_of(steady(seed, {STOCK: 100.0, TCP: 60.0, OFI: 60.3}, 0.1)).run(200)
+        (trial,) = job.plans[0].trials
+        blocks_of = {arm: job.arms[auto.BLOCK_STEPS : trial.end_step].count(arm) // auto.BLOCK_STEPS for arm in ARMS}
+        assert blocks_of[TCP] == blocks_of[OFI] == trial.blocks
+        assert trial.blocks > auto.TRIAL_BLOCKS // len(ARMS)
+        assert auto.TRIAL_BLOCKS - 1 <= sum(blocks_of.values()) <= auto.TRIAL_BLOCKS
+
+
 def test_an_arm_that_is_much_slower_has_one_block() -> None:
     job = job_of(steady(2, {STOCK: 50.0, TCP: 52.0, OFI: 150.0})).run(200)
     assert job.arms.count(OFI) == auto.BLOCK_STEPS

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean, median, median_low
 from typing import Any
 
-from netbottleneck.analysis.comparisons import Estimate, middle_of_sequence
+from netbottleneck.analysis.comparisons import Estimate, middle, middle_of_sequence
 from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.runtime.blocks import Block, Deciding, changes, ratio_of
 from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import ms
 
 BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first of them is not counted
-TRIAL_BLOCKS = 12  # of each arm, at most
+TRIAL_BLOCKS = 38  # of all arms together, at most
 CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all candidates equal
 # A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
 # exceeds another's slowest step by it. Stock and the arm kept so far must be surely slower instead.
@@ -132,6 +132,11 @@ class Auto(Deciding):
         """Time of all trials' steps beyond that of the arms kept after them."""
         return sum(trial.cost_ns for trial in self.trials)
 
+    @property
+    def _blocks(self) -> int:
+        """Number of blocks of the current trial."""
+        return sum(map(len, self._found.values()))
+
     def _begins(self, step: int) -> None:
         self._trial = Trial(step)
         self._candidates = list(self.arms)
@@ -175,13 +180,9 @@ class Auto(Deciding):
         return self._slower[arm] >= CONFIRMED or (may_leave and self._is_dear(arm, best))
 
     def _best(self) -> Arm:
-        """Return the candidate of least mean step time; of equal ones the first."""
-
-        def level(arm: Arm) -> float:
-            blocks = self._found[arm].values()
-            return sum(math.log(max(block.median, 1)) for block in blocks) / len(blocks)
-
-        return min(self._candidates, key=level)
+        """Return the candidate of least step time, in pairs of blocks; of equal ones the first."""
+        first = self._candidates[0]
+        return min(self._candidates, key=lambda arm: middle(self._logs(arm, first)).value)
 
     def _logs(self, arm: Arm, base: Arm) -> list[float]:
         """Return the logarithms of an arm's step time over another's, for each cycle with both."""
@@ -202,8 +203,8 @@ class Auto(Deciding):
     def _why_over(self) -> str:
         if len(self._candidates) == 1:
             return "the others are slower"
-        if self._cycle >= TRIAL_BLOCKS:
-            return f"after {TRIAL_BLOCKS} blocks of each arm"
+        if self._blocks + len(self._candidates) > TRIAL_BLOCKS:
+            return f"after {self._blocks} blocks of steps"
         self._equal = self._equal + 1 if self._are_equal() else 0
         if self._equal >= CONFIRMED:
             return f"the step times of {', '.join(self._candidates)} differ by less than {EQUAL:.0%}"

@@ -590,10 +590,10 @@ def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:
         {"monitor_hz": 200, "transports": "null", "directory": str(tmp_path / "run"), "start_step": 0}, {}
     )
     session = open_session(chosen)
-    for _ in range(4):
+    for _ in range(4):  # each with readings enough, as a step of twice the median counts as unusual
         session.begin()
-        before = rows(session.folder / "ranks")
-        wait_for(lambda before=before: rows(session.folder / "ranks") > before + 2, "rows")  # type: ignore[misc]
+        enough = rows(session.folder / "ranks") + 2 * usage.ARM_READINGS
+        wait_for(lambda enough=enough: rows(session.folder / "ranks") > enough, "rows")  # type: ignore[misc]
         session.end()
     session.close()
     assert sampling(session.folder) == []

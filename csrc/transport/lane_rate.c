@@ -2,6 +2,10 @@
 // lane's share of the remaining bytes shrinks as they do. The bytes already ahead of it count, so that all lanes finish
 // at about the same time. A segment is never so short that handling it costs more than sending it. The bytes ahead of a
 // lane are those in flight and those sent but still held by this host; on a slow interface the latter may be more.
+//
+// A rate is that of bytes which had to wait. The first ones after a pause go into the kernel's buffers at once, and the
+// bytes of a time with pauses follow from the lane's share: a rate from either would confirm any share, a wrong one too.
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -11,22 +15,32 @@
 #include "transport/lanes_internal.h"
 
 enum {
-    KNOWN_BYTES = 512 * 1024,   // a smaller sample measures buffers, not the network
-    KNOWN_NS = 2 * 1000 * 1000, // a shorter sample measures how many requests finish in one pass
-    IDLE_NS = 1000 * 1000,      // a lane without work for less than this counts as busy
-    HELD_NS = 1000 * 1000,      // minimum interval between queries of what a lane still holds
-    HANDLING_NS = 100 * 1000,   // minimum duration of a segment at the rate of all lanes together
+    KNOWN_BYTES = 512 * 1024,    // a smaller sample measures buffers, not the network
+    KNOWN_NS = 2 * 1000 * 1000,  // a shorter sample measures how many requests finish in one pass
+    BUFFERED_BYTES = 256 * 1024, // of the bytes after a pause, those that may have gone into the kernel's buffers
+    PAUSE_NS = 20 * 1000,        // minimum length of a pause: less goes by while the thread handles other lanes
+    IDLE_NS = 1000 * 1000,       // the same where a library sends on its own what it has taken
+    HELD_NS = 1000 * 1000,       // minimum interval between queries of what a lane still holds
+    HANDLING_NS = 100 * 1000,    // minimum duration of a segment at the rate of all lanes together
     SEGMENT_LEAST = 16 * 1024,
     SEGMENT_UNKNOWN = 64 * 1024 // minimum segment while a lane's rate is unknown
 };
 
 static const double FADE_NS = 300e6; // a sample of this age counts for a third
 
-void nb_rate_posted(struct path *path, size_t bytes) {
+// True if a finished request may still be in the kernel's buffers.
+static bool is_buffered(const struct nb_lanes *lanes) {
+    return lanes->config.ops->held != NULL;
+}
+
+void nb_rate_posted(const struct nb_lanes *lanes, struct path *path, size_t bytes) {
     struct lane_rate *rate = &path->rate;
     if (path->in_flight == 0) {
         int64_t now = nb_now_ns();
-        rate->since_ns = now - rate->sent_ns > IDLE_NS ? now : rate->since_ns;
+        if (now - rate->sent_ns > (is_buffered(lanes) ? PAUSE_NS : IDLE_NS)) {
+            rate->since_ns = now;
+            rate->since_pause = 0;
+        }
     }
     path->in_flight += bytes;
 }
@@ -39,14 +53,21 @@ void nb_rate_refused(struct path *path, size_t bytes) {
 void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes) {
     struct lane_rate *rate = &path->rate;
     int64_t now = nb_now_ns();
-    path->in_flight -= bytes;
-    rate->held += lanes->config.ops->held != NULL ? bytes : 0;
-    rate->sent_ns = now;
     double ns = (double)(now - rate->since_ns);
+    path->in_flight -= bytes;
+    rate->sent_ns = now;
+    rate->since_ns = now;
+    if (is_buffered(lanes)) {
+        bool waited = rate->since_pause >= BUFFERED_BYTES;
+        rate->held += bytes;
+        rate->since_pause += bytes;
+        if (!waited) {
+            return;
+        }
+    }
     double keep = FADE_NS / (FADE_NS + ns);
     rate->bytes = rate->bytes * keep + (double)bytes;
     rate->ns = rate->ns * keep + ns;
-    rate->since_ns = now;
     if (rate->bytes >= KNOWN_BYTES && rate->ns >= KNOWN_NS) {
         rate->bytes_per_ns = rate->bytes / rate->ns;
     }

@@ -140,7 +140,7 @@ static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane, int *
     struct nb_request *req = &at->request;
     struct nb_flow *flow = at->flow;
     path->idle = at->next;
-    nb_rate_posted(path, req->frame.bytes);
+    nb_rate_posted(lanes, path, req->frame.bytes);
     if (lanes->lane[lane]->ops->post(lanes->lane[lane], req) >= 0) {
         return true;
     }

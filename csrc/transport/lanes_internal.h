@@ -49,10 +49,11 @@ struct path {
     uint32_t writes_owed;   // RMA: the peer's count in its last pong; all have landed by the next one
     size_t in_flight;       // in bytes
     struct lane_rate {
-        int64_t since_ns;    // start of the measurement
+        int64_t since_ns;    // last time that a request finished, or the end of a pause since
         int64_t sent_ns;     // last time that a request finished
-        double bytes;        // bytes that were sent
-        double ns;           // time with work
+        size_t since_pause;  // bytes that finished since the last pause
+        double bytes;        // bytes that had to wait
+        double ns;           // their time
         double bytes_per_ns; // 0: unknown
         size_t held;         // bytes sent that the lane still held at the last query, plus those sent since
         int64_t held_ns;     // time of the last query
@@ -196,7 +197,7 @@ void nb_lanes_update_reach(struct nb_lanes *lanes, int peer);
 int nb_lanes_send_message(struct nb_lanes *lanes, int peer, const void *data, size_t bytes);
 
 // lane_rate.c: measures how fast each lane delivers, and limits how much it may take at once.
-void nb_rate_posted(struct path *path, size_t bytes);
+void nb_rate_posted(const struct nb_lanes *lanes, struct path *path, size_t bytes);
 void nb_rate_refused(struct path *path, size_t bytes);
 void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes);
 // Counts bytes of a flow that a lane has moved, in either direction.

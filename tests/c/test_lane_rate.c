@@ -84,14 +84,14 @@ static size_t segment(struct world *world, int lane, size_t left) {
 
 static void test_single_lane_gets_full_segments(void) {
     struct world world;
-    const double rates[] = {0.05};
+    static const double rates[] = {0.05};
     world_init(&world, rates, 1);
     CHECK(segment(&world, 0, BLOCK) == SEGMENT, "a single lane gets a short segment");
 }
 
 static void test_slow_lane_finishes_with_the_others(void) {
     struct world world;
-    const double rates[] = {0.05, 0.05, 0.05, 0.0125};
+    static const double rates[] = {0.05, 0.05, 0.05, 0.0125};
     world_init(&world, rates, LANES);
     CHECK(segment(&world, 3, 64 << 20) == SEGMENT, "a slow lane gets short segments far from the end");
     size_t left = 4 << 20;
@@ -112,7 +112,7 @@ static void test_slow_lane_finishes_with_the_others(void) {
 // Pulls for all lanes in turn until none takes a segment, without completing any: checks the bytes in flight.
 static void test_bytes_in_flight_count(void) {
     struct world world;
-    const double rates[] = {0.05, 0.05, 0.05, 0.0125};
+    static const double rates[] = {0.05, 0.05, 0.05, 0.0125};
     size_t left = 8 << 20;
     size_t total = left;
     bool took = true;
@@ -142,7 +142,7 @@ static void test_bytes_in_flight_count(void) {
 // A slow lane has no requests in flight, but this host still holds the bytes that it has sent.
 static void test_bytes_held_on_this_host_count(void) {
     struct world world;
-    const double rates[] = {0.05, 0.05, 0.05, 0.0125};
+    static const double rates[] = {0.05, 0.05, 0.05, 0.0125};
     int sooner = -1;
     world_init(&world, rates, LANES);
     CHECK(segment(&world, 3, 512 * 1024) > 0, "an idle lane takes nothing");
@@ -166,7 +166,7 @@ static void test_bytes_held_on_this_host_count(void) {
 // For any amounts of held bytes, one lane takes the bytes left, and the other lanes defer to it.
 static void test_one_lane_takes_the_last_bytes(void) {
     struct world world;
-    const double rates[] = {0.05, 0.02, 0.07, 0.0125};
+    static const double rates[] = {0.05, 0.02, 0.07, 0.0125};
     unsigned seed = 1;
     world_init(&world, rates, LANES);
     for (int trial = 0; trial < 2000; trial++) {
@@ -192,7 +192,7 @@ static void test_one_lane_takes_the_last_bytes(void) {
 
 static void test_held_bytes_are_queried_near_the_end(void) {
     struct world world;
-    const double rates[] = {0.05, 0.05, 0.05, 0.05};
+    static const double rates[] = {0.05, 0.05, 0.05, 0.05};
     world_init(&world, rates, LANES);
     for (int i = 0; i < LANES; i++) {
         world.paths[i].rate.held = 1;
@@ -205,7 +205,7 @@ static void test_held_bytes_are_queried_near_the_end(void) {
 
 static void test_fast_lanes_take_no_tiny_segments(void) {
     struct world world;
-    const double rates[] = {2, 2};
+    static const double rates[] = {2, 2};
     world_init(&world, rates, 2);
     size_t least = segment(&world, 0, BLOCK);
     CHECK(least > 150 * 1024 && least <= SEGMENT, "a lane of 2 GB/s takes %zu bytes", least);
@@ -213,7 +213,7 @@ static void test_fast_lanes_take_no_tiny_segments(void) {
 
 static void test_segments_keep_the_configured_size(void) {
     struct world world;
-    const double rates[] = {2, 0};
+    static const double rates[] = {2, 0};
     world_init(&world, rates, 2);
     world.lanes.config.segment_bytes = BLOCK;
     CHECK(segment(&world, 0, 1 << 20) == BLOCK && segment(&world, 1, 1 << 20) == BLOCK,
@@ -222,7 +222,7 @@ static void test_segments_keep_the_configured_size(void) {
 
 static void test_lane_of_unknown_rate_counts_as_average(void) {
     struct world world;
-    const double rates[] = {1, 0};
+    static const double rates[] = {1, 0};
     world_init(&world, rates, 2);
     CHECK(segment(&world, 1, 512 * 1024) == 128 * 1024, "the unknown lane takes %zu bytes of 512 KiB",
           segment(&world, 1, 512 * 1024));
@@ -239,11 +239,11 @@ static void complete_after(struct path *path, int64_t ns, size_t bytes) {
 
 static void test_rate_needs_enough_bytes(void) {
     struct path path = {.open = true};
-    nb_rate_posted(&path, 64 * 1024);
+    nb_rate_posted(&idle_lanes, &path, 64 * 1024);
     complete_after(&path, 10 * 1000 * 1000, 64 * 1024);
     CHECK(path.in_flight == 0 && path.rate.bytes_per_ns == 0, "a rate follows from one short segment");
-    nb_rate_posted(&path, 1 << 20);
-    nb_rate_posted(&path, 1 << 20);
+    nb_rate_posted(&idle_lanes, &path, 1 << 20);
+    nb_rate_posted(&idle_lanes, &path, 1 << 20);
     nb_rate_refused(&path, 1 << 20);
     CHECK(path.in_flight == 1 << 20, "%zu bytes in flight", path.in_flight);
     complete_after(&path, 10 * 1000 * 1000, 1 << 20);
@@ -252,7 +252,7 @@ static void test_rate_needs_enough_bytes(void) {
 
 static void test_rate_needs_enough_time(void) {
     struct path path = {.open = true};
-    nb_rate_posted(&path, 2 << 20);
+    nb_rate_posted(&idle_lanes, &path, 2 << 20);
     complete_after(&path, 1000 * 1000, 1 << 20);
     CHECK(path.rate.bytes_per_ns == 0, "a rate follows from 1 ms");
     complete_after(&path, 2 * 1000 * 1000, 1 << 20);
@@ -262,7 +262,7 @@ static void test_rate_needs_enough_time(void) {
 static void test_requests_that_complete_together(void) {
     struct path path = {.open = true};
     for (int burst = 0; burst < 100; burst++) {
-        nb_rate_posted(&path, 4 << 20);
+        nb_rate_posted(&idle_lanes, &path, 4 << 20);
         complete_after(&path, 100 * 1000 * 1000, 1 << 20);
         nb_rate_sent(&idle_lanes, &path, 1 << 20);
         nb_rate_sent(&idle_lanes, &path, 1 << 20);
@@ -276,16 +276,50 @@ static void test_old_rate_fades(void) {
     struct path path = {.open = true};
     const double slow = (1 << 20) / 100e6;
     for (int i = 0; i < 100; i++) {
-        nb_rate_posted(&path, 1 << 20);
+        nb_rate_posted(&idle_lanes, &path, 1 << 20);
         complete_after(&path, 100 * 1000 * 1000, 1 << 20);
         CHECK(near(path.rate.bytes_per_ns, slow), "sample %d: the rate is %.6f bytes a ns", i, path.rate.bytes_per_ns);
     }
     for (int i = 0; i < 20; i++) {
-        nb_rate_posted(&path, 8 << 20);
+        nb_rate_posted(&idle_lanes, &path, 8 << 20);
         complete_after(&path, 100 * 1000 * 1000, 8 << 20);
     }
     CHECK(path.rate.bytes_per_ns > 7.9 * slow && path.rate.bytes_per_ns < 8 * slow,
           "after 2 s at 8 times the rate, the estimate is %.3f times as high", path.rate.bytes_per_ns / slow);
+}
+
+static const struct nb_lanes buffering_lanes = {.config = {.ops = &ops}};
+
+// Requests that the kernel takes at once, as of small all-reduces, with pauses that follow from the lane's share.
+static void test_a_share_does_not_confirm_itself(void) {
+    struct path path = {.open = true};
+    for (int i = 0; i < 200; i++) {
+        clock_ns += 500 * 1000;
+        nb_rate_posted(&buffering_lanes, &path, 64 * 1024);
+        clock_ns += 15 * 1000;
+        nb_rate_sent(&buffering_lanes, &path, 64 * 1024);
+    }
+    CHECK(path.rate.bytes_per_ns == 0, "a rate of %.3f bytes a ns follows from the pauses", path.rate.bytes_per_ns);
+}
+
+static void test_bytes_that_waited_tell_the_rate(void) {
+    struct path path = {.open = true};
+    const double rate = 64 * 1024 / 1e6;
+    for (int burst = 0; burst < 10; burst++) {
+        clock_ns += 500 * 1000;
+        nb_rate_posted(&buffering_lanes, &path, 20 * 64 * 1024);
+        for (int i = 0; i < 20; i++) {
+            clock_ns += i < 4 ? 10 * 1000 : 1000 * 1000; // the first 256 KiB go into buffers
+            nb_rate_sent(&buffering_lanes, &path, 64 * 1024);
+        }
+        CHECK(near(path.rate.bytes_per_ns, rate), "burst %d: the rate is %.4f bytes a ns, not %.4f", burst,
+              path.rate.bytes_per_ns, rate);
+    }
+    clock_ns += 10 * 1000; // the thread handled other lanes meanwhile
+    nb_rate_posted(&buffering_lanes, &path, 2 << 20);
+    clock_ns += INT64_C(10000) * 1000 * 1000;
+    nb_rate_sent(&buffering_lanes, &path, 1 << 20);
+    CHECK(path.rate.bytes_per_ns < 0.1 * rate, "what finished without a pause before does not count");
 }
 
 int main(void) {
@@ -302,5 +336,7 @@ int main(void) {
     test_rate_needs_enough_time();
     test_requests_that_complete_together();
     test_old_rate_fades();
+    test_a_share_does_not_confirm_itself();
+    test_bytes_that_waited_tell_the_rate();
     return 0;
 }

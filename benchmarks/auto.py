@@ -37,7 +37,7 @@ from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import STOCK, Arm
 
 RANK = Path(__file__).with_name("auto_rank.py")
-BY_STEP, TURNS_STEPS, LONG_STEPS = 200, 1440, 2000
+BY_STEP, TURNS_STEPS, LONG_STEPS = 200, 2400, 2000
 LINKS_MBIT, FLOWS, WIDTHS = (500, 1000, 2000, 5000, 10000), (1, 2, 4), (128, 256, 512)
 LIMIT_S = 480.0
 RIGHT = 0.95

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,9 @@ def test_the_arm_kept_stays_if_its_first_block_in_a_later_trial_is_disturbed() -
 
     job = job_of(step_ms)
     job.run(3000)
-    assert [trial.kept for trial in job.plans[0].trials] == [TCP, TCP]
+    trials = job.plans[0].trials
+    assert max(trial.first_step for trial in trials) > 1000
+    assert {trial.kept for trial in trials} == {TCP}
 
 
 def test_stock_that_is_much_slower_leaves_after_two_blocks() -> None:
@@ -143,6 +146,33 @@ def test_the_slowest_rank_counts() -> None:
         return {STOCK: 50.0, TCP: 30.0 if rank else 70.0, OFI: 55.0}[arm]
 
     assert job_of(step_ms).run(200).arms[-1] == STOCK
+
+
+def test_a_trial_that_does_not_tell_arms_apart_is_followed_by_one_of_them_alone() -> None:
+    """Tcp is 3 % faster than stock, and the noise of neighbouring steps alike. Ofi leaves in the first trial."""
+    undecided = 0
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        last = 0.0
+
+        def step_ms(arm: Arm, _step: int, rank: int, draw: np.random.Generator = draw) -> float:
+            nonlocal last
+            last = 0.7 * last + 0.7 * draw.normal() if rank == 0 else last
+            return {STOCK: 30.0, TCP: 29.1, OFI: 36.0}[arm] * math.exp(0.05 * last)
+
+        job = job_of(step_ms).run(8000)
+        assert job.arms[-1] == TCP
+        first, *later = job.plans[0].trials
+        undecided += first.kept == str(STOCK)
+        assert [trial.first_step >= auto.AGAIN * before.end_step for before, trial in pairwise([first, *later])] == [
+            True
+        ] * len(later)
+        if later:
+            assert first.again == [str(STOCK), str(TCP)]
+            assert OFI not in job.arms[first.end_step :]
+            assert f"trial of stock and tcp follows after step {auto.AGAIN * first.end_step}" in job.lines[0]
+            assert set(later[0].against_stock) == {str(TCP)}
+    assert undecided > 2
 
 
 def test_a_lasting_change_begins_another_trial() -> None:

@@ -2,7 +2,8 @@
 
 The run begins with a trial: stock and the transports that all ranks can use take turns in short blocks of steps. The
 arm that is surely faster than stock is kept, else stock. While an arm is kept, the ranks look at its step
-time from time to time; a lasting change begins another trial.
+time from time to time; a lasting change begins another trial. A trial that could not tell its fastest arms apart is
+followed by another one of them alone, later in the run.
 """
 
 import math
@@ -30,6 +31,7 @@ LOOK_S = 2.0  # time between two looks while an arm is kept
 LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
 CHANGED = 1.15  # factor of the step time that counts as a change of the network
 LOOKS = 2  # consecutive looks that must see a change
+AGAIN = 3  # a trial that was not decided at a step is followed by another at so many times that step
 # Of the run's time: the cost of trials so far, before another one begins and while it runs. The first trial has no such
 # bound: what tells two arms apart costs more than that part of the few steps that have run.
 COST_BEFORE, COST_MAX = 0.01, 0.02
@@ -39,7 +41,8 @@ COST_BEFORE, COST_MAX = 0.01, 0.02
 class Trial:
     """One trial. cost_ns: see Auto. least_steps: number of steps of a run whose time the cost is COST_MAX of.
 
-    against_stock: step time over stock's, by arm, with its interval; infinite for too few pairs of blocks.
+    against_stock: step time over stock's, by arm, with its interval; infinite for too few pairs of blocks. again: arms
+    that it could not tell apart.
     """
 
     first_step: int
@@ -50,16 +53,18 @@ class Trial:
     cost_ns: int = 0
     least_steps: int = 0
     against_stock: dict[str, Estimate] = field(default_factory=dict)
+    again: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """Return what the trial found, for people."""
         found = changes(self.against_stock)
         times = f"; step time against stock (measured, 95 % interval): {found}" if found else ""
         part = f", {100 * COST_MAX:.0f} % of a run of {self.least_steps} steps" if self.cost_ns else ""
+        later = f". Another trial of {' and '.join(self.again)} follows after step {AGAIN * self.end_step}"
         return (
             f"auto: from step {self.end_step} on {self.kept}: {self.why}{times}. "
             f"Trial of steps {self.first_step} to {self.end_step - 1}: {ms(self.cost_ns)} more than the same steps "
-            f"over {self.kept}{part}"
+            f"over {self.kept}{part}{later if self.again else ''}"
         )
 
 
@@ -103,7 +108,9 @@ class Auto(Deciding):
             if not self._turns:
                 line = self._cycle_ends(step)
         elif not self.trials or self._has_changed(block.median):
-            self._begins(step)
+            self._begins(step, self.arms)
+        elif self._is_again_due(step):
+            self._begins(step, [Arm.parse(name) for name in self.trials[-1].again])
         else:
             self._end = step + self._until_look(block.median)
         if self._trial is not None:
@@ -137,10 +144,10 @@ class Auto(Deciding):
         """Number of blocks of the current trial."""
         return sum(map(len, self._found.values()))
 
-    def _begins(self, step: int) -> None:
+    def _begins(self, step: int, arms: Sequence[Arm]) -> None:
         self._trial = Trial(step)
-        self._candidates = list(self.arms)
-        self._turns = list(self.arms)
+        self._candidates = list(arms)
+        self._turns = list(arms)
         self._found = {arm: {} for arm in self.arms}
         self._cycle = 0
         self._slower.clear()
@@ -201,9 +208,12 @@ class Auto(Deciding):
         return all(each is not None and max(abs(each.low), abs(each.high)) < EQUAL for each in against)
 
     def _why_over(self) -> str:
+        """Return why the trial is over, "" if it is not. Notes the arms that it could not tell apart."""
+        assert self._trial is not None
         if len(self._candidates) == 1:
             return "the others are slower"
         if self._blocks + len(self._candidates) > TRIAL_BLOCKS:
+            self._trial.again = [str(arm) for arm in self._candidates]
             return f"after {self._blocks} blocks of steps"
         self._equal = self._equal + 1 if self._are_equal() else 0
         if self._equal >= CONFIRMED:
@@ -227,6 +237,8 @@ class Auto(Deciding):
         trial.least_steps = math.ceil(trial.cost_ns * (1 / COST_MAX - 1) / max(self._step_ns(kept), 1))
         for arm in self.arms[1:]:
             logs = self._logs(arm, STOCK)
+            if not logs:
+                continue
             if len(logs) < PAIRS_MIN:
                 ratio = Estimate(math.exp(sum(logs) / len(logs)), 0.0, math.inf)
             else:
@@ -266,7 +278,16 @@ class Auto(Deciding):
             return False
         ratio = step_ns / max(self._reference_ns, 1)
         self._changed = self._changed + 1 if max(ratio, 1 / max(ratio, 1e-9)) > CHANGED else 0
-        return self._changed >= LOOKS and self.cost_ns <= COST_BEFORE * self.elapsed_ns
+        return self._changed >= LOOKS and self._is_affordable()
+
+    def _is_again_due(self, step: int) -> bool:
+        """Return True if the last trial is to be followed by another one now."""
+        last = self.trials[-1]
+        return bool(last.again) and step >= AGAIN * last.end_step and self._is_affordable()
+
+    def _is_affordable(self) -> bool:
+        """Return True if trials have cost so little of the run that another one may begin."""
+        return self.cost_ns <= COST_BEFORE * self.elapsed_ns
 
     @staticmethod
     def _until_look(step_ns: int) -> int:

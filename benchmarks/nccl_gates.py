@@ -9,7 +9,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import socket
 import subprocess
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import nccl_programs
 from cases import BUSY, Case, Run, others_busy, settle
 from gates import PAYLOAD, bits_s
 from judge import Figure, certain
@@ -31,8 +31,6 @@ from netbottleneck.lab import Lab, parse_lab
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = Path(_core.__file__).with_name("libnccl-net-netbottleneck.so")
-SOURCE = ROOT / "tests" / "nccl" / "measure.c"
-FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}")
 LIMIT_S = 60.0
 QUIET_WAITS = 40  # of half a second, for the machine to become quiet
 TRIES = 2  # of a round that other processes disturb
@@ -66,16 +64,7 @@ def library() -> Path | None:
 
 def compiled(folder: Path) -> Path:
     """Compile tests/nccl/measure.c. Raises Error with the compiler's message."""
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    if compiler is None:
-        raise Error(0, "no C compiler")
-    folder.mkdir(parents=True, exist_ok=True)
-    program = folder / "measure"
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(program), "-ldl", "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise Error(0, f"{compiler}: {' '.join(done.stderr.split())[:200]}")
-    return program
+    return nccl_programs.compiled("measure.c", folder / "measure", "-lm")
 
 
 def way(name: str) -> tuple[list[str], dict[str, str]]:

@@ -18,12 +18,12 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu_timing
+from nccl_programs import LIBRARY, compiled
 
 from netbottleneck import config
 from netbottleneck.report import Run
 from netbottleneck.runtime import nccl
 from netbottleneck.trace.transports import OVER_NCCL, STOCK, Arm
-from test_nccl_profiler import compiled
 
 SCRIPT = Path(__file__).parent / "scripts" / "nccl_arms.py"
 STEPS, BLOCK = 24, 3
@@ -334,7 +334,7 @@ ONE = "one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: n
 )
 def test_the_version_is_that_of_the_loaded_library(tmp_path: Path, loaded: str | None, built: str, why: str) -> None:
     soname = f"-Wl,-soname,{nccl.LIBRARY}"
-    make = ("-shared", "-fPIC", soname, f"-DVERSION={loaded}")
+    make = (*LIBRARY, soname, f"-DVERSION={loaded}")
     libraries = [str(compiled("version.c", tmp_path / "any.so", *make))] if loaded is not None else []
     command = [sys.executable, "-c", ASKED, *libraries, built]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "NETBOTTLENECK_"))}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,11 +16,15 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from gpu_calls import operations
+from nccl_programs import LIBRARY, compiled
+
 import netbottleneck
 from netbottleneck.analysis import nccl
-from netbottleneck.trace import nccl_events, ring_file
-from netbottleneck.trace.events import Event
-from netbottleneck.trace.model import NcclOperation, Trace
+from netbottleneck.trace import nccl_events
+from netbottleneck.trace.model import Trace
 from test_nccl_plugin import check_library, nccl_library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,16 +35,6 @@ CLOSE = 0.05
 LIMIT_S = 120
 
 Profile = Callable[..., dict[str, Any]]
-
-
-def compiled(source: str, target: Path, *options: str) -> Path:
-    """Compile a program or library of tests/nccl."""
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    assert compiler is not None, "no C compiler"
-    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", *options]
-    argv = [compiler, *flags, str(ROOT / "tests" / "nccl" / source), "-o", str(target), "-ldl"]
-    subprocess.run(argv, check=True, timeout=LIMIT_S)
-    return target
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +51,6 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         return {**result, "log": done.stderr}
 
     return run
-
-
-def operations(path: Path) -> tuple[NcclOperation, ...]:
-    """Return the operations of a ring that no training belongs to."""
-    rows = ring_file.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
-    names = {number: name for name, number in ring_file.EVENTS.items()}
-    events = [Event(names[kind], *rest) for kind, *rest in rows]
-    return nccl_events.nccl_operations(events, 0, lambda _: None, (), ())
 
 
 def check(result: dict[str, Any], path: Path) -> None:
@@ -157,7 +142,7 @@ def test_a_wrong_setting_is_named(profile: Profile, tmp_path: Path, name: str, v
 @pytest.mark.parametrize(("called", "other"), [(4, 4), (5, 4), (5, 5), (6, 5), (6, 6), (7, 4), (7, 5), (7, 6), (7, 7)])
 def test_events_are_passed_on(profile: Profile, tmp_path: Path, called: int, other: int) -> None:
     """Another profiler gets the events that it wants, with its own handles, in its own version, beside ours."""
-    library = compiled("other_profiler.c", tmp_path / "libother.so", "-shared", "-fPIC", f"-DOTHER={other}")
+    library = compiled("other_profiler.c", tmp_path / "libother.so", *LIBRARY, f"-DOTHER={other}")
     variables = {"NETBOTTLENECK_NCCL_PROFILER": str(library), "OTHER_LOG": str(tmp_path / "log")}
     result = profile("--version", str(called), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"), **variables)
     check(result, tmp_path / f"{result['pid']}.ring")
@@ -180,7 +165,7 @@ def test_events_are_passed_on(profile: Profile, tmp_path: Path, called: int, oth
 
 def test_another_profiler_alone(profile: Profile, tmp_path: Path) -> None:
     """Events are passed on, too, where none are recorded; NCCL reports those that it wants, and no others."""
-    library = compiled("other_profiler.c", tmp_path / "libother.so", "-shared", "-fPIC", "-DOTHER=6")
+    library = compiled("other_profiler.c", tmp_path / "libother.so", *LIBRARY, "-DOTHER=6")
     result = profile("--version", "6", NETBOTTLENECK_NCCL_PROFILER=str(library), OTHER_LOG=str(tmp_path / "log"))
     assert result["mask"] == 1 | 2 | 16
     assert len((tmp_path / "log").read_text(encoding="utf-8").splitlines()) == 21
@@ -271,7 +256,7 @@ def test_a_process_of_no_run_leaves_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("named", ["", "none"])
 def test_the_default_profiler_gets_the_events(tmp_path: Path, named: str) -> None:
     """It is the one that NCCL loads by itself, unless it is told to load none."""
-    compiled("other_profiler.c", tmp_path / "libnccl-profiler.so", "-shared", "-fPIC", "-DOTHER=6")
+    compiled("other_profiler.c", tmp_path / "libnccl-profiler.so", *LIBRARY, "-DOTHER=6")
     result = trained(tmp_path, LD_LIBRARY_PATH=str(tmp_path), NCCL_PROFILER_PLUGIN=named)
     assert result["plugin"] == str(PLUGIN)
     assert result["next"] == (None if named else "libnccl-profiler.so")

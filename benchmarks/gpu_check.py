@@ -26,11 +26,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_calls
 import gpu_timing
 import keep
 
 from netbottleneck import _core, config
 from netbottleneck.bench import head
+from netbottleneck.lab import Lab
 from netbottleneck.runtime.communicators import native_refusal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +52,8 @@ PRINTED_ROWS, PRINTED_CHARACTERS = 14, 500  # of a part; of a text
 CONNECTIONS = 32  # hardware queues for streams: the most that CUDA has
 
 
-NCCL, MULTI_RANK = (2, 18), (2, 30)  # the oldest that the plugin serves; the oldest with NCCL_MULTI_RANK_GPU_ENABLE
+# The oldest NCCL that the net plugin serves, that the profiler plugin serves, and with NCCL_MULTI_RANK_GPU_ENABLE.
+NCCL, PROFILER, MULTI_RANK = (2, 18), (2, 27), (2, 30)
 
 
 class Part(NamedTuple):
@@ -63,28 +66,34 @@ class Part(NamedTuple):
 
 # What ends a rank, or may harm the device, is last. All limits together are TOTAL_S.
 PARTS = {
-    "versions": Part(15, None, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
-    "collectives": Part(40, None, "every collective and type against sums on the host, bit for bit"),
-    "nb": Part(35, None, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
-    "nccl": Part(25, NCCL, "NCCL over our plugin: sums, and the network that NCCL took"),
-    "arms": Part(50, NCCL, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
-    "sharded": Part(35, NCCL, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
-    "timing": Part(85, None, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
-    "staging": Part(30, None, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
-    "gather": Part(35, None, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
-    "kernels": Part(30, None, "our kernels beside torch's copies and additions, by size, on one rank alone"),
-    "sockets": Part(40, NCCL, "NCCL over our plugin beside its Socket network, default and tuned"),
-    "hooks": Part(25, None, "gradient hooks on the thread of backward beside an empty Python hook"),
-    "one_host": Part(15, MULTI_RANK, "NCCL over our plugin, its ranks on one host: NCCL_MULTI_RANK_GPU_ENABLE"),
-    "faults": Part(20, None, "a rank killed in mid-copy is an error on the other"),
+    "versions": Part(10, None, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
+    "collectives": Part(30, None, "every collective and type against sums on the host, bit for bit"),
+    "nb": Part(30, None, "calls of the backend nb against the CPU's, and DDP over it against sums on the host"),
+    "horovod": Part(30, None, "Horovod's calls, on streams of their own too, and trainings against sums on the host"),
+    "nccl": Part(20, NCCL, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "arms": Part(45, NCCL, "NCCL's own network, nccl+tcp and nccl+ofi in turns in a measured DDP model"),
+    "sharded": Part(30, NCCL, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
+    "events": Part(30, PROFILER, "NCCL's events of our plugin and of Socket, and NCCL's calls, for replay elsewhere"),
+    "timing": Part(60, None, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
+    "staging": Part(35, None, "all-reduce of GPU memory beside host memory, and what it costs the GPU's computation"),
+    "gather": Part(25, None, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
+    "kernels": Part(25, None, "our kernels beside torch's copies and additions, by size, on one rank alone"),
+    "sockets": Part(30, NCCL, "NCCL over our plugin beside its Socket network, default and tuned"),
+    "capped": Part(40, NCCL, "the same, where each TCP flow is capped: all alike, and one of four lower"),
+    "hooks": Part(15, None, "gradient hooks on the thread of backward beside an empty Python hook"),
+    "one_host": Part(10, MULTI_RANK, "NCCL over our plugin, its ranks on one host: NCCL_MULTI_RANK_GPU_ENABLE"),
+    "faults": Part(15, None, "a rank killed in mid-copy is an error on the other"),
 }
 
-# All parts together. A part may use what is left of it, and is not started with less than LEAST_S.
-TOTAL_S, LEAST_S = 480, 10
+# All parts together. A part may use what the parts before it have left, up to MORE times its limit. It is not started
+# with less than LEAST_S.
+TOTAL_S, LEAST_S, MORE = 480, 10, 2
 ALONE = ("versions", "kernels")  # parts in which two ranks do not share the GPU
 
 # The variables of the ways that a part takes in turn.
+FLOWS = "CHECKED_FLOWS"  # caps of TCP flows in a lab on the loopback interface
 OURS = {"NCCL_NET": "NetBottleneck"}
+LANES = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "4", "NETBOTTLENECK_PORTS": "41000-41127"}
 WAYS: Mapping[str, Mapping[str, str]] = {
     "ours": OURS,
     # NCCL has ranks of one host on one GPU only with the first variable, and then goes by the network only without the
@@ -97,6 +106,9 @@ WAYS: Mapping[str, Mapping[str, str]] = {
         "NCCL_SHM_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
     },
+    # Ours on four lanes, whose ports say which cap each has.
+    "ours x4": {**OURS, **LANES},
+    "four flows of 500 Mbit/s": {**LANES, FLOWS: "500mbit"},
     "copies": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "0"},
     "kernel": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "1Mi"},
     "socket": {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"},
@@ -125,9 +137,19 @@ WAYS: Mapping[str, Mapping[str, str]] = {
         "CHECKED_SECONDS": "20",
     },
 }
+# The caps of the part `capped`, by title. One flow of four has a lower one in the second.
+CAPS = {"500 Mbit/s a flow": "500mbit", "500, 500, 500, 125 Mbit/s": "500mbit,500mbit,500mbit,125mbit"}
+CAPPED = {
+    f"{caps}, {title}": {**WAYS[title], FLOWS: flows}
+    for caps, flows in CAPS.items()
+    for title in ("ours x4", "socket", "socket 4x4")
+}
 WAYS_OF = {
+    "staging": ("", "four flows of 500 Mbit/s"),
     "gather": ("copies", "kernel"),
     "nccl": ("ours",),
+    "events": ("ours", "socket"),
+    "capped": tuple(CAPPED),
     "one_host": ("one host",),
     "sockets": ("ours", "socket", "socket 4x4"),
     "arms": ("in turns",),
@@ -259,6 +281,8 @@ def environ_of(part: str, rank: int, way: Mapping[str, str], folder: Path) -> di
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
         "NCCL_DEBUG_FILE": folder / f"nccl.{rank}.log",
     }
+    if part == "events":
+        values |= gpu_calls.variables(folder, rank)
     if part in MEASURED:
         values |= {"NETBOTTLENECK_DIR": folder / "run", "NETBOTTLENECK_STRICT": 1}
     return {**os.environ, **{name: str(value) for name, value in values.items()}, **way}
@@ -313,10 +337,12 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         ranks = []
+        lab = stack.enter_context(Lab(RANKS, f"none/{way[FLOWS]}", ways=("loopback",))) if FLOWS in way else None
         for rank in range(RANKS):
             log = stack.enter_context((folder / f"{rank}.log").open("wb"))
             command = [sys.executable, str(RANK), part, device, name]
             environ = environ_of(part, rank, way, folder) | port
+            environ = lab.variables(rank, environ) if lab else environ
             ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
         try:
             finish(part, ranks, until)
@@ -335,7 +361,8 @@ def rows_of_record(part: str, device: str, folder: Path) -> list[dict[str, Any]]
     """Return the rows of what a measured part recorded. Raises RuntimeError for a record that is not whole."""
     if part == "timing":
         return gpu_timing.rows(folder, device == CUDA)
-    return {"arms": gpu_timing.arms, "sharded": gpu_timing.sharded}.get(part, lambda _: [])(folder)
+    rows_of = {"arms": gpu_timing.arms, "sharded": gpu_timing.sharded, "events": gpu_calls.rows}
+    return rows_of.get(part, lambda _: [])(folder)
 
 
 def run_timing(device: str, until: float) -> list[dict[str, Any]]:
@@ -369,8 +396,10 @@ def failure(error: Exception) -> dict[str, Any]:
 
 def run_ways(name: str, device: str, until: float, rows: list[dict[str, Any]]) -> None:
     """Run a part in each of its ways; add the rows of each at once. Raises as run_ranks."""
+    if name == "events":
+        gpu_calls.recorder()
     for title in WAYS_OF.get(name, ("",)):
-        way = dict(WAYS.get(title, {}))
+        way = dict((CAPPED if name == "capped" else WAYS).get(title, {}))
         if name == "arms":
             rows += add_ofi(way)
         found = run_ranks(name, device, way, until)
@@ -390,11 +419,19 @@ def add_ofi(way: MutableMapping[str, str]) -> list[dict[str, Any]]:
     return []
 
 
-def run_part(name: str, device: str, left_s: float) -> dict[str, Any]:
-    """Return a part's result. left_s: for all parts."""
+def limit_of(name: str, later: Sequence[str], device: str, left_s: float) -> float:
+    """Return a part's limit in seconds. later: parts that run after it. left_s: for all of them."""
+    times = FAKE_TIMES if device == FAKE else 1
+    own = PARTS[name].limit_s * times
+    spare = left_s - times * sum(PARTS[each].limit_s for each in later)
+    return round(min(left_s, max(own, min(spare, MORE * own))))
+
+
+def run_part(name: str, device: str, left_s: float, later: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a part's result. left_s, later: see limit_of."""
     began = time.monotonic()
     part = PARTS[name]
-    limit_s = min(part.limit_s * (FAKE_TIMES if device == FAKE else 1), round(left_s))
+    limit_s = limit_of(name, later, device, left_s)
     result: dict[str, Any] = {"checks": part.text, "limit_s": limit_s, "verdict": "ok", "rows": []}
     try:
         if why := without_nccl(device, part.nccl) if part.nccl else "":
@@ -494,8 +531,8 @@ def main() -> int:
     verdicts: dict[str, list[str]] = {}
     until = time.monotonic() + TOTAL_S * (FAKE_TIMES if options.device == FAKE else 1)
     gpu = gpus(options.device)
-    for name in options.names:
-        result = run_part(name, options.device, until - time.monotonic())
+    for at, name in enumerate(options.names):
+        result = run_part(name, options.device, until - time.monotonic(), options.names[at + 1 :])
         verdicts.setdefault(result["verdict"], []).append(name)
         show(name, result)
         text = write(options.results, gpu, options.device, name, result)

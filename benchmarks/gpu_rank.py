@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
 
 import device_training
+import gpu_calls
 from gpu_timing import BACKWARD, FORWARD, MODULE, Rows, annotation, row
 
 import netbottleneck
@@ -30,6 +32,7 @@ from netbottleneck.bench import models
 from netbottleneck.cli import calibrate
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.hooks.measured_model import leaves
+from netbottleneck.lab import parse_lab
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TYPES = (
@@ -37,9 +40,11 @@ TYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 ROUNDS, WARM = 7, 2
+PRODUCTS, MATRIX = 20, 2048  # matrix products of a computation, and the matrices' width
 LIBRARY = config.settings().cuda_library
 DIFFERENT = "different elements"
 SLEEP_CYCLES = 5_000_000  # of the GPU: 2.5 ms at 2 GHz, in which Python launches some hundred calls
+EVENTS_BYTES = 4 << 20  # of the tensors that the part `events` moves
 TIMED = range(2, 7)  # steps whose time says how many there is time for
 LEAST_BLOCKS, PROFILED_BLOCKS = 10, 4  # of steps in a measured training; the last ones of `timing` are profiled
 
@@ -179,8 +184,51 @@ def pinned_copies(device: Device, there: torch.Tensor, what: str) -> Rows:
     return [row(f"plain pinned copy of {what} {way}", timed(device, work), 1e3, "ms") for way, work in ways.items()]
 
 
+def computation(device: Device, matrix: torch.Tensor) -> float:
+    """Return the seconds of PRODUCTS matrix products by the device's events; over the fake driver, the host's."""
+    began = time.perf_counter()
+    if device.real:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)  # until the host has launched all
+        begin.record()
+    for _ in range(PRODUCTS):
+        matrix @ matrix
+    if not device.real:
+        device.wait()
+        return time.perf_counter() - began
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def slowed(device: Device, tensors: dict[str, torch.Tensor | None]) -> Rows:
+    """Time a computation of rank 0 alone, and while all-reduces are in flight. tensors: what they move, by name."""
+    matrix = torch.zeros(MATRIX if device.real else 16, MATRIX if device.real else 16, device=device.name)
+    times: dict[str, list[float]] = {name: [] for name in tensors}
+    ended_before = dict.fromkeys(tensors, 0)
+    for turn in range(WARM + ROUNDS):
+        for name, tensor in tensors.items():
+            device.wait()
+            hvd.barrier()
+            handle = None if tensor is None else hvd.allreduce_async_(tensor, op=hvd.Max)
+            spent = computation(device, matrix) if RANK == 0 else 0.0
+            if turn >= WARM:
+                times[name].append(spent)
+                ended_before[name] += handle is not None and hvd.poll(handle)
+            if handle is not None:
+                hvd.synchronize(handle)
+    rows = [row(f"computation on the GPU, {name}", spent, 1e3, "ms") for name, spent in times.items()]
+    return [
+        {**each, **({"operation ended before": ended_before[name]} if tensors[name] is not None else {})}
+        for name, each in zip(tensors, rows, strict=True)
+    ]
+
+
 def staging(device: Device) -> Rows:
-    """Time the all-reduce of GPU memory beside that of host memory, and plain pinned copies."""
+    """Time the all-reduce of GPU memory beside that of host memory.
+
+    Without caps, time plain pinned copies, gloo, and a computation beside all-reduces too.
+    """
     host = torch.ones(device.large)
     there = torch.ones(device.large, device=device.name)
     megabytes = device.large * 4 / 1e6
@@ -191,6 +239,17 @@ def staging(device: Device) -> Rows:
         ),
         row(f"all-reduce of {what}, host memory", timed(device, lambda: hvd.allreduce_(host, op=hvd.Max)), 1e3, "ms"),
     ]
+    rows.append(
+        {
+            "condition": f"all-reduce of {what}, time of device memory over that of host memory",
+            "value": float(f"{rows[0]['value'] / rows[1]['value']:.4g}"),
+            "unit": "ratio",
+        }
+    )
+    if "CHECKED_FLOWS" in os.environ:
+        return rows
+    beside = {"alone": None, "beside an all-reduce of host memory": host, "beside one of device memory": there}
+    rows += slowed(device, beside)
     if device.real:
         rows += pinned_copies(device, there, what)
         dist.init_process_group("gloo")
@@ -266,10 +325,17 @@ def faults(device: Device) -> Rows:
     raise AssertionError("the all-reduce with a dead rank succeeded")
 
 
-def trained_by_hand(device: Device) -> str:
-    """Train as device_training.train_ddp does, with gradients summed in host memory; return the digest of the weights.
+def summed_by_torch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks of a tensor in host memory, by the process group."""
+    dist.all_reduce(tensor)
+    return tensor
 
-    DDP divides before it sums, and so does this. Sums of two ranks do not depend on their order.
+
+def trained_by_hand(device: Device, summed: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Train as device_training does, with gradients summed in host memory; return the digest of the weights.
+
+    DDP divides before it sums, and so does this. Horovod divides the sum; halves are exact. Sums of two ranks do not
+    depend on their order.
     """
     model = device_training.model_on(device.name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -278,9 +344,7 @@ def trained_by_hand(device: Device) -> str:
         device_training.loss_of(model, device.name, step, RANK).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            shared = parameter.grad.cpu() / SIZE
-            dist.all_reduce(shared)
-            parameter.grad.copy_(shared)
+            parameter.grad.copy_(summed(parameter.grad.cpu() / SIZE))
         optimizer.step()
     return device_training.digest(model)
 
@@ -290,7 +354,7 @@ def backend_nb(device: Device) -> Rows:
     dist.init_process_group(f"cpu:nb,{device.name}:nb")
     compared = device_training.compare_nb(device.name)
     device_training.check_waits(device.name, device.streams)
-    wanted = trained_by_hand(device)
+    wanted = trained_by_hand(device, summed_by_torch)
     for what, streams in (("one stream", None), ("streams of its own", device.streams)):
         model = device_training.train_ddp(device.name, device_training.on_streams(streams))
         assert device_training.digest(model) == wanted, f"other weights after DDP on {what}"
@@ -300,6 +364,39 @@ def backend_nb(device: Device) -> Rows:
         {"condition": f"{DIFFERENT}, {kind}, of {count}", "value": 0, "unit": "elements"}
         for kind, count in compared.items()
     ]
+
+
+def horovod(device: Device) -> Rows:
+    """Compare Horovod's calls on the device with those on the CPU, and trainings with sums on the host."""
+    compared = device_training.compare_calls(device.name, exact=not device.real)
+    device_training.check_handles(device.name, device.streams)
+    if device.real:
+        compared["sparse"] = compare_sparse(device.name)
+    wanted = trained_by_hand(device, lambda tensor: hvd.allreduce(tensor, op=hvd.Sum))
+    for what, streams in (("one stream", None), ("streams of its own", device.streams)):
+        model = device_training.model_on(device.name)
+        around = device_training.on_streams(streams)
+        device_training.train_hvd(model, device.name, around, hvd.Compression.none)
+        assert device_training.digest(model) == wanted, f"other weights after a training on {what}"
+        compared[f"weights after a training on {what}"] = sum(parameter.numel() for parameter in model.parameters())
+    return [
+        {"condition": f"{DIFFERENT}, {kind}, of {count}", "value": 0, "unit": "elements"}
+        for kind, count in compared.items()
+    ]
+
+
+def compare_sparse(where: str) -> int:
+    """Compare the sum of sparse tensors on a device with that on the CPU; return the number of elements."""
+    found = []
+    for place in (where, "cpu"):
+        at = torch.tensor([[RANK, 2, 5]], device=place)
+        values = torch.arange(12.0, device=place).view(3, 4) + RANK
+        tensor = torch.sparse_coo_tensor(at, values, (6, 4))
+        total = hvd.sparse_allreduce_async(tensor, name=f"sparse on {place}", op=hvd.Sum)()
+        assert total.device.type == place
+        found.append(total.to_dense().cpu())
+    assert torch.equal(*found), f"a wrong sum of sparse tensors: {found}"
+    return found[0].numel()
 
 
 class Ranges:
@@ -518,7 +615,9 @@ def over_nccl(device: Device, part: str) -> Rows:
 
     The part `nccl` times a tiny one too: without MPS, most of it is the time until the other rank has its slice.
     """
-    data = torch.full((device.large,), float(RANK + 1), device=device.name)
+    flows = parse_lab(f"none/{os.environ['CHECKED_FLOWS']}").flow_bps if "CHECKED_FLOWS" in os.environ else ()
+    count = device.large // 4 if flows else device.large  # in less time
+    data = torch.full((count,), float(RANK + 1), device=device.name)
     wanted = float(sum(range(1, SIZE + 1)))
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
     network = os.environ["NCCL_NET"]
@@ -536,10 +635,35 @@ def over_nccl(device: Device, part: str) -> Rows:
             assert bool((tensor == wanted).all()), "a wrong sum"
         size = f"{tensor.numel() * 4 / 1e6:.3g} MB" if tensor is data else "4 bytes, which is the time of a slice"
         rows.append(row(f"all-reduce of {size} via NET/{network}", times[WARM:], 1e3, "ms"))
+        if flows:
+            four_bps = sum(4 // len(flows) * each for each in flows)
+            # A rank of two sends as many bytes as the tensor has.
+            share = 32 * tensor.numel() / statistics.median(times[WARM:]) / four_bps
+            rows[-1]["part of what four flows carry"] = float(f"{share:.3g}")
     dist.destroy_process_group()
     log = Path(os.environ["NCCL_DEBUG_FILE"]).read_text(encoding="utf-8", errors="replace")
     assert f"via NET/{network}" in log, f"NCCL did not take {network}: {log[-1500:]}"
     return rows
+
+
+def events(device: Device) -> Rows:
+    """Call NCCL's collectives as gpu_calls.CALLED says, and two messages."""
+    dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nccl"))
+    count = EVENTS_BYTES // 4 // SIZE * SIZE
+    data = torch.zeros(count, device=device.name)
+    for tensor in (*[data] * (gpu_calls.CALLED["AllReduce"] - 3), *[data[:1024]] * 3):
+        dist.all_reduce(tensor)
+    for _ in range(gpu_calls.CALLED["AllGather"]):
+        device_training.gather_whole(data, data[: count // SIZE].clone())
+    for _ in range(gpu_calls.CALLED["ReduceScatter"]):
+        device_training.scatter_whole(torch.zeros(count // SIZE, device=device.name), data)
+    for _ in range(gpu_calls.CALLED["Broadcast"]):
+        dist.broadcast(data, 0)
+    for _ in range(gpu_calls.MESSAGES):
+        dist.send(data, 1) if RANK == 0 else dist.recv(data, 0)
+    device.wait()
+    dist.destroy_process_group()
+    return []
 
 
 def arms(device: Device) -> Rows:
@@ -598,7 +722,7 @@ def main() -> None:
     if part == "kernels" and RANK > 0:
         return  # without a context on the GPU, which rank 0 has alone
     device = Device(name)
-    if part in ("nccl", "sockets", "one_host"):
+    if part in ("nccl", "sockets", "capped", "one_host"):
         rows = over_nccl(device, part)
     elif part == "nb":
         rows = backend_nb(device)
@@ -606,12 +730,13 @@ def main() -> None:
         rows = kernels(device)
     elif part == "timing":
         rows = timing(device, folder)
-    elif part in ("arms", "sharded"):
-        rows = {"arms": arms, "sharded": sharded}[part](device)
+    elif part in ("arms", "sharded", "events"):
+        rows = {"arms": arms, "sharded": sharded, "events": events}[part](device)
     else:
         hvd.init()
         parts = {
             "collectives": collectives,
+            "horovod": horovod,
             "staging": staging,
             "gather": gather,
             "hooks": hooks,

@@ -149,12 +149,12 @@ def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.Co
 
 
 ROWS = {
-    **{"versions": 13, "collectives": 8, "nb": 5, "staging": 2, "gather": 3, "hooks": 3, "faults": 1},
+    **{"versions": 13, "collectives": 8, "nb": 5, "horovod": 4, "staging": 9, "gather": 3, "hooks": 3, "faults": 1},
     **{"timing": 11, "kernels": 3 * 13 + 3},
 }
 
 
-@pytest.mark.parametrize("part", [*ROWS, "nccl"])
+@pytest.mark.parametrize("part", [*ROWS, "nccl", "events"])
 def test_each_part_of_gpu_check_writes_its_result(device: dict[str, str], tmp_path: Path, part: str) -> None:
     """Over the fake driver: all parts but one that needs a GPU."""
     results = tmp_path / "results.json"
@@ -168,7 +168,7 @@ def test_each_part_of_gpu_check_writes_its_result(device: dict[str, str], tmp_pa
     assert "torch" in found["versions"]
     assert set(found["parts"]) == {part}
     written = found["parts"][part]
-    if part == "nccl":
+    if part in ("nccl", "events"):
         assert (written["verdict"], written["why"]) == ("not run", "NCCL needs a GPU")
     else:
         assert (written["verdict"], len(written["rows"])) == ("ok", ROWS[part])

@@ -45,6 +45,7 @@ TRAINED = {
         ("arms", {"NETBOTTLENECK_TRANSPORT": "stock,tcp"}),
         ("timing", {"NETBOTTLENECK_TRANSPORT": "stock"}),
         ("sharded", {"NETBOTTLENECK": "1"}),
+        ("events", {}),
     ],
 )
 @pytest.mark.timeout(300)
@@ -54,7 +55,7 @@ def test_parts_that_train_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, part: 
         monkeypatch.setattr(checks, "rows_of_record", lambda *_: [])
     rows = checks.run_ranks(part, "cpu", {**TRAINED, **env}, time.monotonic() + LIMIT_S)
     shown = [row["condition"] for row in rows if row["condition"].startswith("step ")]
-    assert len(shown) == {"arms": 3, "timing": 1, "sharded": 0}[part]
+    assert len(shown) == {"arms": 3, "timing": 1, "sharded": 0, "events": 0}[part]
 
 
 FAILS = """
@@ -122,9 +123,14 @@ def test_any_exception_fails_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_part_uses_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to twice its own, and none of the later parts'."""
     monkeypatch.setattr(checks, "run_ranks", lambda *_: [])
-    assert checks.run_part("hooks", "fakecuda", 1000.0)["limit_s"] == checks.FAKE_TIMES * checks.PARTS["hooks"].limit_s
-    assert checks.run_part("hooks", "fakecuda", 11.0)["limit_s"] == 11
+    own, later = (checks.FAKE_TIMES * checks.PARTS[name].limit_s for name in ("hooks", "faults"))
+    limits = [
+        checks.run_part("hooks", "fakecuda", left_s, ["faults"])["limit_s"]
+        for left_s in (1000.0, own + later + 3.0, own + later - 3.0, 11.0)
+    ]
+    assert limits == [2 * own, own + 3, own, 11]
     result = checks.run_part("hooks", "fakecuda", 3.0)
     assert result["verdict"] == "failed"
     assert "not run: 3 s are left: --only hooks" in result["why"]
@@ -201,6 +207,37 @@ def test_elsewhere_each_rank_is_a_host_of_its_own(tmp_path: Path) -> None:
             ranks = [checks.environ_of(part, rank, checks.WAYS[title], tmp_path) for rank in range(checks.RANKS)]
             assert len({environ["NCCL_HOSTID"] for environ in ranks}) == checks.RANKS
             assert not any("NCCL_MULTI_RANK_GPU_ENABLE" in environ for environ in ranks)
+
+
+SHOWS_VARIABLES = """
+import json, os, sys
+from pathlib import Path
+
+names = [name for name in os.environ if name.startswith(("NBFLOWCAP_", "LD_PRELOAD", "MASTER_PORT"))]
+names += ["NCCL_HOSTID", "NETBOTTLENECK_HOST_ID"]
+Path(os.environ["SHOWN"], os.environ["RANK"]).write_text(json.dumps({name: os.environ[name] for name in names}))
+Path(sys.argv[3], "rows.json").write_text("[]")
+"""
+
+
+@pytest.mark.parametrize("title", checks.CAPPED)
+def test_flows_are_capped_inside_the_ranks_of_two_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, title: str
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(SHOWS_VARIABLES, encoding="utf-8")
+    monkeypatch.setattr(checks, "RANK", script)
+    way = {**checks.CAPPED[title], "SHOWN": str(tmp_path)}
+    assert checks.run_ranks("capped", "cuda", way, time.monotonic() + LIMIT_S) == []
+    shown = [json.loads((tmp_path / str(rank)).read_text(encoding="utf-8")) for rank in range(checks.RANKS)]
+    for name in ("NCCL_HOSTID", "NETBOTTLENECK_HOST_ID"):
+        assert len({environ[name] for environ in shown}) == checks.RANKS
+    for environ in shown:
+        rates = [int(each) / 1e6 for each in environ["NBFLOWCAP_BPS"].split(",")]
+        assert rates == ([500, 500, 500, 125] if "125" in title else [500])
+        assert environ["NBFLOWCAP_FREE"] == environ["MASTER_PORT"]
+        assert environ["LD_PRELOAD"].split()[0].endswith(".so")
+        assert ("NBFLOWCAP_PORTS" in environ) == ("ours" in title)
 
 
 def test_measured_parts_refuse_to_leave_a_model_alone(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ PRODUCTS, MATRIX = 20, 2048  # matrix products of a computation, and the matrice
 LIBRARY = config.settings().cuda_library
 DIFFERENT = "different elements"
 SLEEP_CYCLES = 5_000_000  # of the GPU: 2.5 ms at 2 GHz, in which Python launches some hundred calls
+MOST_OF_CAPS = 1.15  # of what capped flows may carry: a shaper has a burst
 EVENTS_BYTES = 4 << 20  # of the tensors that the part `events` moves
 TIMED = range(2, 7)  # steps whose time says how many there is time for
 LEAST_BLOCKS, PROFILED_BLOCKS = 10, 4  # of steps in a measured training; the last ones of `timing` are profiled
@@ -164,8 +165,30 @@ def collectives(device: Device) -> Rows:
     return rows
 
 
-def pinned_copies(device: Device, there: torch.Tensor, what: str) -> Rows:
-    """Time plain copies between a tensor of the device and pinned memory, each way, and both ways at once."""
+WAYS = {"out": "to the host", "back": "to the device", "both": "both ways at once"}
+
+
+def copies(device: Device, there: torch.Tensor, what: str) -> Rows:
+    """Time plain copies between a tensor of the device and pinned memory, and those of our staging, on rank 0 alone."""
+    rows: Rows = []
+    hvd.barrier()
+    if RANK == 0:
+        plain = plain_copies(device, there) if device.real else {}
+        size = there.numel() * there.element_size()
+        for way, name in WAYS.items():
+            device.wait()
+            ns = _core.staging_times(way, there.device.index, there.data_ptr(), size, ROUNDS, LIBRARY)
+            own = row(f"our staging of {what} {name}", [each / 1e9 for each in ns], 1e3, "ms")
+            rows.append(own)
+            if plain:
+                rows.append(row(f"plain pinned copy of {what} {name}", plain[way], 1e3, "ms"))
+                own["rate over that of plain copies"] = float(f"{rows[-1]['value'] / own['value']:.3g}")
+    hvd.barrier()
+    return rows
+
+
+def plain_copies(device: Device, there: torch.Tensor) -> dict[str, list[float]]:
+    """Return the seconds of plain copies, by way."""
     pinned = torch.empty(device.large, pin_memory=True)
     other, pinned_other = torch.ones_like(there), torch.ones(device.large, pin_memory=True)
     beside = device.streams.new_stream()
@@ -176,12 +199,19 @@ def pinned_copies(device: Device, there: torch.Tensor, what: str) -> Rows:
         other.copy_(pinned_other, non_blocking=True)
         device.streams.use_stream(before)
 
+    def seconds(work: Callable[[], Any]) -> float:
+        device.wait()
+        began = time.perf_counter()
+        work()
+        device.wait()
+        return time.perf_counter() - began
+
     ways = {
-        "to the host": lambda: pinned.copy_(there, non_blocking=True),
-        "to the device": lambda: other.copy_(pinned_other, non_blocking=True),
-        "both ways at once": both_ways,
+        "out": lambda: pinned.copy_(there, non_blocking=True),
+        "back": lambda: other.copy_(pinned_other, non_blocking=True),
+        "both": both_ways,
     }
-    return [row(f"plain pinned copy of {what} {way}", timed(device, work), 1e3, "ms") for way, work in ways.items()]
+    return {way: [seconds(work) for _ in range(WARM + ROUNDS)][WARM:] for way, work in ways.items()}
 
 
 def computation(device: Device, matrix: torch.Tensor) -> float:
@@ -227,7 +257,7 @@ def slowed(device: Device, tensors: dict[str, torch.Tensor | None]) -> Rows:
 def staging(device: Device) -> Rows:
     """Time the all-reduce of GPU memory beside that of host memory.
 
-    Without caps, time plain pinned copies, gloo, and a computation beside all-reduces too.
+    Without caps, time copies, gloo, and a computation beside all-reduces too.
     """
     host = torch.ones(device.large)
     there = torch.ones(device.large, device=device.name)
@@ -250,8 +280,8 @@ def staging(device: Device) -> Rows:
         return rows
     beside = {"alone": None, "beside an all-reduce of host memory": host, "beside one of device memory": there}
     rows += slowed(device, beside)
+    rows += copies(device, there, what)
     if device.real:
-        rows += pinned_copies(device, there, what)
         dist.init_process_group("gloo")
         try:
             work = timed(device, lambda: dist.all_reduce(there, op=dist.ReduceOp.MAX))
@@ -640,6 +670,8 @@ def over_nccl(device: Device, part: str) -> Rows:
             # A rank of two sends as many bytes as the tensor has.
             share = 32 * tensor.numel() / statistics.median(times[WARM:]) / four_bps
             rows[-1]["part of what four flows carry"] = float(f"{share:.3g}")
+            if network != "Socket" and share > MOST_OF_CAPS:
+                rows[-1]["broken"] = f"four flows carry {share:.3g} of what their caps allow: they are not capped"
     dist.destroy_process_group()
     log = Path(os.environ["NCCL_DEBUG_FILE"]).read_text(encoding="utf-8", errors="replace")
     assert f"via NET/{network}" in log, f"NCCL did not take {network}: {log[-1500:]}"

@@ -31,6 +31,11 @@
 #include "base/list.h"
 #include "cuda/driver.h"
 
+enum { // the engine's pinned memory for a device, unless a job says otherwise
+    NB_STAGING_CHUNK_BYTES = 4 * 1024 * 1024,
+    NB_STAGING_CHUNKS = 16
+};
+
 struct nb_staging;
 
 struct nb_staging_config {

@@ -23,17 +23,12 @@
 #include "engine/engine.h"
 #include "engine/operation.h"
 
-enum {
-    CHUNK_BYTES = 4 * 1024 * 1024, // of pinned memory for a window
-    CHUNKS = 16                    // pinned memory of a device: CHUNKS * CHUNK_BYTES
-};
-
 size_t nb_device_chunk_bytes(const struct nb_job *job) {
-    return job->config.device_chunk_bytes > 0 ? job->config.device_chunk_bytes : (size_t)CHUNK_BYTES;
+    return job->config.device_chunk_bytes > 0 ? job->config.device_chunk_bytes : (size_t)NB_STAGING_CHUNK_BYTES;
 }
 
 static int chunk_count(const struct nb_job *job) {
-    return job->config.device_chunks > 0 ? job->config.device_chunks : (int)CHUNKS;
+    return job->config.device_chunks > 0 ? job->config.device_chunks : (int)NB_STAGING_CHUNKS;
 }
 
 // ---- devices

@@ -100,7 +100,11 @@ PyObject *core_collective_shape(PyObject *module, PyObject *args);
 PyObject *core_reduce_times(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_copy_times(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_kernel_times(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *core_staging_times(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs);
+
+// A list of floats; NULL with an exception.
+PyObject *core_floats(const double *values, long count);
 
 // ---- errors.c
 

@@ -430,6 +430,9 @@ static const PyMethodDef methods[] = {
     {"kernel_times", WITH_KEYWORDS(core_kernel_times),
      "kernel_times(kernel, device, destination, source, count, samples=1, calls=1, library=None)\n--\n\n"
      "Return the ns of a call, by sample, of a kernel of a GPU on its memory at two addresses."},
+    {"staging_times", WITH_KEYWORDS(core_staging_times),
+     "staging_times(way, device, address, nbytes, samples=1, library=None)\n--\n\n"
+     "Return the ns, by sample, in which memory of a GPU goes to pinned memory, back, or both ways."},
     {"stamp_at", WITH_KEYWORDS(core_stamp_at),
      "stamp_at(recorder, kind, times_ns, keys, spin=False)\n--\n\n"
      "Stamp an event for each key when its time has come, asleep or busy until then."},

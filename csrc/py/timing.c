@@ -246,6 +246,17 @@ static int gpu_measure(const struct gpu_request *request, double *ns, struct nb_
     return rc;
 }
 
+PyObject *core_floats(const double *values, long count) {
+    PyObject *list = PyList_New(count);
+    for (long i = 0; list != NULL && i < count; i++) {
+        PyObject *each = PyFloat_FromDouble(values[i]);
+        if (each == NULL || PyList_SetItem(list, i, each) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 PyObject *core_kernel_times(PyObject *module, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"kernel",  "device", "destination", "source", "count",
                                            "samples", "calls",  "library",     NULL};
@@ -276,13 +287,7 @@ PyObject *core_kernel_times(PyObject *module, PyObject *args, PyObject *kwargs) 
     PyThreadState *saved = PyEval_SaveThread();
     int rc = gpu_measure(&request, ns, &err);
     PyEval_RestoreThread(saved);
-    PyObject *list = rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : PyList_New(samples);
-    for (long i = 0; list != NULL && i < samples; i++) {
-        PyObject *each = PyFloat_FromDouble(ns[i]);
-        if (each == NULL || PyList_SetItem(list, i, each) < 0) {
-            Py_CLEAR(list);
-        }
-    }
+    PyObject *list = rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : core_floats(ns, samples);
     free(ns);
     return list;
 }

@@ -128,6 +128,16 @@ def kernel_times(
     number of the GPU that has them; count: elements, or pieces. It runs on a stream of its own: wait for the memory's
     other work before. ValueError for what cannot be, Error without a driver, or from a build without kernels."""
 
+def staging_times(
+    way: str, device: int, address: int, nbytes: int, samples: int = 1, library: str | None = None
+) -> list[float]:
+    """Ns of each sample until the memory at an address of a GPU has gone its way; GIL released. One before for warmth.
+
+    way: "out" to pinned memory, "back" from there, so that the memory has garbage, or "both", one after the other in
+    each chunk, both at once over all. Chunks, streams and order are those of the engine's collectives, without any
+    work on a chunk between. Wait for the memory's other work before. ValueError for what cannot be, Error without a
+    driver, or if the memory cannot be pinned."""
+
 def name_key(name: str, /) -> int:
     """Return the key of an operation's name: 64-bit FNV-1a of its UTF-8."""
 

@@ -149,7 +149,7 @@ def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.Co
 
 
 ROWS = {
-    **{"versions": 13, "collectives": 8, "nb": 5, "horovod": 4, "staging": 9, "gather": 3, "hooks": 3, "faults": 1},
+    **{"versions": 13, "collectives": 8, "nb": 5, "horovod": 4, "staging": 12, "gather": 3, "hooks": 3, "faults": 1},
     **{"timing": 11, "kernels": 3 * 13 + 3},
 }
 
@@ -269,6 +269,19 @@ def test_kernels_are_timed_on_the_device_of_their_memory(device: dict[str, str])
     library = device["NETBOTTLENECK_CUDA_LIBRARY"]
     with pytest.raises(Error, match="there is no device 7"):
         _core.kernel_times("nb_add_f32", 7, 0, 0, 1, library=library)
+
+
+def test_a_staging_is_timed_on_memory_of_a_device_only(device: dict[str, str], tmp_path: Path) -> None:
+    library = device["NETBOTTLENECK_CUDA_LIBRARY"]
+    for way, *counts in [("in", 1), ("out", 0), ("back", 1, 0), ("both", 1, 10**6)]:
+        with pytest.raises(ValueError, match=f"{way} of {counts[0]} bytes"):
+            _core.staging_times(way, 0, 0, *counts)
+    with pytest.raises(Error, match="there is no device 7"):
+        _core.staging_times("out", 7, 0, 1, library=library)
+    with pytest.raises(ValueError, match="cuMemcpyDtoHAsync of 8 bytes on device 0"):
+        _core.staging_times("out", 0, 8, 8, library=library)
+    with pytest.raises(Error, match=r"libcuda\.so\.1 cannot be loaded"):
+        _core.staging_times("out", 0, 0, 1, library=str(tmp_path / "libcuda.so.1"))
 
 
 def test_kernels_without_a_driver_are_not_timed(tmp_path: Path) -> None:

@@ -1012,6 +1012,28 @@ def test_lost_packets_are_named_with_their_part_of_the_mean_step(tmp_path, part)
     assert rule_of("LATENCY_LIMITED", numbers).applies
 
 
+@pytest.mark.parametrize(("low_ms", "named"), [(1.3, True), (1.2, False)])
+def test_the_interval_that_is_shown_decides_whether_lost_packets_are_named(tmp_path, low_ms, named):
+    """The rest of the mean step is 40 ms, of which 3 % of the whole are 1.24 ms. The saving is much longer."""
+    numbers, connected = delayed_at_times(tmp_path, 0.2), usage.Connected((LOSSY,))
+    saving = Estimate(60e6, low_ms * 1e6, 120e6)
+    delays = replace(numbers.delays, mean_ns=saving, rest_ns=40e6)
+    numbers = replace(numbers, delays=delays, achievable=None, latency_share=None)
+    found = rule_of("PACKET_LOSS", numbers, connected=connected)
+    assert (found.fired, found.uncertain) == (named, not named)
+    assert found.share == f"60.0 ms, 60 % of the step ({3.1 if named else 2.9} % to 75 %)"
+    v = verdict.decide(numbers, connected=connected)
+    assert (v.code == "PACKET_LOSS") == named
+    assert found.share in v.why
+
+
+def test_a_doubt_is_told_as_a_part_of_the_step_that_it_is_judged_by(tmp_path):
+    """A straggler's saving is of the mean step, which is longer than the typical one."""
+    doubt = rule_facts.RuleResult("straggler", "STRAGGLER", True, Estimate(4e6, 2e6, 6e6), limit_ns=3e6, step_ns=1e8)
+    assert doubt.uncertain
+    assert doubt.share == "4.00 ms, 4.0 % of the step (2.0 % to 6.0 %)"
+
+
 def test_packet_loss_that_delays_most_steps_is_not_judged(tmp_path):
     numbers, connected = delayed_at_times(tmp_path, 0.8), usage.Connected((LOSSY,))
     assert numbers.delays is None

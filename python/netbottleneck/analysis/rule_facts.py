@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from netbottleneck.analysis import thresholds as limits
@@ -39,6 +39,8 @@ class RuleResult:
 
     cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
+    step_ns: the step that the saving is a part of; rest_ns: if that is the mean of all steps, what this has beside the
+    saving, so that each end of the saving has its own step.
     source: "measured" if the saving is a measured time alone, else "predicted". rests: how the saving is known, or why
     there is none. needs: the measurement that decides, if the saving is uncertain; more: its number of further steps,
     None if that is not known. at_most: `saving` is a part of the step that no remedy removes as a whole.
@@ -50,6 +52,7 @@ class RuleResult:
     saving: Estimate | None = None
     limit_ns: float = 0.0
     step_ns: float = 0.0
+    rest_ns: float | None = None
     source: str = "predicted"
     rests: str = ""
     why: str = ""
@@ -73,6 +76,19 @@ class RuleResult:
         """How far the saving is surely above the limit, as a part of the step; negative below it. None if not known."""
         known = self.applies and self.saving is not None and self.step_ns > 0
         return (self.saving.low - self.limit_ns) / self.step_ns if known and self.saving is not None else None
+
+    @property
+    def share(self) -> str:
+        """The saving as text, with its part of the step: a saving that counts surely has no end below GAIN_MIN."""
+        return "" if self.saving is None else share_of(self.saving, self.step_ns, self.rest_ns)
+
+
+def share_of(saving: Estimate, step_ns: float, rest_ns: float | None = None) -> str:
+    """A saving as text, with its part of the step. step_ns, rest_ns: as in RuleResult."""
+    ends = (saving.value, saving.low, saving.high)
+    steps = [step_ns if rest_ns is None else rest_ns + end for end in ends]
+    value, low, high = (percent(end / step) for end, step in zip(ends, steps, strict=True))
+    return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
 
 
 def own_cost(findings: Findings) -> str | None:
@@ -222,6 +238,14 @@ class Facts:
         step = self.step_ns if step_ns is None else step_ns
         return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * step, step_ns=step, **fields)  # type: ignore[arg-type]
 
+    def evidence_of_mean(self, cause: str, code: str, rest_ns: float, saving: Estimate, **fields: object) -> RuleResult:
+        """Return the result of a rule whose saving is of the mean of all steps. rest_ns: as in RuleResult.
+
+        The saving counts from GAIN_MIN of the mean step that it gives: s >= GAIN_MIN (rest + s).
+        """
+        found = self.evidence(cause, code, rest_ns + saving.value, saving=saving, **fields)
+        return replace(found, rest_ns=rest_ns, limit_ns=limits.GAIN_MIN / (1 - limits.GAIN_MIN) * rest_ns)
+
     def bounded(self, saving: Estimate) -> tuple[Estimate, str]:
         """A predicted saving of the network, and if steps without traffic bound it, a note on that, else "".
 
@@ -250,12 +274,9 @@ class Facts:
         text = f"Measure {more} more steps ({_how_longer(self.f)}), on hosts that do nothing else."
         return {"needs": _too_many(self.f, more, "saving") or text, "more": more}
 
-    def share(self, saving: Estimate, rest_ns: float | None = None) -> str:
-        """A saving as text. rest_ns: what the mean of all steps has beside it; None: it is of the typical step."""
-        ends = (saving.value, saving.low, saving.high)
-        steps = [self.step_ns if rest_ns is None else rest_ns + end for end in ends]
-        value, low, high = (percent(end / step) for end, step in zip(ends, steps, strict=True))
-        return f"{ms(saving.value)}, {value} of the step ({low} to {high})"
+    def share(self, saving: Estimate) -> str:
+        """A saving as text, with its part of the typical step."""
+        return share_of(saving, self.step_ns)
 
 
 NOTHING_SAVED = Estimate(0.0, 0.0, 0.0)

@@ -26,6 +26,7 @@ from netbottleneck.analysis.rule_facts import (
     clock_text,
     handicap_sentence,
     more_steps,
+    share_of,
     steps_to_decide,
 )
 from netbottleneck.analysis.traffic import (
@@ -662,16 +663,16 @@ def loss(facts: Facts) -> RuleResult:
     if delays is None:
         return facts.evidence("packet loss", "PACKET_LOSS", rests=UNKNOWN_DELAYS)
     saving = delays.mean_ns
-    return facts.evidence(
+    return facts.evidence_of_mean(
         "packet loss",
         "PACKET_LOSS",
-        delays.rest_ns + saving.value,
+        delays.rest_ns,
+        saving,
         applies=True,
-        saving=saving,
         source=facts.f.label,
         rests=f"{facts.f.label}: longer transfers of single steps, in the mean of all steps",
         why=f"{lost} Single steps take longer to move data than most do. Without that the mean step would be "
-        f"{facts.share(saving, delays.rest_ns)} shorter.",
+        f"{share_of(saving, facts.step_ns, delays.rest_ns)} shorter.",
         next="Find where packets are dropped on the way between these ranks: counters of interfaces (ethtool -S), of "
         "switch ports, and of queues (tc -s qdisc).",
         needs=MORE_STEPS,

@@ -189,8 +189,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         lost = f"{percent(typical)} of the typical step, and {lost.replace('the step', 'the mean of all steps')}"
     doubt = next((one for one in evidence if one.uncertain), None)
     if doubt is not None:
-        assert doubt.saving is not None
-        why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
+        why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {doubt.share}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
     small = max(share.high, typical) < limits.NETWORK_SHARE_MIN

@@ -31,7 +31,7 @@ LOOK_S = 2.0  # time between two looks while an arm is kept
 LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
 CHANGED = 1.15  # factor of the step time that counts as a change of the network
 LOOKS = 2  # consecutive looks that must see a change
-AGAIN = 3  # a trial that was not decided at a step is followed by another at so many times that step
+AGAIN = 3  # the next trial of arms that a trial could not tell apart begins at this multiple of the trial's last step
 # Of the run's time: the cost of trials so far, before another one begins and while it runs. The first trial has no such
 # bound: what tells two arms apart costs more than that part of the few steps that have run.
 COST_BEFORE, COST_MAX = 0.01, 0.02
@@ -60,7 +60,7 @@ class Trial:
         found = changes(self.against_stock)
         times = f"; step time against stock (measured, 95 % interval): {found}" if found else ""
         part = f", {100 * COST_MAX:.0f} % of a run of {self.least_steps} steps" if self.cost_ns else ""
-        later = f". Another trial of {' and '.join(self.again)} follows after step {AGAIN * self.end_step}"
+        later = f". Another trial of {' and '.join(self.again)} may follow after step {AGAIN * self.end_step}"
         return (
             f"auto: from step {self.end_step} on {self.kept}: {self.why}{times}. "
             f"Trial of steps {self.first_step} to {self.end_step - 1}: {ms(self.cost_ns)} more than the same steps "
@@ -281,7 +281,7 @@ class Auto(Deciding):
         return self._changed >= LOOKS and self._is_affordable()
 
     def _is_again_due(self, step: int) -> bool:
-        """Return True if the last trial is to be followed by another one now."""
+        """Return True if the last trial could not tell its arms apart, and the time of the next one has come."""
         last = self.trials[-1]
         return bool(last.again) and step >= AGAIN * last.end_step and self._is_affordable()
 

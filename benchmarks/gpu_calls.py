@@ -1,7 +1,7 @@
 """Part `events` of gpu_check.py: NCCL's calls of its profiler plugin, and what our plugin makes of them.
 
-tests/nccl/recorder.c stands between NCCL and our plugin. What it writes down, tests/nccl/replay.c gives to our plugin
-again, without a GPU.
+tests/nccl/recorder.c stands between NCCL and our plugin, and records the calls. tests/nccl/replay.c makes recorded
+calls to our plugin again, without a GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ PLUGIN = Path(_core.__file__).with_name("libnccl-profiler-netbottleneck.so")
 # one end on each rank.
 CALLED = {"AllReduce": 6, "AllGather": 2, "ReduceScatter": 2, "Broadcast": 2}
 MESSAGES = 2
+MOST_CALLS = 20_000  # that the recorder writes
 PARTS = ("wire", "peer_wait", "unknown", "gpu_wait", "idle")
 
 
 def recorder() -> Path:
     """Compile the recorder, or return the one that is there. Raises Error with the compiler's message."""
-    if nccl_programs.compiler() is None and RECORDER.exists():
+    if not nccl_programs.compiler() and RECORDER.exists():
         return RECORDER
     return nccl_programs.compiled("recorder.c", RECORDER, *nccl_programs.LIBRARY)
 
@@ -73,10 +74,9 @@ def rows(folder: Path) -> Rows:
     for function in CALLED:
         found += _means(function, [each for each in all_of if each.operation.function == function])
     calls = (folder / "calls.0.txt").read_text(encoding="utf-8")
-    return [
-        *found,
-        {"condition": "NCCL's calls of its profiler, rank 0", "value": len(calls.splitlines()), "calls": calls},
-    ]
+    count = len(calls.splitlines())
+    recording = {"condition": "NCCL's calls of its profiler, rank 0", "value": count, "calls": calls}
+    return [*found, {**recording, **({"broken": "the recording is not whole"} if count >= MOST_CALLS else {})}]
 
 
 def _count(rank: int, own: tuple[NcclOperation, ...]) -> dict[str, Any]:

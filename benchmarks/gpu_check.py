@@ -75,11 +75,11 @@ PARTS = {
     "sharded": Part(30, NCCL, "the streams of a measured FSDP2 model: its collectives, and the waits for them"),
     "events": Part(30, PROFILER, "NCCL's events of our plugin and of Socket, and NCCL's calls, for replay elsewhere"),
     "timing": Part(60, None, "a measured DDP model's times beside torch.profiler's, and what measuring costs"),
-    "staging": Part(35, None, "all-reduce of GPU memory beside host memory, and what it costs the GPU's computation"),
+    "staging": Part(30, None, "all-reduce of GPU memory beside host memory, and what it costs the GPU's computation"),
     "gather": Part(25, None, "all-reduce of many small gradients, copied by the copy engine or by a kernel"),
-    "kernels": Part(25, None, "our kernels beside torch's copies and additions, by size, on one rank alone"),
+    "kernels": Part(20, None, "our kernels beside torch's copies and additions, by size, on one rank alone"),
     "sockets": Part(30, NCCL, "NCCL over our plugin beside its Socket network, default and tuned"),
-    "capped": Part(40, NCCL, "the same, where each TCP flow is capped: all alike, and one of four lower"),
+    "capped": Part(50, NCCL, "the same, where each TCP flow is capped: all alike, and one of four lower"),
     "hooks": Part(15, None, "gradient hooks on the thread of backward beside an empty Python hook"),
     "one_host": Part(10, MULTI_RANK, "NCCL over our plugin, its ranks on one host: NCCL_MULTI_RANK_GPU_ENABLE"),
     "faults": Part(15, None, "a rank killed in mid-copy is an error on the other"),
@@ -94,6 +94,9 @@ ALONE = ("versions", "kernels")  # parts in which two ranks do not share the GPU
 FLOWS = "CHECKED_FLOWS"  # caps of TCP flows in a lab on the loopback interface
 OURS = {"NCCL_NET": "NetBottleneck"}
 LANES = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "4", "NETBOTTLENECK_PORTS": "41000-41127"}
+# The lab caps a lane by its port. Each rank has its own part of the range, from a port of the first cap on: four lanes
+# have consecutive ports, and so all four caps. The lab leaves the range's first port without a cap.
+PORTS_OF = ("41001-41060", "41061-41127")
 WAYS: Mapping[str, Mapping[str, str]] = {
     "ours": OURS,
     # NCCL has ranks of one host on one GPU only with the first variable, and then goes by the network only without the
@@ -106,7 +109,6 @@ WAYS: Mapping[str, Mapping[str, str]] = {
         "NCCL_SHM_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
     },
-    # Ours on four lanes, whose ports say which cap each has.
     "ours x4": {**OURS, **LANES},
     "four flows of 500 Mbit/s": {**LANES, FLOWS: "500mbit"},
     "copies": {"NETBOTTLENECK_CUDA_GATHER_BYTES": "0"},
@@ -137,13 +139,13 @@ WAYS: Mapping[str, Mapping[str, str]] = {
         "CHECKED_SECONDS": "20",
     },
 }
-# The caps of the part `capped`, by title. One flow of four has a lower one in the second.
-CAPS = {"500 Mbit/s a flow": "500mbit", "500, 500, 500, 125 Mbit/s": "500mbit,500mbit,500mbit,125mbit"}
-CAPPED = {
-    f"{caps}, {title}": {**WAYS[title], FLOWS: flows}
-    for caps, flows in CAPS.items()
-    for title in ("ours x4", "socket", "socket 4x4")
-}
+# The caps of the part `capped`, and the ways to compare under them. Socket's flows get different caps in turn, so only
+# many flows have a share of the low one that is the same in every run.
+CAPS = (
+    ("500 Mbit/s a flow", "500mbit", ("ours x4", "socket", "socket 4x4")),
+    ("500, 500, 500, 125 Mbit/s", "500mbit,500mbit,500mbit,125mbit", ("ours x4", "socket 4x4")),
+)
+CAPPED = {f"{caps}, {title}": {**WAYS[title], FLOWS: flows} for caps, flows, titles in CAPS for title in titles}
 WAYS_OF = {
     "staging": ("", "four flows of 500 Mbit/s"),
     "gather": ("copies", "kernel"),
@@ -342,7 +344,10 @@ def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> l
             log = stack.enter_context((folder / f"{rank}.log").open("wb"))
             command = [sys.executable, str(RANK), part, device, name]
             environ = environ_of(part, rank, way, folder) | port
-            environ = lab.variables(rank, environ) if lab else environ
+            if lab is not None:
+                environ = lab.variables(rank, environ)
+            if lab is not None and "NETBOTTLENECK_PORTS" in way:
+                environ["NETBOTTLENECK_PORTS"] = PORTS_OF[rank]
             ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
         try:
             finish(part, ranks, until)

@@ -1,10 +1,10 @@
 // A profiler plugin for NCCL that writes down each of NCCL's calls, and makes the same call to another profiler, ours.
 // replay.c makes the calls again.
 //
-//   RECORDED_PROFILER   the library of the other profiler; the handles that NCCL has are its handles
+//   RECORDED_PROFILER   the library of the other profiler, whose handles NCCL gets
 //   RECORDING           the file to write, with %p for the process's id
 //
-// A line is a call: its time by CLOCK_MONOTONIC in ns, its thread, its name, and
+// A line is a call. It has the time by CLOCK_MONOTONIC in ns, the thread, the call's name, and its values:
 //   init      context, communicator, nodes, ranks, rank, mask of events, version of the table
 //   start     handle, context, type, parent, and for
 //             an operation   group, function, elements, their type, channels, tag; then of a collective its sequence,

@@ -80,6 +80,15 @@ static void *own(uint64_t recorded) {
     return recorded != 0 ? place_of(recorded)->own : NULL;
 }
 
+// The place of an event whose communicator is open.
+static const struct handle *known(uint64_t recorded) {
+    const struct handle *handle = place_of(recorded);
+    if (handle->comm == NULL || handle->comm->table == NULL) {
+        malformed("a handle is not known");
+    }
+    return handle;
+}
+
 static const struct profiled *comm_of(uint64_t context) {
     for (int i = 0; i < COMMS; i++) {
         if (replay.contexts[i] == context && replay.comms[i].table != NULL) {
@@ -183,10 +192,10 @@ static void make_call(void *plugin) {
     } else if (strcmp(name, "start") == 0) {
         make_start();
     } else if (strcmp(name, "stop") == 0) {
-        const struct handle *handle = place_of(number());
+        const struct handle *handle = known(number());
         profiled_stop(handle->comm, handle->own);
     } else if (strcmp(name, "state") == 0) {
-        const struct handle *handle = place_of(number());
+        const struct handle *handle = known(number());
         int state = (int)number();
         profiled_state(handle->comm, handle->own, state, number());
     } else if (strcmp(name, "finalize") == 0) {

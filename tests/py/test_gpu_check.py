@@ -123,7 +123,7 @@ def test_any_exception_fails_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_part_uses_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to twice its own, and none of the later parts'."""
+    """Up to twice its own limit. The limits of later parts are reserved for them."""
     monkeypatch.setattr(checks, "run_ranks", lambda *_: [])
     own, later = (checks.FAKE_TIMES * checks.PARTS[name].limit_s for name in ("hooks", "faults"))
     limits = [
@@ -214,7 +214,7 @@ import json, os, sys
 from pathlib import Path
 
 names = [name for name in os.environ if name.startswith(("NBFLOWCAP_", "LD_PRELOAD", "MASTER_PORT"))]
-names += ["NCCL_HOSTID", "NETBOTTLENECK_HOST_ID"]
+names += [name for name in ("NCCL_HOSTID", "NETBOTTLENECK_HOST_ID", "NETBOTTLENECK_PORTS") if name in os.environ]
 Path(os.environ["SHOWN"], os.environ["RANK"]).write_text(json.dumps({name: os.environ[name] for name in names}))
 Path(sys.argv[3], "rows.json").write_text("[]")
 """
@@ -238,6 +238,11 @@ def test_flows_are_capped_inside_the_ranks_of_two_hosts(
         assert environ["NBFLOWCAP_FREE"] == environ["MASTER_PORT"]
         assert environ["LD_PRELOAD"].split()[0].endswith(".so")
         assert ("NBFLOWCAP_PORTS" in environ) == ("ours" in title)
+    if "ours" in title:
+        ranges = [[int(port) for port in environ["NETBOTTLENECK_PORTS"].split("-")] for environ in shown]
+        whole = [int(port) for port in shown[0]["NBFLOWCAP_PORTS"].split("-")]
+        assert whole[0] < ranges[0][0] < ranges[0][1] < ranges[1][0] < ranges[1][1] <= whole[1]
+        assert [(low - whole[0] - 1) % 4 for low, _ in ranges] == [0, 0]  # a rank's first lane has the first cap
 
 
 def test_measured_parts_refuse_to_leave_a_model_alone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """NCCL's calls of its profiler, as recorded, are made to our plugin again; the ring has what they say, to the ns.
 
-The calls are those that gpu-check recorded on a GPU, where such results are stored. Of the sequence written by hand
-(tests/nccl/profiled.h), a recording is made here.
+The calls are those that gpu-check recorded on a GPU, where such results are stored. The tests also record the sequence
+written by hand (tests/nccl/profiled.h), and draw recordings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from netbottleneck.trace.model import NcclOperation
 RESULTS = Path(gpu_calls.__file__).with_name("results") / "gpu-check.json"
 LIMIT_S = 120
 OPERATIONS, PROXY_OP, PROXY_STEP, KERNEL = (2, 4), 8, 16, 64
-SENT_AT, ARRIVED_AT, KERNEL_STOP = (20, 9), (11, 12), 22  # states that a message enters once its own first one is over
+SENT_AT, ARRIVED_AT, KERNEL_STOP = (20, 9), (11, 12), 22  # the second and third state of a message
 WITH_BYTES = (9, 11)
 ELEMENT_BYTES = {"ncclFloat32": 4, "ncclInt8": 1}
 
@@ -65,7 +65,7 @@ def replayed(program: Program, recording: Path, ring: Path) -> tuple[NcclOperati
     return gpu_calls.operations(ring)
 
 
-def told(recording: str) -> list[Facts]:
+def events_of(recording: str) -> list[Facts]:
     """Return what a recording says of each operation, in the plugin's words: its kernel's channels, its messages."""
     tasks: dict[str, Facts] = {}
     below: dict[str, Facts] = {}  # by handle: of an operation of the proxy, a message, a channel of a kernel
@@ -153,7 +153,7 @@ def test_a_recording_comes_back(
 ) -> None:
     calls, ring = recorded(version)
     (again,) = replayed(program, calls, tmp_path / "again.ring")
-    assert list(facts((again,))) == in_order(told(calls.read_text(encoding="utf-8")))
+    assert list(facts((again,))) == in_order(events_of(calls.read_text(encoding="utf-8")))
     (first,) = gpu_calls.operations(ring)
     same = ("function", "dtype", "bytes", "algorithm", "protocol", "channels", "sequence", "peer", "tag", "comm")
     assert [getattr(again, name) for name in same] == [getattr(first, name) for name in same]
@@ -234,7 +234,7 @@ def test_drawn_calls_come_back(program: Program, tmp_path: Path, seed: int) -> N
     calls = tmp_path / "calls.txt"
     calls.write_text(Drawn(seed).recording(60), encoding="utf-8")
     operations = replayed(program, calls, tmp_path / "a.ring")
-    assert list(facts(operations)) == in_order(told(calls.read_text(encoding="utf-8")))
+    assert list(facts(operations)) == in_order(events_of(calls.read_text(encoding="utf-8")))
     assert len(operations) == 60
     assert sum(len(each.network) for each in operations) > 2000
 
@@ -248,7 +248,7 @@ def test_the_calls_of_nccl_on_a_gpu_come_back(program: Program, tmp_path: Path) 
         calls = tmp_path / f"{number}.txt"
         calls.write_text(text, encoding="utf-8")
         operations = replayed(program, calls, tmp_path / f"{number}.ring")
-        assert list(facts(operations)) == in_order(told(text))
+        assert list(facts(operations)) == in_order(events_of(text))
         assert any(each.network for each in operations)
 
 

@@ -88,6 +88,23 @@ def test_stock_that_is_much_slower_leaves_after_two_blocks() -> None:
     assert [trial.kept for trial in job.plans[0].trials] == [TCP]
 
 
+def test_stock_that_is_slower_in_each_of_five_cycles_leaves() -> None:
+    """Stock takes 1.3 or 3.5 times as long, and changes at random: its interval is too wide to be sure."""
+    kept = []
+    for seed in range(40):
+        draw = np.random.default_rng(seed)
+        factor = 1.3
+
+        def step_ms(arm: Arm, _step: int, rank: int, draw: np.random.Generator = draw) -> float:
+            nonlocal factor
+            if rank == 0 and draw.random() < 0.03:
+                factor = float(draw.choice([1.3, 3.5]))
+            return {STOCK: 20.0 * factor, TCP: 20.0, OFI: 21.0}[arm] * math.exp(0.05 * draw.normal())
+
+        kept.append(job_of(step_ms).run(200).arms[-1])
+    assert kept.count(STOCK) <= 2
+
+
 def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:
     job = job_of(steady(1, dict.fromkeys(ARMS, 50.0))).run(60)
     assert set(job.arms[: auto.BLOCK_STEPS]) == {STOCK}

@@ -23,8 +23,11 @@ BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first 
 TRIAL_BLOCKS = 38  # of all arms together, at most
 CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all candidates equal
 # A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
-# exceeds another's slowest step by it. Stock and the arm kept so far must be surely slower instead.
+# exceeds another's slowest step by it. Stock and the arm kept so far must be surely slower instead, or have been slower
+# by this factor in HELD_CONFIRMED consecutive cycles. Equal arms are so in 1 of 32 cases at most, if cycles are
+# independent.
 SEPARATE = 1.2
+HELD_CONFIRMED = 5
 DEAR_STEPS = 15  # a candidate of slower blocks leaves if its steps have cost so many of the best one's
 EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
 LOOK_S = 2.0  # time between two looks while an arm is kept
@@ -180,11 +183,13 @@ class Auto(Deciding):
     def _is_out(self, arm: Arm, best: Arm) -> bool:
         """Return True if a candidate is to leave as slower than the best one. Called once a cycle."""
         against, held = self._against(arm, best), self._is_held(arm)
+        logs, separate = self._logs(arm, best), math.log(SEPARATE)
         surely = against is not None and against.low > 0 and against.value > EQUAL
-        slower = surely or (not held and self._logs(arm, best)[-1] > math.log(SEPARATE))
+        slower = surely or (not held and logs[-1] > separate)
         self._slower[arm] = self._slower[arm] + 1 if slower else 0
         may_leave = surely or against is None or not held
-        return self._slower[arm] >= CONFIRMED or (may_leave and self._is_dear(arm, best))
+        always = len(logs) >= HELD_CONFIRMED and min(logs[-HELD_CONFIRMED:]) > separate
+        return always or self._slower[arm] >= CONFIRMED or (may_leave and self._is_dear(arm, best))
 
     def _best(self) -> Arm:
         """Return the candidate of least step time, in pairs of blocks; of equal ones the first."""

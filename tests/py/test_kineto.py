@@ -202,6 +202,28 @@ def test_the_layers_and_the_what_if_work_from_a_profile(known, tmp_path):
     assert (saved.saving is None) == (expected.saving is None)
 
 
+def test_a_monitored_barrier_is_not_the_call_of_a_later_barrier(known, tmp_path):
+    def with_barriers(trace, rank, monitored=()):
+        own = [one for one in trace.steps if one.rank == rank]
+        called = [event("c10d::barrier", (one.begin_ns + 1000, one.begin_ns + 2000), "cpu_op") for one in own]
+        ended = [event("gloo:barrier", (one.begin_ns + 1000, one.begin_ns + 9000)) for one in own]
+        return [*cpu_events(trace, rank), *monitored, *called, *ended]
+
+    def with_monitored(trace, rank):
+        begin = trace.steps[0].begin_ns
+        return with_barriers(trace, rank, [event("c10d::monitored_barrier_", (begin + 10, begin + 900), "cpu_op")])
+
+    plain, found = (Run(write(tmp_path / made.__name__, known.trace, made)) for made in (with_barriers, with_monitored))
+    times = [[(one.submit_ns, one.start_ns) for one in run.trace.collectives] for run in (plain, found)]
+    assert times[0] == times[1]
+
+
+def test_a_folder_has_its_name_as_the_present_one_too(known, tmp_path, monkeypatch):
+    folder = write(tmp_path / "profiles", known.trace, cpu_events)
+    monkeypatch.chdir(folder)
+    assert Run(".").trace.id == Run(folder).trace.id == "profiles"
+
+
 def test_broadcast_buffers_are_no_bucket(known, tmp_path):
     def with_buffers(trace, rank):
         yield from cpu_events(trace, rank)

@@ -48,6 +48,7 @@ KINDS = (
 TWO_SIDED = ("send", "recv")
 WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole result; gloo annotates one rank's part
 UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
+UNANNOTATED_CALL = "c10d::monitored_barrier_"  # gloo annotates its sends and receives, not a barrier
 STEP = re.compile(r"ProfilerStep#(\d+)")
 GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 # Bytes of an element, by the profiler's names of types in lower case.
@@ -333,7 +334,7 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
     """What the process group annotates, each with the first call before it of the same kind and size."""
     calls: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in found.events:
-        if event["name"].startswith("c10d::"):
+        if event["name"].startswith("c10d::") and event["name"] != UNANNOTATED_CALL:
             kind = kind_of(event["name"])
             if kind is not None:
                 calls[kind, _count(event, kind, 1)].append(found.span(event)[0])
@@ -636,7 +637,7 @@ def load(paths: Sequence[Path]) -> Trace:
     parameters, buckets = _model(ranks[0], steps[0], rows[0])
     everything = tuple(row for own in rows for row in own)
     return Trace(
-        paths[0].parent.name if len(paths) > 1 else paths[0].name.partition(".")[0],
+        paths[0].absolute().parent.name if len(paths) > 1 else paths[0].name.partition(".")[0],
         max(ranks[-1].rank + 1, *(one.size for one in ranks)),
         (STOCK,),
         started_wall_ns=ranks[0].epoch_ns,

@@ -270,24 +270,25 @@ def _follow(following: Following, args: argparse.Namespace) -> int:
     return SUCCESS
 
 
-# A refresh beside a rank is followed by a pause of at least this multiple of its processor time. The step time and the
-# packet loss are looked at every PEEK_S. For HASTE_S after a change, once in HASTE_EVERY_S, refreshes come as often.
+# A refresh beside a rank is followed by a pause of at least REST times its processor time. The step time and the packet
+# loss are looked at every PEEK_S. For SOON_S after a change, refreshes come as often as that pause allows; once in
+# HASTE_EVERY_S, it is HASTY_REST times the processor time then.
 REST, HASTY_REST = 20, 5
-PEEK_S, HASTE_S, HASTE_EVERY_S = 1.0, 30.0, 300.0
+PEEK_S, SOON_S, HASTE_EVERY_S = 1.0, 30.0, 300.0
 
 
 def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
     """Print a JSON line for each refresh until stdin closes or the process `rank` ends: see Progress of the session.
 
-    It runs only on cores that nothing else uses: for at most 1 / (REST + 1) of the time, after a change of the step
-    time or the packet loss 1 / (HASTY_REST + 1).
+    It runs only on cores that nothing else uses: for at most 1 / (REST + 1) of the time, and 1 / (HASTY_REST + 1) for
+    SOON_S in HASTE_EVERY_S, after a change of the step time or the packet loss.
     """
     from netbottleneck.report import progress
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    spent_s, shown_s, haste_s = time.process_time(), -refresh_s, -HASTE_EVERY_S
+    spent_s, shown_s, soon_s, haste_s = time.process_time(), -refresh_s, -SOON_S, -HASTE_EVERY_S
     ends = changed = False
     while os.getppid() == rank and not ends:
         with contextlib.suppress(FileNotFoundError):  # the ranks have not begun
@@ -299,12 +300,12 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
                     took_s, shown_s = time.process_time() - spent_s, now_s
                     print(json.dumps({"line": line, "alarm": str(change or ""), "processor_s": took_s}), flush=True)
         now_s = time.monotonic()
-        if (changed or not following.settled) and now_s - haste_s >= HASTE_EVERY_S:
-            haste_s = now_s
-        hasty = now_s - haste_s < HASTE_S
-        rest_s = (HASTY_REST if hasty else REST) * (time.process_time() - spent_s)
+        if changed or not following.settled:
+            soon_s = now_s
+            haste_s = now_s if now_s - haste_s >= HASTE_EVERY_S else haste_s
+        rest_s = (HASTY_REST if now_s - haste_s < SOON_S else REST) * (time.process_time() - spent_s)
         spent_s = time.process_time()  # peeks count in the next rest
-        ends, changed = _rest(following, max(rest_s, PEEK_S if hasty else refresh_s))
+        ends, changed = _rest(following, max(rest_s, PEEK_S if now_s - soon_s < SOON_S else refresh_s))
     return SUCCESS
 
 

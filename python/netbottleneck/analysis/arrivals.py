@@ -23,9 +23,13 @@ from netbottleneck.analysis.thresholds import (
 )
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import (
+    ALONE,
     COMPLETED,
     ENDED,
+    ENDS_TOGETHER,
     POINT_TO_POINT,
+    TWO_SIDED,
+    UNEVEN,
     Clock,
     Collective,
     NcclOperation,
@@ -49,8 +53,6 @@ SHORTEST_PART = 0.1
 CORRELATED = 0.1
 # If this part of the steps holds most of a wait, its interval is that of single delays.
 FEW_STEPS = 0.1
-# Operations that no rank can end before all have begun. The root of a broadcast, for example, ends once it has sent.
-ENDS_TOGETHER = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
 
 
 def _matched(trace: Trace) -> list[dict[int, Collective]]:
@@ -311,8 +313,16 @@ PHASES = ("input", "compute", "optimizer")
 OWN = "own"
 
 
+def _unmatched(trace: Trace) -> set[int | None]:
+    """The steps of a profile whose operations are not matched between ranks."""
+    return {one.step for one in trace.collectives if one.key >= ALONE} if trace.recorder else set()
+
+
 def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
-    """(steps that all ranks recorded, submission of each rank's last operation in them, shape (steps, ranks))."""
+    """(steps that all ranks recorded, submission of each rank's last operation in them, shape (steps, ranks)).
+
+    Steps of a profile whose operations are not matched between ranks are left out.
+    """
     last: dict[int, dict[int, int]] = defaultdict(dict)
     rows = [one for one in trace.collectives if one.arm == arm and one.step is not None]
     gradients = [one for one in rows if not one.by_script]
@@ -321,7 +331,8 @@ def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int]
             own = last[one.step]
             own[one.rank] = max(own.get(one.rank, 0), one.submit_ns)
     ranks = set(range(trace.size))
-    whole = [index for index in indices if last[index].keys() == ranks]
+    unmatched = _unmatched(trace)
+    whole = [index for index in indices if last[index].keys() == ranks and index not in unmatched]
     return whole, np.array([[last[index][rank] for rank in sorted(ranks)] for index in whole], np.float64)
 
 
@@ -620,9 +631,6 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
 # Operations of process groups, from a flight recorder's dumps: who has joined them, and where they are over.
 
 OVER = (COMPLETED, ENDED)
-# The sizes of these operations may differ between ranks.
-UNEVEN = ("alltoall", "gather", "scatter")
-TWO_SIDED = ("send", "recv")
 
 
 @dataclass(frozen=True, slots=True)

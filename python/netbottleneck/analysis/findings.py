@@ -49,6 +49,7 @@ from netbottleneck.analysis.intervals import (
     is_split,
     last_entries,
     layers,
+    not_matched,
     passes,
     split_steps,
     total,
@@ -91,6 +92,7 @@ class Parts:
     operations: float
     own_ns: float
     transfer_ns: float
+    unsized: float
     steps: int
 
 
@@ -182,6 +184,11 @@ class Findings:
     def not_recorded(self) -> str:
         """The note on communication that is not in the record; "" if there is none."""
         return next((note for note in self.trace.notes if NOT_RECORDED in note), "")
+
+    @property
+    def not_matched(self) -> str:
+        """The note that the ranks' operations are not matched; "" if there is none."""
+        return not_matched(self.trace)
 
     @property
     def link_burst_bytes(self) -> int | None:
@@ -439,7 +446,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),
-        lateness=lateness(trace, base, splits),
+        lateness=None if common.not_matched else lateness(trace, base, splits),
         comparisons=_comparisons(common, base, warmup),
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),
@@ -462,8 +469,9 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         rows[row[0].arm].append(row)
     arms = list(dict.fromkeys([*trace.arms, *rows]))
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
+    matched = not not_matched(trace)
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
-    achieved = {arm: achieved_bandwidth(arm, own) for arm, own in splits.items()}
+    achieved = {arm: achieved_bandwidth(arm, own) if matched else None for arm, own in splits.items()}
     factors = {arm: _scaling(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts)

@@ -11,13 +11,14 @@ import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.trace.model import Collective, Parameter, Step, Trace
+from netbottleneck.trace.model import NOT_MATCHED, Collective, Parameter, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 
 Intervals = NDArray[np.int64]
@@ -88,7 +89,8 @@ class Split:
     input_ns: what else of other is before a forward, and not blocked: see before_forwards. optimizer_ns: the part of
     compute in optimizers. skew_ns: the part of exposed and wait before the last rank submitted the same operation;
     late_ns: skew_ns by the last rank. transfer_ns: union over the step's operations, from the last rank's submission
-    (or the start, if later) to done. bus_bytes: their tensor bytes times bus_factor. own_ns: our own work between the
+    (or the start, if later) to done. bus_bytes: their tensor bytes times bus_factor; 0 if the size of one is not known,
+    as for `unsized` of the operations. own_ns: our own work between the
     step before and this one, which no step contains; 0 if that step was not recorded, or torch recorded the run.
     """
 
@@ -115,6 +117,7 @@ class Split:
     wire_bytes: int | None
     operations: int
     own_ns: int = 0
+    unsized: int = 0
 
     def phases(self) -> dict[str, int]:
         """The parts without overlap: their sum is the step."""
@@ -132,6 +135,11 @@ class Split:
 def missing_ranks(trace: Trace) -> tuple[int, ...]:
     """The ranks of a run that have no record."""
     return tuple(sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks}))
+
+
+def not_matched(trace: Trace) -> str:
+    """The note that the ranks' operations are not matched: time in transfer is not known then. "" if there is none."""
+    return next((note for note in trace.notes if NOT_MATCHED in note), "")
 
 
 def host_count(trace: Trace) -> int | None:
@@ -299,6 +307,10 @@ def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
     return [c for c in operations if c.known_bytes > 0 and (stock or not c.by_script)]
 
 
+def _bus_bytes(operation: Collective, size: int, hosts: int | None) -> float:
+    return operation.known_bytes * bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
+
+
 def _split(
     step: Step,
     operations: _Operations,
@@ -316,7 +328,7 @@ def _split(
     wait = subtraction(subtraction(queued, busy), communication)
     skew_ns, late = _late(near, last, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
-    moved = _moved(step, own)
+    moved, unsized = _moved(step, own), sum(c.tensor_bytes is None for c in own)
     wire = [c.wire_bytes for c in moved if c.wire_bytes is not None]
     other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
     used = union(busy, communication, wait, intervals((begin, end) for _, begin, end in step.waits))
@@ -340,9 +352,10 @@ def _split(
         late_ns=late,
         transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in moved)),
         tensor_bytes=sum(c.known_bytes for c in moved),
-        bus_bytes=sum(c.known_bytes * bus_factor(c.kind, c.ranks or size, c.algorithm, hosts) for c in moved),
+        bus_bytes=0.0 if unsized else sum(map(partial(_bus_bytes, size=size, hosts=hosts), moved)),
         wire_bytes=sum(wire) if len(wire) == len(moved) else None,
         operations=len(own),
+        unsized=unsized,
     )
     return split, _share_exposed(near, exposed)
 

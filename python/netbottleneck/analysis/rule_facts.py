@@ -179,9 +179,16 @@ class Facts:
 
     @property
     def missing(self) -> str:
-        """Why time in transfer is not known, if ranks have no record; "" if all have one."""
+        """Why waiting for the last rank cannot be told from transfer; "" if it can."""
         ranks = listed(missing_ranks(self.f.trace))
-        return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer" if ranks else ""
+        if ranks:
+            return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer"
+        return self.f.not_matched.rstrip(".")
+
+    @property
+    def no_lateness(self) -> str:
+        """Why the lateness of the ranks is not known, where it is not."""
+        return self.missing or "no step was recorded by all ranks"
 
     @property
     def link_unproven(self) -> str:

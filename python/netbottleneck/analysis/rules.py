@@ -387,7 +387,7 @@ def straggler(facts: Facts) -> RuleResult:
     """Some ranks, or all ranks of some hosts, arrive last, step after step."""
     f, late = facts.f, facts.f.lateness
     if late is None:
-        return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
+        return facts.evidence("straggler", "STRAGGLER", rests=facts.no_lateness)
     if late.straggler is None:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
     error_ns = _clock_error_ns(f)
@@ -448,7 +448,7 @@ def imbalance(facts: Facts) -> RuleResult:
     """Steps of the ranks differ at random: each waits for whichever is last."""
     f, late = facts.f, facts.f.lateness
     if late is None:
-        return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
+        return facts.evidence("imbalance", "IMBALANCE", rests=facts.no_lateness)
     unsure, (saving, needs) = _unsure_wait(facts, late.random_ns), _random_wait(facts, late)
     inside_ns = late.random_ns.value - late.jitter_ns.value
     inside = f", {ms(inside_ns)} of it before the last operation" if ms(inside_ns) != ms(0) else ""

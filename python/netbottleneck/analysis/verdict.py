@@ -9,7 +9,7 @@ from html import escape
 from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
-from netbottleneck.analysis.intervals import ONE_STEP, uncounted
+from netbottleneck.analysis.intervals import ONE_STEP, missing_ranks, uncounted
 from netbottleneck.analysis.rule_facts import (
     SAME_ARMS,
     Facts,
@@ -222,7 +222,7 @@ def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> V
         )
     why = f"Exposed communication and waiting are {lost}, and no rule explains them.{withheld}"
     if facts.missing:
-        return Verdict("INCONCLUSIVE", why, ALL_RECORDS, evidence)
+        return Verdict("INCONCLUSIVE", why, _whole_record(f), evidence)
     if facts.unequal_mtus and all(pair.enough for pair in f.comparisons):
         why += f" {_sentence(facts.unequal_mtus)}"
         return Verdict("MISCONFIGURED", why, f"{SAME_MTU} Then measure again.", evidence)
@@ -234,7 +234,7 @@ def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict
     f, unknown = facts.f, facts.not_recorded
     if facts.missing:
         why = f"The recorded communication is {lost}. {_sentence(facts.missing)}"
-        return Verdict("INCONCLUSIVE", why, ALL_RECORDS, evidence)
+        return Verdict("INCONCLUSIVE", why, _whole_record(f), evidence)
     if unknown:
         return Verdict(
             "INCONCLUSIVE",
@@ -249,6 +249,11 @@ def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict
         f"Do nothing about the network{_bound(f)}.",
         evidence,
     )
+
+
+def _whole_record(f: Findings) -> str:
+    """What to do so that waiting for the last rank can be told from transfer."""
+    return ALL_RECORDS if missing_ranks(f.trace) else SAME_STEPS
 
 
 def _sentence(reason: str) -> str:
@@ -296,6 +301,7 @@ def _missing(facts: Facts) -> str:
 
 
 LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
+SAME_STEPS = "Profile the same steps of one run on all ranks, with netbottleneck run where groups have a part of them."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
 QUIET = "Measure on hosts that do nothing else, for more steps."
 

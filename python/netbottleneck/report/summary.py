@@ -88,7 +88,7 @@ def _split(parts: Parts) -> dict[str, Any]:
         "checkpoint_s": _s(parts.checkpoint_ns),
         "skew_s": _s(parts.skew_ns),
         "own_s": _s(parts.own_ns),
-        "tensor_bytes": parts.tensor_bytes,
+        "tensor_bytes": None if parts.unsized else parts.tensor_bytes,
         "operations": parts.operations,
         "steps": parts.steps,
     }

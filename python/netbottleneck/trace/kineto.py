@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from netbottleneck.trace.matching import Profiled, matched
 from netbottleneck.trace.model import (
     NOT_RECORDED,
     POINT_TO_POINT,
+    TWO_SIDED,
     Bucket,
     Clock,
     Collective,
@@ -45,7 +47,6 @@ KINDS = (
     *("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall"),
     *("reduce", "gather", "scatter", "send", "recv"),
 )
-TWO_SIDED = ("send", "recv")
 WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole result; gloo annotates one rank's part
 UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
 UNANNOTATED_CALL = "c10d::monitored_barrier_"  # gloo annotates its sends and receives, not a barrier
@@ -105,7 +106,7 @@ class _Recorded:
     """One rank's file. base_ns: to add to its times; gpu: it has kernels of a GPU; epoch_ns: wall clock at time 0.
 
     size: 0 if neither distributedInfo nor an operation has it. missing: fields that distributedInfo lacks.
-    kernels_communicate: operations are NCCL's kernels. calls_nccl: the CPU called NCCL.
+    kernels_communicate: operations are NCCL's kernels. calls_nccl: the CPU called NCCL. part_groups: see Profiled.
     """
 
     path: Path
@@ -119,6 +120,7 @@ class _Recorded:
     kernels_communicate: bool
     calls_nccl: bool
     missing: tuple[str, ...] = ()
+    part_groups: tuple[str, ...] = ()
     epoch_ns: int = 0
 
     @property
@@ -239,6 +241,15 @@ def _place(about: Mapping[str, Any], events: Sequence[Event]) -> tuple[int, int,
     return rank, size, missing
 
 
+def _part_groups(about: Mapping[str, Any], size: int) -> tuple[str, ...]:
+    """Names of the groups of several ranks, but not of all `size`, as far as distributedInfo has groups."""
+    groups = about.get("pg_config")
+    told = [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+    return tuple(
+        str(one.get("pg_name", "")) for one in told if isinstance(one.get("pg_size"), int) and 1 < one["pg_size"] < size
+    )
+
+
 def _read(path: Path) -> _Recorded:
     """Read one file. Raises ValueError naming it if it is damaged."""
     try:
@@ -261,7 +272,10 @@ def _read(path: Path) -> _Recorded:
     events.sort(key=lambda e: e["ts"])
     gpu, communicate = any(e.get("cat") == "kernel" for e in events), any(map(_communicates, events))
     host, backend = str(whole.get("host_name", "")), str(about.get("backend", ""))
-    return _Recorded(path, rank, size, backend, host, base_ns, tuple(events), gpu, communicate, calls_nccl, missing)
+    parts = _part_groups(about, size)
+    return _Recorded(
+        path, rank, size, backend, host, base_ns, tuple(events), gpu, communicate, calls_nccl, missing, parts
+    )
 
 
 def kind_of(name: str) -> str | None:
@@ -270,13 +284,16 @@ def kind_of(name: str) -> str | None:
     return next((kind for kind in KINDS if kind in plain), None)
 
 
-def _elements(dims: object) -> int:
-    """Number of elements in "Input Dims" of one argument: a shape, or a list of shapes."""
-    if not isinstance(dims, list) or not dims:
+def _elements(dims: object, tensor: bool) -> int:
+    """Number of elements in "Input Dims" of one argument: a shape, or a list of shapes. tensor: [] is the shape of one.
+
+    A tensor without dimensions has one element; other arguments than tensors have [] too.
+    """
+    if not isinstance(dims, list) or not (dims or tensor):
         return 0
     if all(isinstance(one, int) for one in dims):
         return math.prod(dims)
-    return sum(map(_elements, dims))
+    return sum(_elements(one, True) for one in dims)
 
 
 def _tensors(args: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -285,7 +302,8 @@ def _tensors(args: Mapping[str, Any]) -> list[tuple[int, str]]:
         count = max(_count_of(args, IN_COUNT), _count_of({OUT_COUNT: 0} | dict(args), OUT_COUNT))
         return [(count, str(args.get("dtype", "")))]
     dims, types = args.get("Input Dims") or (), args.get("Input type") or ()
-    return [(_elements(one), str(name)) for one, name in zip(dims, types, strict=False)]
+    pairs = zip(dims, map(str, types), strict=False)
+    return [(_elements(one, name.lower() in ITEM_BYTES), name) for one, name in pairs]
 
 
 def _bytes(event: Event, kind: str = "") -> int | None:
@@ -353,8 +371,7 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
 
 def _count(event: Event, kind: str, most: int | None = None) -> int:
     """Elements of the first `most` arguments, by which a call and its annotation are paired; 0 without shapes."""
-    dims = event.get("args", {}).get("Input Dims") or ()
-    return 0 if kind in UNLIKE_CALL else sum(map(_elements, dims[:most]))
+    return 0 if kind in UNLIKE_CALL else sum(count for count, _ in _tensors(event.get("args", {}))[:most])
 
 
 def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
@@ -558,8 +575,14 @@ def _notes(
     if unknown:
         types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
         yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."
-    elif rows and not any(one.known_bytes for one in rows):
+    yield from _without_sizes(rows, sum(one.tensor_bytes is None for one in rows) - len(unknown))
+
+
+def _without_sizes(rows: Sequence[Collective], unsized: int) -> Iterator[str]:
+    if unsized and not any(one.known_bytes for one in rows):
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
+    elif unsized:
+        yield f"the sizes of {unsized} of {len(rows)} operations are not in these traces: nor are rates of their steps."
 
 
 class _OfRank(Protocol):
@@ -634,15 +657,27 @@ def load(paths: Sequence[Path]) -> Trace:
         bare = _steps(one)
         rows.append(_collectives(one, bare, groups, unknown))
         steps.append(_with_waits(_with_parts(one, _without_tail(one, bare, rows[-1])), rows[-1]))
-    parameters, buckets = _model(ranks[0], steps[0], rows[0])
-    everything = tuple(row for own in rows for row in own)
+    each = [
+        Profiled(
+            one.rank,
+            one.host,
+            (whole[0].index, whole[-1].index),
+            own,
+            nameless=not one.kernels_communicate,
+            part_groups=one.part_groups,
+        )
+        for one, whole, own in zip(ranks, steps, rows, strict=True)
+    ]
+    same, apart = matched(each)
+    parameters, buckets = _model(ranks[0], steps[0], same[0])
+    everything = tuple(row for own in same for row in own)
     return Trace(
         paths[0].absolute().parent.name if len(paths) > 1 else paths[0].name.partition(".")[0],
         max(ranks[-1].rank + 1, *(one.size for one in ranks)),
         (STOCK,),
         started_wall_ns=ranks[0].epoch_ns,
         epoch_wall_ns=ranks[0].epoch_ns,
-        notes=tuple(_notes(ranks, damaged, everything, unknown)),
+        notes=(*_notes(ranks, damaged, everything, unknown), *apart),
         ranks=tuple(_rank(one, ranks[0]) for one in ranks),
         parameters=tuple(parameters),
         buckets=tuple(buckets),

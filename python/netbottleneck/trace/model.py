@@ -38,6 +38,8 @@ SIZE_MAX = 10_000_000
 NOT_TIMED = "its buckets are not timed"
 # Part of a note: the run communicates through operations that are not recorded.
 NOT_RECORDED = "what it communicates is not in this record"
+# Part of a note: time in transfer cannot be told from waiting for other ranks.
+NOT_MATCHED = "which operations of the ranks belong together is not known"
 # Begin of a note that arms no longer take turns, and that no step is recorded from there on.
 STAYS = "all further steps use"
 # Begin of a note that transports no longer alternate, as their differences are known.
@@ -285,6 +287,13 @@ class Collective:
 STATES = SCHEDULED, STARTED, COMPLETED, ENDED = ("scheduled", "started", "completed", "ended")
 # What torch recorded itself: the key of a send or receive, or of a batch of them, is this or more.
 POINT_TO_POINT = 1 << 32
+# Likewise, the key of an operation that is not matched with those of other ranks is this or more.
+ALONE = 1 << 56
+# Kinds of operations.
+TWO_SIDED = ("send", "recv")
+UNEVEN = ("alltoall", "gather", "scatter")  # their sizes may differ between ranks
+# No rank can end these before all have begun. The root of a broadcast, for example, ends once it has sent.
+ENDS_TOGETHER = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
-from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, total
+from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import listed, percent
@@ -298,6 +298,8 @@ def job(
     if missing:
         who = listed(missing)
         raise ValueError(f"rank {who} left no record: waiting for it cannot be told from the time of an operation")
+    if not_matched(trace):
+        raise ValueError(not_matched(trace))
     one_host = host_count(trace) == 1 < trace.size
     fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
     notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []

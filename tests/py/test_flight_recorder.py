@@ -231,6 +231,53 @@ def test_an_operation_that_left_the_buffer_was_joined(tmp_path):
     assert [one.missing for one in Run(tmp_path).findings.joins] == [(), (), ()]
 
 
+DEFAULT = {"process_group": ("0", "default_pg")}
+WHOLE = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+# What torch 2.13 writes for a rank that has called no operation.
+IDLE = '{"comm_lib_version":"","nccl_comm_state":{},"pg_config":{"":{"desc":"","name":"","ranks":"[0, 1]"}},'
+IDLE += '"pg_status":{},"version":"2.10"}'
+
+
+def test_a_rank_that_called_no_operation_has_not_joined(tmp_path):
+    open_one = [operation(1, state="started")]
+    write(tmp_path / "empty", 0, open_one)
+    write(tmp_path / "empty", 1, [])
+    write(tmp_path / "pickled", 0, [operation(1, state="started", **DEFAULT)], pg_config=WHOLE)
+    whole = pickle.loads((tmp_path / "pickled" / "nccl_trace_rank_0").read_bytes())
+    (tmp_path / "pickled" / "nccl_trace_rank_1").write_bytes(
+        pickle.dumps({key: value for key, value in whole.items() if key != "entries"}, protocol=2)
+    )
+    folder = tmp_path / "json"
+    folder.mkdir()
+    (folder / "trace_0.json").write_text(json.dumps({**whole, "comm_lib_version": ""}))
+    (folder / "trace_1.json").write_text(IDLE)
+    for name, path in (("empty", ""), ("pickled", ""), ("json", "trace_")):
+        run = Run(tmp_path / name / path)
+        (one,) = run.findings.joins
+        assert (one.missing, one.unknown, one.waiting) == ((1,), (), (0,)), name
+        assert "Rank 1 has not joined operation 1" in " ".join(run.text.split())
+        assert any("rank 1 called none" in note for note in run.trace.notes)
+        assert not any("TORCH_FR_BUFFER_SIZE" in note for note in run.trace.notes)
+
+
+def test_a_dump_of_operations_under_way_alone_tells_which_its_rank_joined(tmp_path):
+    about = {"pg_config": WHOLE}
+    write(tmp_path, 0, [operation(3, state="started", **DEFAULT), operation(4, state="scheduled", **DEFAULT)], **about)
+    write(tmp_path, 1, [], last=3, **about)
+    joined, open_one = Run(tmp_path).findings.joins
+    assert (joined.missing, joined.unknown) == ((), ())
+    assert (open_one.missing, open_one.unknown) == ((1,), ())
+
+
+def test_a_dump_of_a_recorder_that_was_off_tells_nothing(tmp_path):
+    write(tmp_path, 0, [operation(1, state="started")])
+    write(tmp_path, 1, [], pg_config={})
+    run = Run(tmp_path)
+    (one,) = run.findings.joins
+    assert (one.missing, one.unknown) == ((), (1,))
+    assert any("set TORCH_FR_BUFFER_SIZE before the training" in note for note in run.trace.notes)
+
+
 def test_an_open_send_is_named_on_its_rank(tmp_path):
     message = operation(1, "nccl:send 0->1", "started", is_p2p=True, p2p_seq_id=4, collective_seq_id=0)
     write(tmp_path, 0, [message])

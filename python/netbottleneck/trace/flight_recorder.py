@@ -67,7 +67,8 @@ def _is_dump(path: Path) -> bool:
     except OSError:
         return False
     if head.startswith(b"{"):
-        return b'"entries"' in head and (b'"comm_lib_version"' in head or b'"collective_seq_id"' in head)
+        about = b'"comm_lib_version"' in head or b'"collective_seq_id"' in head
+        return about and (b'"entries"' in head or b'"pg_config"' in head)
     return head.startswith(b"\x80") and b"version" in head and (b"pg_config" in head or b"entries" in head)
 
 
@@ -96,7 +97,10 @@ def dumps(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Dump:
-    """One rank's dump. members: of each group by its name, where the dump has them; last: by the group's pg_id."""
+    """One rank's dump. members: of each group by its name, where the dump has them.
+
+    last: number of the last operation that was called, by the group's pg_id. recorded: the recorder was on.
+    """
 
     path: Path
     rank: int
@@ -104,6 +108,7 @@ class _Dump:
     entries: tuple[_Entry, ...]
     members: Mapping[str, tuple[int, ...]]
     last: Mapping[int, int]
+    recorded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,15 +240,16 @@ def _read(path: Path) -> _Dump:
         version = str(whole["version"])
         if not version.startswith(DUMP_VERSIONS):
             raise ValueError(f"version {version}; this netbottleneck reads versions {DUMP_VERSIONS}x")
-        entries = tuple(map(_entry, _of_batches(whole["entries"])))
+        groups = whole["pg_config"] if "entries" not in whole else whole.get("pg_config", {})
+        entries = tuple(map(_entry, _of_batches(whole.get("entries", ()))))  # JSON has no key for no operation
         last = {int(key): int(one["last_enqueued_collective"]) for key, one in whole.get("pg_status", {}).items()}
-        members = _members(whole.get("pg_config", {}))
+        members = _members(groups)
     except _UNREADABLE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(f"{path}: unreadable dump of the flight recorder: {what}") from error
     rank = int(match["rank"])
     _check_rank(path, rank, members)
-    return _Dump(path, rank, version, entries, members, last)
+    return _Dump(path, rank, version, entries, members, last, bool(groups))
 
 
 def _with_members(ranks: Sequence[_Dump]) -> list[_Dump]:
@@ -266,11 +272,17 @@ def _group(dump: _Dump, entry: _Entry) -> _Group:
 def _groups(ranks: Sequence[_Dump], size: int) -> dict[_Group, ProcessGroup]:
     """The groups of the dumps. The default group has all ranks; the members of another one may be unknown."""
     last: dict[_Group, dict[int, int]] = {}
+    ids: dict[_Group, int] = {}
     for dump in ranks:
         for entry in dump.entries:
             own = last.setdefault(_group(dump, entry), {})
+            ids.setdefault(_group(dump, entry), entry.group_id)
             if not entry.between_two:
                 own[dump.rank] = max(own.get(dump.rank, 0), entry.number, dump.last.get(entry.group_id, 0))
+    for dump in (one for one in ranks if one.recorded and not one.entries):
+        for group, own in last.items():
+            called = _called(dump, group, ids[group])
+            own.update({} if called is None else {dump.rank: called})
     return {
         group: ProcessGroup(
             group[0],
@@ -280,6 +292,18 @@ def _groups(ranks: Sequence[_Dump], size: int) -> dict[_Group, ProcessGroup]:
         )
         for group, own in last.items()
     }
+
+
+def _called(dump: _Dump, group: _Group, group_id: int) -> int | None:
+    """Number of the last operation that a rank without any in its dump called in a group; None if it is not known.
+
+    The id of a group may differ between ranks, that of the default group does not.
+    """
+    member = group[1] == DEFAULT_GROUP if group[2] is None else dump.rank in group[2]
+    most = max(dump.last.values(), default=0)
+    if member and group[1] == DEFAULT_GROUP:
+        return max(dump.last.get(group_id, 0), 0)
+    return 0 if member and most <= 0 else None
 
 
 def _of_dump(dump: _Dump, groups: Mapping[_Group, ProcessGroup], epoch_ns: int) -> Iterator[Collective]:
@@ -315,7 +339,9 @@ def _dump_notes(ranks: Sequence[_Dump], groups: Iterable[ProcessGroup], damaged:
     versions: dict[str, list[int]] = defaultdict(list)
     for dump in ranks:
         versions[dump.version].append(dump.rank)
-        if not dump.entries:
+        if not dump.entries and dump.recorded:
+            yield f"{dump.path}: no operation: rank {dump.rank} called none, or its dump has only those under way."
+        elif not dump.entries:
             yield f"{dump.path}: no operation: set TORCH_FR_BUFFER_SIZE before the training."
     if len(versions) > 1:
         each = "; ".join(f"{version}: rank {listed(own)}" for version, own in versions.items())

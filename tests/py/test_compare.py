@@ -237,6 +237,52 @@ def test_a_gate_does_not_judge_runs_that_are_not_comparable(made, tmp_path, caps
     assert cli.main(["compare", str(first), str(second)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"recorder": "torch.profiler"}, "recorder: netbottleneck in A, torch.profiler in B"),
+        ({"origin": "simulated"}, "origin: measured in A, simulated in B"),
+    ],
+)
+def test_a_gate_does_not_judge_a_record_of_another_kind(made, tmp_path, capsys, changed, what):
+    other = tmp_path / "other.jsonl.gz"
+    model.write(replace(Run(made("b", 140)).trace, **changed), other)
+    assert cli.main(["compare", str(made("a")), str(other), "--max-step-time-regression-pct", "5"]) == 4
+    assert capsys.readouterr().err == f"netbottleneck compare: not judged: not comparable: {what}\n"
+
+
+def lost(trace, **changed):
+    """Return the trace with another description of rank 1."""
+    return replace(trace, ranks=tuple(replace(one, **(changed if one.rank == 1 else {})) for one in trace.ranks))
+
+
+def without(trace, rank):
+    """Return the trace without the record of a rank."""
+    tables = {name: tuple(row for row in getattr(trace, name) if row.rank != rank) for name in model.BY_RANK}
+    return replace(trace, **tables)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "what"),
+    [
+        (lambda trace: without(trace, 1), "no record of rank 1"),
+        (lambda trace: lost(trace, finished=False, error="RuntimeError: lost"), "rank 1 failed"),
+        (lambda trace: lost(trace, finished=False), "rank 1 did not finish cleanly"),
+    ],
+)
+def test_a_gate_does_not_pass_a_run_whose_ranks_failed(made, tmp_path, capsys, damaged, what):
+    first, second = made("a"), tmp_path / "second.jsonl.gz"
+    model.write(damaged(Run(first).trace), second)
+    gate = ["--max-step-time-regression-pct", "5"]
+    assert cli.main(["compare", str(first), str(second), *gate]) == 4
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"netbottleneck compare: not judged: {what} in B")
+    assert "".join(f"! {what} in {second}".split()) in "".join(captured.out.split())
+    assert cli.main(["compare", str(second), str(first), *gate]) == 4
+    assert f"not judged: {what} in A" in capsys.readouterr().err
+    assert cli.main(["compare", str(first), str(second)]) == 0
+
+
 def test_what_only_one_run_knows_makes_no_difference(made):
     unknown = made("b", 140, run={"model": "", "network": None}, meta={"parameters": [], "buckets": []})
     found = compare.compare(made("a"), unknown)

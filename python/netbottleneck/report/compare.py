@@ -16,6 +16,7 @@ from rich.console import Console
 
 from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, step_times, typical_step
 from netbottleneck.analysis.findings import Findings
+from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.report import Run, html
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, Shown, bars, short_name
@@ -24,7 +25,7 @@ from netbottleneck.report.text import make_table, put_row, screen
 from netbottleneck.trace.files import printable
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import ms, percent
+from netbottleneck.units import listed, ms, percent
 
 # A cell of a study with FACTS is complete. RESULT names its run folder.
 FACTS, RESULT = "facts.json", "cell.json"
@@ -69,8 +70,9 @@ class Comparison:
     """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are comparable.
 
     parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has,
-    and what makes cells no comparison. label: of the numbers, "measured" or "predicted". unjudged: the arms of A that
-    move gradients, and the cells of A, that no gate can judge, each with the reason.
+    what makes cells no comparison, and ranks that failed or have no record. label: of the numbers, "measured" or
+    "predicted". unjudged: the arms of A that move gradients, the cells of A, and the runs that no gate can judge, each
+    with the reason.
     """
 
     rows: tuple[Row, ...]
@@ -164,6 +166,8 @@ def _link(trace: Trace) -> str:
 
 # What two runs must have in common, as text; "": not known.
 SAME: Mapping[str, Callable[[Trace], str]] = {
+    "recorder": lambda trace: trace.recorder or "netbottleneck",
+    "origin": lambda trace: trace.origin,
     "ranks": lambda trace: str(trace.size),
     "model": lambda trace: trace.model,
     "gradients": _gradient_bytes,
@@ -202,14 +206,29 @@ def _lacking(cell: str, sides: Sequence[tuple[Findings, str]]) -> Iterator[str]:
             yield _name(cell, f"{arm}: no counted step in {' and '.join(without)}")
 
 
+def _failed(cell: str, *sides: tuple[Trace, str]) -> Iterator[str]:
+    """A line for each cause for which the record of a run is not whole. sides: traces, each with its name."""
+    for trace, where in sides:
+        missing = missing_ranks(trace)
+        errors = [rank.rank for rank in trace.ranks if rank.error]
+        ended = [rank.rank for rank in trace.ranks if rank.finished or rank.error]
+        open_ = [rank.rank for rank in trace.ranks if rank.rank not in ended] if trace.origin == "measured" else []
+        for ranks, what in ((errors, "failed"), (open_, "did not finish cleanly")):
+            if ranks:
+                yield _name(cell, f"rank {listed(ranks)} {what} in {where}")
+        if missing:
+            yield _name(cell, f"no record of rank {listed(missing)} in {where}")
+
+
 def _incomplete(*sides: tuple[list[str], str]) -> list[str]:
     """A line for each cell that is not complete in a study. sides: cells, and the name of their study."""
     return [f"{cell}: not complete in {name}" for cells, name in sides for cell in cells]
 
 
 def _unjudged(cell: str, before: Findings, after: Findings) -> Iterator[str]:
-    """What makes two runs no comparison; else the arms of A whose change in B has no interval, with the reason."""
+    """Ranks that failed, what makes two runs no comparison, else the arms of A whose change in B has no interval."""
     unlike = list(_unlike(cell, before.trace, after.trace))
+    yield from _failed(cell, (before.trace, "A"), (after.trace, "B"))
     yield from unlike
     for arm in [] if unlike else [arm for arm in before.trace.arms if arm.real]:
         name = _name(cell, arm)
@@ -272,6 +291,7 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     missing += [f"{cell}: only in {names[cell not in old]}" for cell in alone]
     for cell in both:
         missing += _unlike(cell, old[cell].trace, new[cell].trace)
+        missing += _failed(cell, (old[cell].trace, names[0]), (new[cell].trace, names[1]))
         missing += _lacking(cell, ((old[cell].findings, names[0]), (new[cell].findings, names[1])))
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
     unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))

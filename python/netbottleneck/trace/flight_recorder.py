@@ -32,6 +32,7 @@ from netbottleneck.units import listed
 
 DUMP_VERSIONS = "2."  # of the dump, not of torch
 DUMP = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?P<suffix>(\.(json|pkl|pickle))?)")
+BUFFER = "set TORCH_FR_BUFFER_SIZE before the training"
 DEFAULT_GROUP = "default_pg"
 # Names of element types in a dump, in lower case; their bytes are ITEM_BYTES.
 DTYPES = {
@@ -333,16 +334,21 @@ def _of_dump(dump: _Dump, groups: Mapping[_Group, ProcessGroup], epoch_ns: int) 
         )
 
 
+def _empty(ranks: Sequence[_Dump]) -> Iterator[str]:
+    """A note on each dump without an operation."""
+    for dump in ranks:
+        if not dump.entries:
+            why = f"rank {dump.rank} called none, or its dump has only those under way"
+            yield f"{dump.path}: no operation: {why if dump.recorded else BUFFER}."
+
+
 def _dump_notes(ranks: Sequence[_Dump], groups: Iterable[ProcessGroup], damaged: Sequence[str]) -> Iterator[str]:
     yield "read from dumps of torch's flight recorder: they have no steps and no compute."
     yield from damaged
     versions: dict[str, list[int]] = defaultdict(list)
     for dump in ranks:
         versions[dump.version].append(dump.rank)
-        if not dump.entries and dump.recorded:
-            yield f"{dump.path}: no operation: rank {dump.rank} called none, or its dump has only those under way."
-        elif not dump.entries:
-            yield f"{dump.path}: no operation: set TORCH_FR_BUFFER_SIZE before the training."
+    yield from _empty(ranks)
     if len(versions) > 1:
         each = "; ".join(f"{version}: rank {listed(own)}" for version, own in versions.items())
         yield f"the dumps have different versions ({each}): the ranks may run different versions of torch."

@@ -5,6 +5,8 @@
 //
 // A rate is that of bytes which had to wait. The first ones after a pause go into the kernel's buffers at once, and the
 // bytes of a time with pauses follow from the lane's share: a rate from either would confirm any share, a wrong one too.
+// Where many lanes share little data, no request waits. The rate is then that at which a backlog in the kernel's buffers
+// shrinks, as long as it lasts. Of a lane whose backlogs are soon gone, no rate is known, and it counts as the fastest.
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -13,15 +15,20 @@
 #include "base/list.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
+#include "transport/transport.h"
 
 enum {
-    KNOWN_BYTES = 512 * 1024,    // a smaller sample measures buffers, not the network
-    KNOWN_NS = 2 * 1000 * 1000,  // a shorter sample measures how many requests finish in one pass
-    BUFFERED_BYTES = 256 * 1024, // of the bytes after a pause, those that may have gone into the kernel's buffers
-    PAUSE_NS = 20 * 1000,        // minimum length of a pause: less goes by while the thread handles other lanes
-    IDLE_NS = 1000 * 1000,       // the same where a library sends on its own what it has taken
-    HELD_NS = 1000 * 1000,       // minimum interval between queries of what a lane still holds
-    HANDLING_NS = 100 * 1000,    // minimum duration of a segment at the rate of all lanes together
+    KNOWN_BYTES = 512 * 1024,     // a smaller sample measures buffers, not the network
+    KNOWN_NS = 2 * 1000 * 1000,   // a shorter sample measures how many requests finish in one pass
+    BUFFERED_BYTES = 256 * 1024,  // of the bytes after a pause, those that may have gone into the kernel's buffers
+    PAUSE_NS = 20 * 1000,         // minimum length of a pause: less goes by while the thread handles other lanes
+    IDLE_NS = 1000 * 1000,        // the same where a library sends on its own what it has taken
+    HELD_NS = 1000 * 1000,        // minimum interval between queries of what a lane still holds
+    STAY_LEAST = 16 * 1024,       // of a smaller backlog, a few late packets may be left
+    STAYS = 4,                    // looks in a row that find a backlog: one alone finds a peer that was not running
+    STAY_BYTES = 64 * 1024,       // of a smaller sample, a single packet of the largest size is a large part
+    GONE_BYTES = 4 * 1024 * 1024, // after so many bytes of backlogs that are soon gone, a lane is as fast as others
+    HANDLING_NS = 100 * 1000,     // minimum duration of a segment at the rate of all lanes together
     SEGMENT_LEAST = 16 * 1024,
     SEGMENT_UNKNOWN = 64 * 1024 // minimum segment while a lane's rate is unknown
 };
@@ -50,6 +57,13 @@ void nb_rate_refused(struct path *path, size_t bytes) {
 }
 
 // Adds up bytes and time, as many requests may finish at once; old samples fade.
+static void add(struct lane_rate *rate, size_t bytes, double ns) {
+    double keep = FADE_NS / (FADE_NS + ns);
+    rate->bytes = rate->bytes * keep + (double)bytes;
+    rate->ns = rate->ns * keep + ns;
+    rate->backlog.gone_bytes = 0;
+}
+
 void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes) {
     struct lane_rate *rate = &path->rate;
     int64_t now = nb_now_ns();
@@ -61,13 +75,12 @@ void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes)
         bool waited = rate->since_pause >= BUFFERED_BYTES;
         rate->held += bytes;
         rate->since_pause += bytes;
+        rate->backlog.bytes += now - rate->backlog.since_ns < HELD_NS ? bytes : 0;
         if (!waited) {
             return;
         }
     }
-    double keep = FADE_NS / (FADE_NS + ns);
-    rate->bytes = rate->bytes * keep + (double)bytes;
-    rate->ns = rate->ns * keep + ns;
+    add(rate, bytes, ns);
     if (rate->bytes >= KNOWN_BYTES && rate->ns >= KNOWN_NS) {
         rate->bytes_per_ns = rate->bytes / rate->ns;
     }
@@ -94,17 +107,35 @@ static size_t bytes_left(const struct peer *peer, size_t enough) {
     return left;
 }
 
-// This lane's share of the rate of all lanes; equal shares while one of them is unknown.
+// The rate of the fastest lane whose rate is known, or 0.
+static double fastest(const struct peer *peer) {
+    double most = 0;
+    for (int i = 0; i < peer->reach; i++) {
+        double rate = peer->paths[i].open ? peer->paths[i].rate.bytes_per_ns : 0;
+        most = rate > most ? rate : most;
+    }
+    return most;
+}
+
+// The rate that a lane counts with. most: that of `fastest`.
+static double counted(const struct lane_rate *rate, double most) {
+    if (rate->bytes_per_ns > 0) {
+        return rate->bytes_per_ns;
+    }
+    return most > 0 && rate->reached > most ? rate->reached : most;
+}
+
+// This lane's share of the rate of all lanes; equal shares while none is known.
 static double part_of(const struct nb_lanes *lanes, const struct peer *peer, int lane) {
     double sum = 0;
-    for (int i = 0; i < peer->reach; i++) {
-        double rate = peer->paths[i].rate.bytes_per_ns;
-        if (peer->paths[i].open && rate <= 0) {
-            return 1.0 / lanes->used;
-        }
-        sum += peer->paths[i].open ? rate : 0;
+    double most = fastest(peer);
+    if (most <= 0) {
+        return 1.0 / lanes->used;
     }
-    return sum > 0 ? peer->paths[lane].rate.bytes_per_ns / sum : 1.0;
+    for (int i = 0; i < peer->reach; i++) {
+        sum += peer->paths[i].open ? counted(&peer->paths[i].rate, most) : 0;
+    }
+    return counted(&peer->paths[lane].rate, most) / sum;
 }
 
 // Bytes ahead of the next segment on this lane.
@@ -120,13 +151,72 @@ static double before_all(const struct peer *peer) {
     return bytes;
 }
 
+// Bytes of the backlog at the look before are still there after `ns`: the lane is slower than its share.
+static void backlog_stays(struct lane_rate *rate, double ns) {
+    struct backlog *backlog = &rate->backlog;
+    if (rate->bytes_per_ns > 0) {
+        add(rate, backlog->left, ns);
+        rate->bytes_per_ns = rate->bytes / rate->ns;
+        return;
+    }
+    backlog->stays++;
+    backlog->stay_bytes += backlog->left;
+    backlog->stay_ns += ns;
+    if (backlog->stays >= STAYS && backlog->stay_bytes >= STAY_BYTES) {
+        rate->bytes = (double)backlog->stay_bytes;
+        rate->ns = backlog->stay_ns;
+        rate->bytes_per_ns = rate->bytes / rate->ns;
+    }
+}
+
+// The backlog of the look before is gone after `ns`. A lane that is never behind may be faster than its rate.
+static void backlog_gone(struct lane_rate *rate, double ns) {
+    struct backlog *backlog = &rate->backlog;
+    double reached = (double)backlog->left / ns;
+    if (ns >= KNOWN_NS && reached > rate->reached) {
+        rate->reached = reached; // over less time it may be that of one burst
+    }
+    backlog->stays -= backlog->stays > 0;
+    if (backlog->stays == 0) {
+        backlog->stay_bytes = 0;
+        backlog->stay_ns = 0;
+    }
+    backlog->gone_bytes += backlog->bytes;
+    if (backlog->gone_bytes >= GONE_BYTES) {
+        rate->bytes = 0;
+        rate->ns = 0;
+        rate->bytes_per_ns = 0;
+        rate->reached = 0;
+        backlog->gone_bytes = 0;
+    }
+}
+
+static void backlog_look(struct lane_rate *rate, const struct nb_held *held, int64_t now) {
+    struct backlog *backlog = &rate->backlog;
+    int64_t ns = now - backlog->since_ns;
+    backlog->left += rate->held > held->bytes ? rate->held - held->bytes : 0;
+    rate->held = held->bytes;
+    rate->held_ns = now;
+    if (backlog->bytes > backlog->left + held->late_bytes + STAY_LEAST) {
+        if (ns < KNOWN_NS || ns < 2 * held->round_trip_ns) {
+            return; // too early to tell
+        }
+        backlog_stays(rate, (double)ns);
+    } else if (backlog->bytes > 0) {
+        backlog_gone(rate, (double)ns);
+    }
+    backlog->bytes = held->bytes;
+    backlog->left = 0;
+    backlog->since_ns = now;
+}
+
 static void held_ask(struct nb_lanes *lanes, struct peer *peer) {
     int64_t now = nb_now_ns();
     for (int i = 0; i < peer->reach; i++) {
         struct lane_rate *rate = &peer->paths[i].rate;
         if (rate->held > 0 && now - rate->held_ns >= HELD_NS) {
-            rate->held = lanes->config.ops->held(lanes->lane[i], (int)(peer - lanes->peers));
-            rate->held_ns = now;
+            struct nb_held held = lanes->config.ops->held(lanes->lane[i], (int)(peer - lanes->peers));
+            backlog_look(rate, &held, now);
         }
     }
 }

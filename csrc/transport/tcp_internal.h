@@ -62,11 +62,13 @@ struct conn {
     unsigned message_head;
     unsigned message_count;
     bool out_is_message;
-    bool refused;   // post returned -EAGAIN: writable() is due
-    bool out_ended; // nothing can be sent any more; data that the peer sent before are still read
-    int failure;    // the failure behind `out_ended`, or 0: the flow is lost once those data are read
-    bool writing;   // inside a write that the loop requested
-    size_t ahead;   // bytes written since the loop last reported this peer
+    bool refused;            // post returned -EAGAIN: writable() is due
+    bool out_ended;          // nothing can be sent any more; data that the peer sent before are still read
+    int failure;             // the failure behind `out_ended`, or 0: the flow is lost once those data are read
+    bool writing;            // inside a write that the loop requested
+    size_t ahead;            // bytes written since the loop last reported this peer
+    struct nb_held measured; // its bytes are of no use
+    int64_t measured_ns;     // 0: not measured
     // in
     struct nb_watch in_watch; // fd -1: the peer has not connected yet
     struct wire_tcp_header in_header;
@@ -133,6 +135,8 @@ int nb_tcp_post(struct nb_lane *base, struct nb_request *request);
 int nb_tcp_message(struct nb_lane *base, int peer, const void *data, size_t bytes);
 void nb_tcp_resume(struct nb_lane *base, int peer);
 // Bytes of sent segments that the kernel still holds, unsent or unacknowledged.
-size_t nb_tcp_held(const struct nb_lane *base, int peer);
+struct nb_held nb_tcp_held(const struct nb_lane *base, int peer);
+// Fills in what the kernel knows of a connection: late_bytes and round_trip_ns.
+void nb_tcp_measured(int fd, struct nb_held *held);
 
 #endif

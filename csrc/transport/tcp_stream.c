@@ -10,6 +10,7 @@
 
 #include <linux/sockios.h>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
@@ -21,7 +22,8 @@
 enum {
     NOTSENT_BYTES = 128 * 1024,    // unsent data in the kernel: with more, a slow connection only holds more
     READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection per pass of the loop
-    WRITE_BUDGET = 2 * 1024 * 1024
+    WRITE_BUDGET = 2 * 1024 * 1024,
+    MEASURED_NS = 100 * 1000 * 1000 // interval between measurements of a connection
 };
 
 static size_t pieces_left(const struct pieces *p) {
@@ -400,17 +402,24 @@ void nb_tcp_resume(struct nb_lane *base, int peer) {
     }
 }
 
-size_t nb_tcp_held(const struct nb_lane *base, int peer) {
-    const struct conn *conn = nb_tcp_conn(base, peer);
+struct nb_held nb_tcp_held(const struct nb_lane *base, int peer) {
+    struct conn *conn = nb_tcp_conn(base, peer);
     int kernel = 0;
     if (conn->state != OPEN || ioctl(conn->out_watch.fd, SIOCOUTQ, &kernel) < 0 || kernel < 0) {
-        return 0;
+        return (struct nb_held){0};
+    }
+    int64_t now = nb_now_ns();
+    if (conn->measured_ns == 0 || now - conn->measured_ns >= MEASURED_NS) {
+        nb_tcp_measured(conn->out_watch.fd, &conn->measured);
+        conn->measured_ns = now;
     }
     size_t begun = 0; // bytes of the segment in progress
     if (conn->request != NULL && !conn->out_is_message) {
         begun = sizeof conn->out_header + conn->request->frame.bytes - pieces_left(&conn->out);
     }
-    return (size_t)kernel > begun ? (size_t)kernel - begun : 0;
+    struct nb_held held = conn->measured;
+    held.bytes = (size_t)kernel > begun ? (size_t)kernel - begun : 0;
+    return held;
 }
 
 void nb_tcp_tune(struct tcp_lane *lane, int fd) {

@@ -92,6 +92,13 @@ struct nb_region {
 
 enum { NB_LANE_STREAM = 0, NB_LANE_RMA = 1 };
 
+// Bytes of finished requests that a host has not given up yet.
+struct nb_held {
+    size_t bytes;
+    size_t late_bytes;     // so many of them may be at the peer, which confirms them late
+    int64_t round_trip_ns; // the least time until the peer has confirmed a byte
+};
+
 struct nb_lane_ops {
     const char *name; // "tcp", "ofi", "mem"
     int kind;         // NB_LANE_STREAM or NB_LANE_RMA
@@ -121,8 +128,8 @@ struct nb_lane_ops {
     // Call before the thread sleeps in the loop: 0, or -EAGAIN if progress must run first.
     int (*arm)(struct nb_lane *lane);
     void (*stats)(const struct nb_lane *lane, int peer, struct nb_lane_stats *stats);
-    // Bytes of finished requests that this host still holds, as far as known. NULL: finished bytes are at the peer.
-    size_t (*held)(const struct nb_lane *lane, int peer);
+    // What this host still holds of finished requests, as far as known. NULL: finished bytes are at the peer.
+    struct nb_held (*held)(const struct nb_lane *lane, int peer);
     // "provider/version" for the record; "" if there is none.
     const char *(*describe)(const struct nb_lane *lane);
     void (*close)(struct nb_lane *lane);

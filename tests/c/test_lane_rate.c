@@ -29,12 +29,13 @@ static bool near(double value, double want) {
 
 // A network that reports how many sent bytes each lane still holds on this host.
 static size_t held_by[LANES];
+static int64_t round_trip_ns;
 static int held_queries;
 
-static size_t held(const struct nb_lane *lane, int peer) {
+static struct nb_held held(const struct nb_lane *lane, int peer) {
     (void)peer;
     held_queries++;
-    return held_by[lane->index];
+    return (struct nb_held){.bytes = held_by[lane->index], .late_bytes = 3000, .round_trip_ns = round_trip_ns};
 }
 
 static const struct nb_lane_ops ops = {.name = "reporting", .held = held};
@@ -52,6 +53,7 @@ struct world {
 static void world_init(struct world *world, const double *rates, int used) {
     memset(world, 0, sizeof *world);
     memset(held_by, 0, sizeof held_by);
+    round_trip_ns = 0;
     held_queries = 0;
     world->lanes.config.ops = &ops;
     world->lanes.peers = &world->peer;
@@ -322,6 +324,114 @@ static void test_bytes_that_waited_tell_the_rate(void) {
     CHECK(path.rate.bytes_per_ns < 0.1 * rate, "what finished without a pause before does not count");
 }
 
+enum { PORTION = 64 * 1024, ROUND_NS = 10 * 1000 * 1000 };
+
+static void rounds_init(struct world *world) {
+    static const double unknown[LANES] = {0};
+    world_init(world, unknown, LANES);
+}
+
+// Each round, every lane sends a portion, and lane i confirms confirmed[i] bytes of what it holds within 10 ms. No
+// request ever waits, as the kernel takes all of them at once.
+static void rounds_run(struct world *world, int count, const size_t *confirmed) {
+    for (int round = 0; round < count; round++) {
+        (void)segment(world, 0, 512 * 1024);
+        for (int i = 0; i < LANES; i++) {
+            nb_rate_posted(&world->lanes, &world->paths[i], PORTION);
+            clock_ns += 15 * 1000;
+            nb_rate_sent(&world->lanes, &world->paths[i], PORTION);
+            held_by[i] += PORTION;
+            held_by[i] -= held_by[i] < confirmed[i] ? held_by[i] : confirmed[i];
+        }
+        clock_ns += ROUND_NS - LANES * 15 * 1000;
+    }
+}
+
+static double rate_of(const struct world *world, int lane) {
+    return world->paths[lane].rate.bytes_per_ns;
+}
+
+static void test_a_backlog_that_stays_tells_the_rate(void) {
+    struct world world;
+    const size_t slow = 3 * PORTION / 4;
+    const size_t confirmed[LANES] = {PORTION, PORTION, PORTION, slow};
+    rounds_init(&world);
+    rounds_run(&world, 3, confirmed);
+    CHECK(rate_of(&world, 3) == 0, "a rate follows from 3 rounds");
+    rounds_run(&world, 9, confirmed);
+    double want = (double)slow / ROUND_NS;
+    CHECK(rate_of(&world, 3) > 0.99 * want && rate_of(&world, 3) < 1.01 * want, "the rate is %.4f bytes a ns, not %.4f",
+          rate_of(&world, 3), want);
+    for (int i = 0; i < 3; i++) {
+        CHECK(rate_of(&world, i) == 0, "lane %d is never behind, and has a rate of %.4f", i, rate_of(&world, i));
+    }
+    held_by[3] = 0;
+    clock_ns += ROUND_NS;
+    size_t first = segment(&world, 0, 512 * 1024);
+    size_t last = segment(&world, 3, 512 * 1024);
+    CHECK(last < first, "the slow lane takes %zu bytes, another one %zu", last, first);
+}
+
+static void test_a_peer_that_pauses_once_makes_no_lane_slow(void) {
+    struct world world;
+    const size_t all[LANES] = {8 * PORTION, 8 * PORTION, 8 * PORTION, 8 * PORTION};
+    const size_t few[LANES] = {40 * 1024, 40 * 1024, 40 * 1024, 40 * 1024};
+    rounds_init(&world);
+    for (int pause = 0; pause < 50; pause++) {
+        rounds_run(&world, 3, few);
+        rounds_run(&world, 5, all);
+    }
+    for (int i = 0; i < LANES; i++) {
+        CHECK(rate_of(&world, i) == 0, "lane %d has a rate of %.4f", i, rate_of(&world, i));
+    }
+}
+
+// On a long way, what is not confirmed yet is no backlog.
+static void test_bytes_on_a_long_way_are_no_backlog(void) {
+    struct world world;
+    const size_t confirmed[LANES] = {PORTION, PORTION, PORTION, 3 * PORTION / 4};
+    rounds_init(&world);
+    round_trip_ns = INT64_C(1000000000);
+    rounds_run(&world, 30, confirmed);
+    CHECK(rate_of(&world, 3) == 0, "a rate of %.4f follows from a long way", rate_of(&world, 3));
+}
+
+static void test_packets_that_are_confirmed_late_are_no_backlog(void) {
+    struct world world;
+    const size_t all[LANES] = {8 * PORTION, 8 * PORTION, 8 * PORTION, 8 * PORTION};
+    rounds_init(&world);
+    for (int round = 0; round < 50; round++) {
+        rounds_run(&world, 1, all);
+        held_by[3] = 3000;
+    }
+    CHECK(rate_of(&world, 3) == 0, "a rate of %.4f follows from late packets", rate_of(&world, 3));
+}
+
+static void test_a_lane_that_is_no_longer_behind_counts_as_others(void) {
+    struct world world;
+    const size_t confirmed[LANES] = {PORTION, PORTION, PORTION, PORTION / 2};
+    const size_t all[LANES] = {8 * PORTION, 8 * PORTION, 8 * PORTION, 8 * PORTION};
+    rounds_init(&world);
+    rounds_run(&world, 20, confirmed);
+    CHECK(rate_of(&world, 3) > 0, "no rate follows from 20 rounds");
+    rounds_run(&world, 30, all);
+    CHECK(rate_of(&world, 3) > 0, "the rate is forgotten after 2 MiB");
+    rounds_run(&world, 50, all);
+    CHECK(rate_of(&world, 3) == 0, "the rate is still %.4f after 5 MiB without a backlog", rate_of(&world, 3));
+}
+
+static void test_a_lane_of_unknown_rate_counts_as_the_fastest(void) {
+    struct world world;
+    static const double rates[] = {0.01, 0.04, 0, 0};
+    world_init(&world, rates, LANES);
+    size_t known = segment(&world, 1, 512 * 1024);
+    CHECK(segment(&world, 2, 512 * 1024) == known, "an unknown lane takes %zu bytes, the fastest %zu",
+          segment(&world, 2, 512 * 1024), known);
+    world.paths[3].rate.reached = 0.08;
+    size_t more = segment(&world, 3, 512 * 1024);
+    CHECK(more > segment(&world, 2, 512 * 1024), "a lane that was twice as fast takes %zu bytes", more);
+}
+
 int main(void) {
     test_single_lane_gets_full_segments();
     test_slow_lane_finishes_with_the_others();
@@ -338,5 +448,11 @@ int main(void) {
     test_old_rate_fades();
     test_a_share_does_not_confirm_itself();
     test_bytes_that_waited_tell_the_rate();
+    test_a_backlog_that_stays_tells_the_rate();
+    test_a_peer_that_pauses_once_makes_no_lane_slow();
+    test_bytes_on_a_long_way_are_no_backlog();
+    test_packets_that_are_confirmed_late_are_no_backlog();
+    test_a_lane_that_is_no_longer_behind_counts_as_others();
+    test_a_lane_of_unknown_rate_counts_as_the_fastest();
     return 0;
 }

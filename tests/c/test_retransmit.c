@@ -137,10 +137,10 @@ static void manual_stats(const struct nb_lane *lane, int peer, struct nb_lane_st
     *stats = (struct nb_lane_stats){0};
 }
 
-static size_t manual_held(const struct nb_lane *lane, int peer) {
+static struct nb_held manual_held(const struct nb_lane *lane, int peer) {
     (void)lane;
     (void)peer;
-    return 0;
+    return (struct nb_held){0};
 }
 
 static void manual_close(struct nb_lane *lane) {

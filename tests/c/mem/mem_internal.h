@@ -136,7 +136,7 @@ char *nb_mem_remote(const struct mem_lane *lane, const struct nb_request *reques
 int nb_mem_map(struct nb_lane *base, void *memory, size_t bytes, struct nb_region *region, struct nb_error *err);
 void nb_mem_unmap(struct nb_lane *base, struct nb_region *region);
 // nb_lane_ops.held with a random result: all bytes must arrive whatever a lane reports here.
-size_t nb_mem_held(const struct nb_lane *base, int peer);
+struct nb_held nb_mem_held(const struct nb_lane *base, int peer);
 // Copy between `data` and scattered memory, from byte `skip` of it on.
 void nb_mem_gather(const struct iovec *iov, size_t skip, void *data, size_t bytes);
 void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size_t bytes);

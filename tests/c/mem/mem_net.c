@@ -239,7 +239,7 @@ void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size
     }
 }
 
-size_t nb_mem_held(const struct nb_lane *base, int peer) {
+struct nb_held nb_mem_held(const struct nb_lane *base, int peer) {
     (void)peer;
-    return nb_mem_draw(&nb_mem_lane_of(base)->random, 1024 * 1024);
+    return (struct nb_held){.bytes = nb_mem_draw(&nb_mem_lane_of(base)->random, 1024 * 1024)};
 }

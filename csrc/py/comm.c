@@ -339,11 +339,12 @@ PyTypeObject *core_comm_type(PyObject *module) {
     static const PyMethodDef methods[] = {
         {"submit", WITH_KEYWORDS(core_comm_submit_method),
          "submit($self, name, kind, memory, dtype, *, op=..., root=0, prescale=1.0, postscale=1.0,\n"
-         "       priority=0, bucket=0, keep=None, awaited=False, group=0, shape=0)\n--\n\n"
+         "       priority=0, bucket=0, keep=None, awaited=False, group=0, shape=0, limit_s=0.0)\n--\n\n"
          "Start an operation in place and return its Work.\n\n"
          "shape: a number that stands for the shape of what is in `memory`; ranks whose numbers differ are refused.\n"
          "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for an\n"
-         "operation that no rank could run, or while one of this name is pending here."},
+         "operation that no rank could run, or while one of this name is pending here. limit_s: after which it fails\n"
+         "and names the ranks that have not submitted it; 0: never."},
         {"group", WITH_KEYWORDS(core_comm_group),
          "group($self, number, ranks)\n--\n\n"
          "Create a group of some ranks, this one included, for submit(group=number).\n\n"

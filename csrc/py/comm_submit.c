@@ -20,6 +20,7 @@ struct submit_args {
     PyObject *keep;
     PyObject *group;
     PyObject *shape;
+    PyObject *limit;
     int awaited;
     int limit_ms;
 };
@@ -48,6 +49,10 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
             return -1;
         }
     }
+    op->limit_ms = in->limit_ms;
+    if (in->limit != NULL && core_get_timeout("limit_s", in->limit, 0, &op->limit_ms) < 0) {
+        return -1;
+    }
     if (in->name[0] == '\0') {
         PyErr_SetString(PyExc_ValueError, "name must not be empty");
         return -1;
@@ -58,7 +63,6 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
     op->priority = (int)priority;
     op->bucket = (uint32_t)bucket;
     op->awaited = in->awaited != 0;
-    op->limit_ms = in->limit_ms;
     return 0;
 }
 
@@ -119,13 +123,13 @@ static PyObject *submit(PyObject *object, const struct submit_args *in) {
 }
 
 PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"name", "kind",     "memory",    "dtype",    "op",
-                                           "root", "prescale", "postscale", "priority", "bucket",
-                                           "keep", "awaited",  "group",     "shape",    NULL};
+    static const char *const keywords[] = {"name",     "kind",      "memory",   "dtype",  "op",   "root",
+                                           "prescale", "postscale", "priority", "bucket", "keep", "awaited",
+                                           "group",    "shape",     "limit_s",  NULL};
     struct submit_args in = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOOpOO:submit", (char **)keywords, &in.name, &in.kind,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOOpOOO:submit", (char **)keywords, &in.name, &in.kind,
                                      &in.memory, &in.dtype, &in.op, &in.root, &in.prescale, &in.postscale, &in.priority,
-                                     &in.bucket, &in.keep, &in.awaited, &in.group, &in.shape)) {
+                                     &in.bucket, &in.keep, &in.awaited, &in.group, &in.shape, &in.limit)) {
         return NULL;
     }
     if (core_comm_check(object) < 0) {

@@ -168,9 +168,11 @@ def _timed(hook: Any, reference: "weakref.ref[ReducerGroup]") -> Any:
 
 # Measured models.
 
-LONGEST_S = 86400.0  # upper limit of the timeout that a process group gives us
 
 logger = logging.getLogger("netbottleneck")
+
+LONGEST_S = 86400.0  # upper limit of the timeout that a process group gives us
+OF_GROUP = "process group"  # source of a setting
 
 # The measurement of each model. Not an attribute of the model, because copies and pickles would include it.
 _measured: _ByModel[Measured] = _ByModel()
@@ -253,7 +255,7 @@ def _use_own_group(session: Session, ddp: DistributedDataParallel) -> None:
 def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, called: torch.nn.Module) -> Measured:
     failures: list[Exception] = []
     follow_device(session, (parameter for _, parameter in reduced_parameters(ddp)))
-    group = ReducerGroup(ddp, session.recorder, on_error=failures.append)
+    group = ReducerGroup(ddp, session.recorder, failures.append, _limit_of(ddp, session.settings))
     swaps = session.switches
     process_group, model = ddp.process_group, weakref.ref(ddp)
 
@@ -354,15 +356,30 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
 
 def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:
     """Return settings whose timeout for a silent peer is the process group's, unless the user set one."""
-    if "timeout_s" in settings.sources:
+    limit_s = _timeout_of(group, device)
+    if "timeout_s" in settings.sources or not limit_s:
         return settings
+    return replace(settings, timeout_s=limit_s, sources={**settings.sources, "timeout_s": OF_GROUP})
+
+
+def _timeout_of(group: Any, device: Any) -> float:
+    """Return the timeout of a process group in s; 0 for a backend that does not report one, such as MPI."""
     try:
         backend = group._get_backend(device)
         limit = getattr(backend, "wrapped_pg", backend).options._timeout
-    except (AttributeError, RuntimeError):  # a backend that does not report its timeout, such as MPI
-        return settings
-    sources = {**settings.sources, "timeout_s": "process group"}
-    return replace(settings, timeout_s=min(limit.total_seconds(), LONGEST_S), sources=sources)
+    except (AttributeError, RuntimeError):
+        return 0.0
+    return float(min(limit.total_seconds(), LONGEST_S))
+
+
+def _limit_of(ddp: DistributedDataParallel, settings: Settings) -> float:
+    """Return for how long a bucket waits for a rank that has not submitted it, in s; 0: for ever.
+
+    It is the timeout of the model's process group, or the user's timeout for a silent peer if that is longer.
+    """
+    limit_s = _timeout_of(ddp.process_group, ddp.device)
+    own = settings.sources.get("timeout_s", OF_GROUP) != OF_GROUP
+    return max(limit_s, settings.timeout_s) if own and limit_s else limit_s
 
 
 def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:

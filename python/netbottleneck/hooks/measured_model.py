@@ -134,7 +134,8 @@ class Measured:
         self._queued = False
         self._following: list[Any] = []  # hooks of the nodes after the one that ran a pass inside the pass
         self._synced = False  # in the current step
-        self._in_backward = False  # the optimizer steps inside the backward pass
+        self._in_backward = False  # the optimizer steps inside the backward pass, or beside it
+        self._thread = 0  # of the forward passes; 0: not known
         self._late = False  # a step has ended inside the backward pass
         self._broken = False
         self.closed = False
@@ -275,6 +276,7 @@ class Measured:
             return
         self._collectives.forward(True)
         self._updating = False
+        self._thread = threading.get_ident() if torch.is_grad_enabled() else self._thread
         if self._steps and not step_frames():  # a step has raised
             self._steps, self._collectives.in_optimizer = 0, False
         if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
@@ -415,8 +417,9 @@ class Measured:
         self._count_step(False)
         if self.closed or self._in_child:
             return
-        if _c._current_graph_task_id() != -1:
-            # The gradients' path must not change during a backward pass: the next forward pass ends this step.
+        if _c._current_graph_task_id() != -1 or self._thread not in (0, threading.get_ident()):
+            # The gradients' path must not change during a backward pass, of this thread or of that of the forward
+            # passes: the next forward pass ends this step.
             self._late = self._in_backward = True
             self._watch(True)
             return
@@ -676,6 +679,7 @@ OBSERVE = "leave out NETBOTTLENECK_TRANSPORT to observe this script"
 
 def _write(session: Session, show: bool) -> None:
     from netbottleneck.report import Run
+    from netbottleneck.report.text import beside_script
 
     run = Run(session.folder)
     if not run.trace.steps:
@@ -686,7 +690,8 @@ def _write(session: Session, show: bool) -> None:
         return
     run.write_all()
     if show and sys.stdout is not None and not sys.stdout.closed:
-        run.show()
+        with beside_script() as console:
+            run.show(console)
 
 
 def finish_at_exit(session: Session) -> None:

@@ -157,15 +157,20 @@ class OwnGroup:
 class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     """Intercepts the calls of one DDP model's reducer to its process group. See the module's docstring.
 
-    on_error: called with an exception of the measurement itself; the bucket still travels. Holds weak references to
-    the model and its parameters.
+    on_error: called with an exception of the measurement itself; the bucket still travels. limit_s: after which a
+    bucket over our communicator fails that a rank has not submitted; 0: never. Holds weak references to the model and
+    its parameters.
     """
 
     getSize = _ProcessGroup.size
     records_itself = True  # see hooks.collectives
 
     def __init__(
-        self, ddp: DistributedDataParallel, recorder: "_core.Recorder", on_error: Callable[[Exception], None]
+        self,
+        ddp: DistributedDataParallel,
+        recorder: "_core.Recorder",
+        on_error: Callable[[Exception], None],
+        limit_s: float,
     ) -> None:
         group = ddp.process_group
         super().__init__(group.rank(), group.size())
@@ -183,6 +188,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._recorder: _core.Recorder | None = recorder
         self.on_error = on_error
         self._parameters = [weakref.ref(p) for _, p in named]
+        self._limit_s = limit_s
         device, address = named[0][1].device if named else torch.device("cpu"), recorder.device_stream
         self._devices: Any = None if device.type == "cpu" else [device]  # that DDP's futures have events of
         self._stream = None if address is None else OwnStream(device, address)
@@ -250,6 +256,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self.leave()
         self._group = None
         self._recorder = None
+        self._parameters = []  # weak references, which torch.utils.swap_tensors refuses
         self.to_own_group()
 
     def to_own_group(self) -> None:
@@ -431,6 +438,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
                     dtype_code(_REAL.get(place.dtype, place.dtype)),
                     bucket=place.index + 1,
                     keep=tensor,
+                    limit_s=self._limit_s,
                 )
             except FAILURES as error:
                 if error.errno == errno.EBUSY:  # a capture keeps the device from being opened

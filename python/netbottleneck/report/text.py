@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -692,6 +695,33 @@ def screen(console: Console | None = None) -> Console:
     shown = console or Console(force_jupyter=False, emoji=False)
     shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
     return shown
+
+
+class _Unread(Console):
+    """A console that ends nothing if no one reads its output."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+@contextlib.contextmanager
+def beside_script() -> Iterator[Console]:
+    """A console on stdout that shares no buffer with the script, so that a closed pipe does not concern the script."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # of a notebook, for example: its descriptor is another output
+        yield _Unread(force_jupyter=False, emoji=False)
+        return
+    try:
+        number = os.dup(sys.stdout.fileno())
+    except OSError:  # no file, as where stdout is captured
+        yield _Unread(force_jupyter=False, emoji=False)
+        return
+    with (
+        contextlib.suppress(BrokenPipeError),  # of what the file still holds
+        open(number, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) as own,
+    ):
+        yield _Unread(file=own, force_jupyter=False, emoji=False)
 
 
 def show(

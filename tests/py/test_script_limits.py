@@ -1,0 +1,169 @@
+"""What a script sets for itself stays: its timeout, its stdout, its threads, and its right to swap tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import RANKS_LIMIT_S, Ranks
+
+pytest.importorskip("torch")
+
+# Rank 1 is alive, and does not take part in the third pass until rank 0 has given up.
+STUCK = """
+import datetime
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+dist.barrier()  # the limit of the group below counts from here on, not for the start
+group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+store = dist.distributed_c10d._get_default_store()
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+if dist.get_rank() == 1:
+    store.wait(["given up"])
+else:
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        print("failed:", error, flush=True)
+    store.set("given up", "")
+    store.wait(["leaves"])
+store.set("leaves", "")
+__import__("os")._exit(0)
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ofi"])
+def test_a_peer_that_is_stuck_has_the_process_groups_timeout(warm_ranks: Ranks, transport: str) -> None:
+    first, _ = warm_ranks(2, STUCK, {"NETBOTTLENECK_TRANSPORT": transport})
+    assert "has waited for 5 s. Ranks that have not submitted it: 1" in first.stdout
+
+
+UNREAD = """
+import os
+import sys
+import netbottleneck
+import torch
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with netbottleneck.profile(model, optimizer):
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    os.write(int(sys.argv[1]), b"trained")
+    os.read(int(sys.argv[2]), 1)  # until nobody reads stdout any more
+torch.save(model.state_dict(), "final.pt")
+"""
+
+
+def test_a_report_that_nobody_reads_does_not_end_the_script(tmp_path: Path) -> None:
+    (said, tell), (wait, go) = os.pipe(), os.pipe()
+    script = subprocess.Popen(
+        [sys.executable, "-c", UNREAD, str(tell), str(wait)],
+        cwd=tmp_path,
+        env=os.environ | {"NETBOTTLENECK_START_STEP": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(tell, wait),
+    )
+    assert script.stdout is not None
+    assert script.stderr is not None
+    os.close(tell)
+    assert os.read(said, 7) == b"trained"
+    script.stdout.close()
+    os.close(go)
+    os.close(wait)
+    complaint = script.stderr.read().decode()
+    assert script.wait(RANKS_LIMIT_S) == 0, complaint
+    assert "BrokenPipe" not in complaint
+    assert (tmp_path / "final.pt").exists()
+    assert list(tmp_path.glob("netbottleneck-*/report.html"))
+    os.close(said)
+
+
+# The optimizer steps in a thread beside the backward pass, at another time on each rank.
+BESIDE = """
+import threading
+import time
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+model = DistributedDataParallel(net, bucket_cap_mb=0.02)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+
+def beside(step):
+    time.sleep(0.001 * (step % 7) * (1 + rank))
+    optimizer.step()
+
+
+for step in range(30):
+    net.zero_grad()
+    loss = model(torch.full((16, 64), 0.1 * (rank + 1))).square().mean()
+    thread = threading.Thread(target=beside, args=(step,))
+    thread.start()
+    loss.backward()
+    thread.join()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 0.01 * parameter.grad
+print("weights:", sum(float(parameter.double().sum()) for parameter in net.parameters()), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_an_optimizer_that_steps_beside_the_backward_pass_changes_no_transport_in_it(warm_ranks: Ranks) -> None:
+    (plain, _), (mixed, _) = (
+        warm_ranks(2, BESIDE, {"NETBOTTLENECK_TRANSPORT": arms, "NETBOTTLENECK_BLOCK_STEPS": "1"})
+        for arms in ("", "stock,tcp")
+    )
+    (expected,) = (line for line in plain.stdout.splitlines() if line.startswith("weights:"))
+    assert expected in mixed.stdout.splitlines()
+
+
+SWAPPED = """
+import gc
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.__future__.set_swap_module_params_on_conversion(True)
+net = torch.nn.Linear(4, 4)
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(6):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+del model, optimizer
+gc.collect()
+net.to(torch.float64)
+assert net.weight.dtype is torch.float64
+net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()})
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("transport", ["stock", "tcp"])
+def test_parameters_may_be_swapped_once_the_model_is_gone(warm_ranks: Ranks, transport: str) -> None:
+    warm_ranks(2, SWAPPED, {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_START_STEP": "0"})

@@ -24,7 +24,7 @@ enum {
     PAUSE_NS = 20 * 1000,         // minimum length of a pause: less goes by while the thread handles other lanes
     IDLE_NS = 1000 * 1000,        // the same where a library sends on its own what it has taken
     HELD_NS = 1000 * 1000,        // minimum interval between queries of what a lane still holds
-    STAY_LEAST = 16 * 1024,       // of a smaller backlog, a few late packets may be left
+    STAY_LEAST = 4 * 1024,        // of a smaller backlog, a few late packets may be left
     STAYS = 4,                    // looks in a row that find a backlog: one alone finds a peer that was not running
     STAY_BYTES = 64 * 1024,       // of a smaller sample, a single packet of the largest size is a large part
     GONE_BYTES = 4 * 1024 * 1024, // after so many bytes of backlogs that are soon gone, a lane is as fast as others

@@ -83,6 +83,7 @@ void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes)
     add(rate, bytes, ns);
     if (rate->bytes >= KNOWN_BYTES && rate->ns >= KNOWN_NS) {
         rate->bytes_per_ns = rate->bytes / rate->ns;
+        rate->of_backlog = false;
     }
 }
 
@@ -166,10 +167,11 @@ static void backlog_stays(struct lane_rate *rate, double ns) {
         rate->bytes = (double)backlog->stay_bytes;
         rate->ns = backlog->stay_ns;
         rate->bytes_per_ns = rate->bytes / rate->ns;
+        rate->of_backlog = true;
     }
 }
 
-// The backlog of the look before is gone after `ns`. A lane that is never behind may be faster than its rate.
+// The backlog of the look before is gone after `ns`. A lane that is never behind may be faster than a backlog's rate.
 static void backlog_gone(struct lane_rate *rate, double ns) {
     struct backlog *backlog = &rate->backlog;
     double reached = (double)backlog->left / ns;
@@ -182,7 +184,8 @@ static void backlog_gone(struct lane_rate *rate, double ns) {
         backlog->stay_ns = 0;
     }
     backlog->gone_bytes += backlog->bytes;
-    if (backlog->gone_bytes >= GONE_BYTES) {
+    if (rate->of_backlog && backlog->gone_bytes >= GONE_BYTES) {
+        rate->of_backlog = false;
         rate->bytes = 0;
         rate->ns = 0;
         rate->bytes_per_ns = 0;

@@ -57,6 +57,7 @@ struct path {
         double bytes_per_ns; // 0: unknown
         size_t held;         // bytes sent that the lane still held at the last query, plus those sent since
         int64_t held_ns;     // time of the last query
+        bool of_backlog;     // the rate is that of a backlog
         double reached;      // a rate that the lane has reached, perhaps only for a moment; 0: none
         struct backlog {
             size_t bytes; // that the lane held at since_ns

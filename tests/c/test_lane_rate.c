@@ -420,6 +420,22 @@ static void test_a_lane_that_is_no_longer_behind_counts_as_others(void) {
     CHECK(rate_of(&world, 3) == 0, "the rate is still %.4f after 5 MiB without a backlog", rate_of(&world, 3));
 }
 
+static void test_a_rate_of_bytes_that_waited_is_kept(void) {
+    struct world world;
+    const size_t all[LANES] = {8 * PORTION, 8 * PORTION, 8 * PORTION, 8 * PORTION};
+    rounds_init(&world);
+    nb_rate_posted(&world.lanes, &world.paths[3], 20 * PORTION);
+    for (int i = 0; i < 20; i++) {
+        clock_ns += 1000 * 1000;
+        nb_rate_sent(&world.lanes, &world.paths[3], PORTION);
+    }
+    double known = rate_of(&world, 3);
+    CHECK(known > 0, "no rate follows from bytes that waited");
+    rounds_run(&world, 200, all);
+    CHECK(near(rate_of(&world, 3), known), "the rate is %.4f after backlogs that were soon gone, not %.4f",
+          rate_of(&world, 3), known);
+}
+
 static void test_a_lane_of_unknown_rate_counts_as_the_fastest(void) {
     struct world world;
     static const double rates[] = {0.01, 0.04, 0, 0};
@@ -453,6 +469,7 @@ int main(void) {
     test_bytes_on_a_long_way_are_no_backlog();
     test_packets_that_are_confirmed_late_are_no_backlog();
     test_a_lane_that_is_no_longer_behind_counts_as_others();
+    test_a_rate_of_bytes_that_waited_is_kept();
     test_a_lane_of_unknown_rate_counts_as_the_fastest();
     return 0;
 }

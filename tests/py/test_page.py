@@ -181,6 +181,18 @@ def test_savings_are_drawn_with_their_intervals_and_the_limit(run):
     assert share(limit.get("x1")) == pytest.approx(known[0].limit_ns / scale, abs=2e-5)
 
 
+def test_each_saving_has_the_limit_of_its_own_cause(run):
+    known = [one for one in run.verdict.evidence if one.applies and one.saving is not None]
+    higher = replace(known[0], limit_ns=1.5 * known[0].limit_ns)
+    shown = page_of.causes(run.findings, replace(run.verdict, evidence=(higher, *known)))
+    scale = max(higher.limit_ns, *(one.saving.high for one in known))
+    lines = [line for line in parsed(shown.pictures[0]).iter("line") if line.get("class") == "nb-line-limit"]
+    expected = [one.limit_ns / scale for one in (higher, known[0])]
+    assert [share(line.get("x1")) for line in lines] == pytest.approx(expected, abs=2e-5)
+    assert float(lines[0].get("y2")) < float(lines[1].get("y1"))
+    assert f"counts, {ms(known[0].limit_ns)} to {ms(higher.limit_ns)}." in shown.note
+
+
 def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
     splits = [row[1] for row in split_steps(run.trace)]
     shown = page_of.timeline(run.findings, run.findings.base, splits)

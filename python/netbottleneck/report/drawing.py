@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from xml.etree import ElementTree
 
 TEXT_HEIGHT = 17
@@ -44,12 +45,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A named bar. strips: bars below each other, each of pieces; none: a heading. whisker: ends of an interval."""
+    """A named bar. strips: bars below each other, each of pieces; none: a heading. whisker: ends of an interval.
+
+    limit: a value that is marked by a line across the row.
+    """
 
     name: str
     value: str
     strips: tuple[tuple[Piece, ...], ...]
     whisker: tuple[float, float] | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +224,18 @@ def _row(picture: Picture, row: Row, scale: Scale) -> None:
     picture.height = y + len(row.strips) * (thick + 1) + GAP
 
 
-def bars(label: str, rows: Sequence[Row], longest: float = 0.0, limit: float | None = None) -> Picture:
-    """Rows of bars on a common scale from 0 to `longest`, by default the end of the longest row and of `limit`.
+def bars(label: str, rows: Sequence[Row], longest: float = 0.0) -> Picture:
+    """Rows of bars on a common scale from 0 to `longest`, by default the end of the longest row and of its limit.
 
-    limit: a value that is marked by a line across all rows.
+    Neighbouring rows with the same limit share a line.
     """
-    scale = Scale(0.0, longest or max(_longest(rows), limit or 0.0) or 1.0)
+    limits = [row.limit for row in rows if row.limit is not None]
+    scale = Scale(0.0, longest or max(_longest(rows), *limits, 0.0) or 1.0)
     picture = Picture(label)
-    for row in rows:
-        _row(picture, row, scale)
-    if limit is not None:
-        picture.line((scale.at(limit),) * 2, (0, picture.height - GAP), "limit")
+    for limit, alike in groupby(rows, key=lambda row: row.limit):
+        top = picture.height
+        for row in alike:
+            _row(picture, row, scale)
+        if limit is not None:
+            picture.line((scale.at(limit),) * 2, (top, picture.height - GAP), "limit")
     return picture

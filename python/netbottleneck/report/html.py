@@ -153,14 +153,16 @@ def causes(findings: Findings, verdict: Verdict) -> Shown:
             text.saving_text(one),
             ((Piece("fired" if one.fired else "idle", one.saving.value, one.rests),),),
             (one.saving.low, one.saving.high),
+            one.limit_ns or None,
         )
         for one in known
         if one.saving is not None
     ]
-    limit = known[0].limit_ns
-    drawn = bars("saving by cause", rows, limit=limit or None)
+    drawn = bars("saving by cause", rows)
     key = (("fired", "counts"), ("idle", "does not count"))
-    note = f"The dashed line is the least saving that counts, {ms(limit)}."
+    limits = [one.limit_ns for one in known]
+    ends = dict.fromkeys((ms(min(limits)), ms(max(limits))))
+    note = f"The dashed line is the least saving that counts, {' to '.join(ends)}."
     left = len(verdict.evidence) - len(known)
     if left:
         note += f" Not drawn: {count_text(left, 'cause')} whose condition does not hold."

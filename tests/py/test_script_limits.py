@@ -1,4 +1,4 @@
-"""What a script sets for itself stays: its timeout, its stdout, its threads, and its right to swap tensors."""
+"""What a script sets for itself stays: timeout, stdout, threads, exit handlers, and its right to swap tensors."""
 
 from __future__ import annotations
 
@@ -167,3 +167,98 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("transport", ["stock", "tcp"])
 def test_parameters_may_be_swapped_once_the_model_is_gone(warm_ranks: Ranks, transport: str) -> None:
     warm_ranks(2, SWAPPED, {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_START_STEP": "0"})
+
+
+# A launcher that has seen another rank fail ends this one while it makes the report.
+ENDED = """
+import atexit
+import os
+import signal
+import tempfile
+import time
+
+import netbottleneck
+import torch
+import torch.distributed as dist
+from netbottleneck.hooks import measured_model
+from torch.nn.parallel import DistributedDataParallel
+
+def end(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+measured_model._write = end
+atexit.register(print, "the script's handler", flush=True)
+folder = tempfile.TemporaryDirectory(dir=".")
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+{more}
+"""
+HANDLES = "signal.signal(signal.SIGTERM, lambda *_: (print('handled', flush=True), measured_model.sys.exit(7)))"
+
+
+@pytest.mark.parametrize(("more", "said"), [("", []), (HANDLES, ["handled"])], ids=["default", "the script's"])
+def test_sigterm_during_the_report_leaves_the_scripts_exit_handlers(
+    ranks: Ranks, tmp_path: Path, more: str, said: list[str]
+) -> None:
+    env = {"NB_TESTS_OWN_EXIT": "1", "NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0"}
+    script = f"import os; os.chdir({str(tmp_path)!r})\n{ENDED.format(more=more)}"
+    (result,) = ranks(1, script, env, check=False)
+    assert result.stdout.splitlines() == [*said, "the script's handler"]
+    assert result.code == 0
+    assert said or "no report, as SIGTERM came: netbottleneck report " in result.stderr
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
+
+
+# Rank 1 ends when rank 0 has. A rank 0 that is told to end does not wait for it until then.
+WAITS = """
+import atexit
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+ended = Path({folder!r}, "ended")
+rank = int(os.environ["RANK"])
+atexit.register(lambda: ended.touch() if rank == 0 else None)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+while rank == 1 and not ended.exists():
+    time.sleep(0.01)
+if rank == 0:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+else:
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("transport", ["stock", "tcp"])
+def test_sigterm_during_the_wait_for_another_rank_leaves_the_scripts_exit_handlers(
+    ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    env = {"NB_TESTS_OWN_EXIT": "1", "NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_START_STEP": "0"}
+    first, _ = ranks(2, WAITS.format(folder=str(tmp_path)), env, check=False)
+    assert first.code == 0
+    assert (tmp_path / "ended").exists()
+    assert "no complete record" not in first.stderr  # which it says after the whole wait

@@ -1,6 +1,5 @@
 """Horovod: measures the distributed optimizer, of this package's Horovod API or of the installed Horovod."""
 
-import atexit
 import importlib
 import logging
 import sys
@@ -18,7 +17,7 @@ from netbottleneck.hooks.joins import Joins
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, follow_device, report
 from netbottleneck.launch import connect
-from netbottleneck.runtime import async_operations, job, run_folder, timeline
+from netbottleneck.runtime import async_operations, exits, job, run_folder, timeline
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, open_together
@@ -66,7 +65,7 @@ class Measuring(job.Observer):
         joins = self._joins = Joins(session, gradients)
         joins.measured = Measured(session, gradients, optimizer, own_sync=False, agree=joins.agree)
         _at_end_of(optimizer, joins.measured.forget, joins.forget)
-        atexit.register(job.stop)  # runs before the exit handlers of modules imported earlier
+        exits.register(job.stop)  # runs before the exit handlers of modules imported earlier
         _have_arms_followed(session)
 
     def joining(self, joining: job.Job) -> "Sequence[_core.Comm]":

@@ -3,7 +3,6 @@
 Python code runs a few times per step, never per gradient: C callables stamp the events inside a step.
 """
 
-import atexit
 import contextlib
 import errno
 import logging
@@ -29,7 +28,7 @@ from netbottleneck.hooks.calls import Calls, EachCall, watched
 from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.hooks.updates import Updates, step_frames
-from netbottleneck.runtime import job
+from netbottleneck.runtime import exits, job
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, words
 from netbottleneck.torch.gradients import GradientSink
@@ -644,6 +643,10 @@ def report(session: Session, *, show: bool = True) -> None:
     try:
         with _at_most(max(1.0, session.until - time.monotonic())):
             _write(session, show)
+    except exits.Told:
+        folder = session.folder
+        logger.warning("no report, as SIGTERM came: netbottleneck report %s --write %s", folder, folder)
+        raise
     except _Late as late:
         folder = session.folder
         logger.warning("no report yet, as %s: netbottleneck report %s --write %s", late, folder, folder)
@@ -703,4 +706,4 @@ def finish_at_exit(session: Session) -> None:
         if alive is not None:
             finish(alive)
 
-    atexit.register(end)
+    exits.register(end)

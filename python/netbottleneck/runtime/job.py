@@ -1,6 +1,5 @@
 """The job of this process: settings, place, communicator, and the answers to Horovod's build queries."""
 
-import atexit
 import itertools
 import logging
 import os
@@ -17,6 +16,7 @@ from netbottleneck.config import settings as read_settings
 from netbottleneck.errors import FAILURES, DeadlineError, HorovodInternalError
 from netbottleneck.launch import connect, topology
 from netbottleneck.launch.connect import core
+from netbottleneck.runtime import exits
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -392,7 +392,7 @@ def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) ->
     return Job(settings, place, comm, ranks_on_hosts.homogeneous, recorder, observer)
 
 
-atexit.register(stop)
+exits.register(stop)
 
 
 # Answers to Horovod's queries about its build.

@@ -1,6 +1,5 @@
 """Session: a measured run in this process: its record, and its arms, which take turns by blocks."""
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import UNTIL_KNOWN, Settings
 from netbottleneck.errors import FAILURES, HorovodInternalError, of_handler
 from netbottleneck.launch import connect
-from netbottleneck.runtime import communicators, job, monitor, nccl, progress, run_folder, sampler
+from netbottleneck.runtime import communicators, exits, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.blocks import Blocks, Deciding, UntilKnown
 from netbottleneck.runtime.job import together
@@ -307,7 +306,7 @@ class Session:
         if self.closed or os.getpid() != self.pid:  # a forked child has no part in the run
             return
         self.closed = True
-        atexit.unregister(self.close)  # otherwise the run and its gradients would live as long as the process
+        exits.unregister(self.close)  # otherwise the run and its gradients would live as long as the process
         self.error = error
         if self.running and error is None:
             self.running = False  # the loop ended in an unfinished step
@@ -547,7 +546,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         opened.begin_folder()
     opened.write(finished=False)
     _meet(opened, control)
-    atexit.register(opened.close)
+    exits.register(opened.close)
     return opened
 
 
@@ -620,7 +619,7 @@ def observe(
     )
     opened.write(finished=False)
     opened.joining = Joining(opened, wanted)
-    atexit.register(opened.close)
+    exits.register(opened.close)
     return opened
 
 

@@ -3,7 +3,6 @@
 Its methods have torch's names and arguments; backend/collectives.py implements the transfers.
 """
 
-import atexit
 import contextlib
 import functools
 import secrets
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from netbottleneck import config
 from netbottleneck.launch import connect
 from netbottleneck.launch.rendezvous import Rendezvous, Store
+from netbottleneck.runtime import exits
 from netbottleneck.torch.backend import collectives
 from netbottleneck.torch.backend.collectives import Names
 from netbottleneck.torch.backend.operations import (
@@ -487,7 +487,6 @@ def _open(store: Any, rank: int, size: int, timeout: timedelta) -> Link:
     return link
 
 
-@atexit.register
 def _end() -> None:
     """Close the links if the program has not; torch's own cleanup is too late for threads and tensors."""
     if not all(link.is_here for link in _process.links):
@@ -498,3 +497,6 @@ def _end() -> None:
             dist.destroy_process_group()
     for link in reversed(_process.links):
         link.close()
+
+
+exits.register(_end)

@@ -1,0 +1,60 @@
+"""Exit handlers of this package, which give way to those of the script when the process is told to end.
+
+atexit calls what was registered last first, so ours run before most of the script's. They may take seconds: ranks wait
+for each other, and rank 0 writes the report. A launcher that sees another rank fail sends SIGTERM meanwhile, whose
+default action would end the process before the script's handlers. So SIGTERM ends ours only, and the exit goes on.
+"""
+
+import atexit
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+
+class Told(BaseException):
+    """SIGTERM in a handler of ours. It is no Exception, so that no handler takes it for a failure of its own."""
+
+
+_told: list[int] = []  # the signal, once it has come
+_registered: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what is to be called, and what atexit calls
+
+
+def register(call: Callable[[], None]) -> None:
+    """Call this at exit, until the process is told to end."""
+
+    def at_exit() -> None:
+        _give_way(call)
+
+    _registered.append((call, at_exit))
+    atexit.register(at_exit)
+
+
+def unregister(call: Callable[[], None]) -> None:
+    """Do not call this at exit any more. Does nothing if it is not registered."""
+    for own in [own for own in _registered if own[0] == call]:
+        _registered.remove(own)
+        atexit.unregister(own[1])
+
+
+def _give_way(call: Callable[[], None]) -> None:
+    """Make a call that SIGTERM ends, unless the script handles or ignores that. None is made after it."""
+    if _told:
+        return
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        call()
+        return
+    try:
+        signal.signal(signal.SIGTERM, _tell)
+        try:
+            call()
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    except Told:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _tell(number: int, _frame: FrameType | None) -> None:
+    _told.append(number)
+    raise Told

@@ -93,6 +93,7 @@ struct core_gradhook {
     double prescale;
     double postscale;
     int redop;
+    int limit_ms; // of a bucket that other ranks have not submitted; 0: none
     size_t direct_bytes;
     uint32_t passes;
     uint32_t param_count;

@@ -44,6 +44,7 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
         .segments = segments,
         .segment_count = build_segments(self, bucket, segments),
         .bucket = (uint32_t)(bucket - self->buckets) + 1,
+        .limit_ms = self->limit_ms,
     };
     op.streams = bucket->streams;
     op.stream_count = bucket->stream_count;

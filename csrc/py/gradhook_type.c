@@ -120,19 +120,22 @@ static int check_between_steps(const struct core_gradhook *self, const char *wha
 }
 
 static PyObject *gradhook_target(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"sink", "prescale", "postscale", "op", "group", NULL};
+    static const char *const keywords[] = {"sink", "prescale", "postscale", "op", "group", "limit_s", NULL};
     struct core_gradhook *self = gradhook_of(object);
     PyObject *sink;
     PyObject *prescale_value = NULL;
     PyObject *postscale_value = NULL;
     PyObject *op_value = NULL;
     PyObject *group = NULL;
+    PyObject *limit = NULL;
     struct nb_comm *of = NULL;
+    int limit_ms = 0;
     double prescale;
     double postscale;
     int redop;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OOOO:target", (char **)keywords, &sink, &prescale_value,
-                                     &postscale_value, &op_value, &group) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OOOOO:target", (char **)keywords, &sink, &prescale_value,
+                                     &postscale_value, &op_value, &group, &limit) ||
+        (limit != NULL && core_get_timeout("limit_s", limit, 0, &limit_ms) < 0) ||
         core_get_scale("prescale", prescale_value, &prescale) < 0 ||
         core_get_scale("postscale", postscale_value, &postscale) < 0 || core_get_redop(op_value, &redop) < 0 ||
         check_between_steps(self, "the target") < 0) {
@@ -154,6 +157,7 @@ static PyObject *gradhook_target(PyObject *object, PyObject *args, PyObject *kwa
     self->prescale = prescale;
     self->postscale = postscale;
     self->redop = redop;
+    self->limit_ms = limit_ms;
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }
@@ -298,9 +302,9 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "hook($self, index, /)\n--\n\n"
          "Return the C callable for a hook of the node that accumulates the gradient of parameters[index]."},
         {"target", WITH_KEYWORDS(gradhook_target),
-         "target($self, sink, prescale=1.0, postscale=1.0, op=..., group=0)\n--\n\n"
+         "target($self, sink, prescale=1.0, postscale=1.0, op=..., group=0, limit_s=0.0)\n--\n\n"
          "Set where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
-         "with wait(), or None: nowhere. Re-arms; RuntimeError while buckets are pending."},
+         "with wait(), or None: nowhere. limit_s: as in Comm.submit. Re-arms; RuntimeError while buckets are pending."},
         {"flush", gradhook_method_flush, METH_NOARGS,
          "flush($self)\n--\n\n"
          "Submit every bucket that is not, with what the parameters' `grad` holds. Where it is None it becomes\n"

@@ -422,10 +422,11 @@ class GradHook:
         postscale: float = 1.0,
         op: int = ...,
         group: int = 0,
+        limit_s: float = 0.0,
     ) -> None:
         """Sets the destination of complete buckets: a Comm, or a group of it; a callable that gets the bucket's index
         (its memory then has all gradients, without direct ones) and returns an object with wait(); None: no
-        destination (null). Only between steps."""
+        destination (null). limit_s: of a Comm's operations, as in Comm.submit. Only between steps."""
 
     def flush(self) -> None:
         """Submits every bucket that is not submitted; without flags, missing gradients become zeros."""

@@ -66,6 +66,32 @@ def test_ranks_stay_in_one_arm_after_one_has_left_out_an_update(warm_ranks: Rank
         assert "all further steps use tcp, from step 3 on" in result.stderr
 
 
+WEIGHTS = """
+import sys
+import torch
+import torch.distributed as dist
+import netbottleneck
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank() * int(sys.argv[1]))
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with netbottleneck.profile(model, optimizer, directory="run"):
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    found = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(found, weights)
+    print("equal", torch.equal(*found))
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["equal weights", "other weights"])
+def test_a_loop_begins_with_equal_weights_and_the_log_says_who_had_others(warm_ranks: Ranks, seed: int) -> None:
+    first, second = warm_ranks(2, WEIGHTS, {"NETBOTTLENECK_START_STEP": "0"}, args=[str(seed)])
+    assert "equal True" in first.stdout
+    assert ("averages their gradients. Ranks with other weights: 1. Leave it out" in first.stderr) == bool(seed)
+    assert "other weights" not in second.stderr
+
+
 COUNT = """
 import sys
 import torch

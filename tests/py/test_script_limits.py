@@ -47,6 +47,40 @@ def test_a_peer_that_is_stuck_has_the_process_groups_timeout(warm_ranks: Ranks, 
     assert "has waited for 5 s. Ranks that have not submitted it: 1" in first.stdout
 
 
+# As above, in a loop without DDP, whose gradients netbottleneck.profile averages.
+STUCK_LOOP = """
+import datetime
+import netbottleneck
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+store = dist.distributed_c10d._get_default_store()
+with netbottleneck.profile(model, optimizer, transport="tcp"):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        store.wait(["given up"], datetime.timedelta(seconds=60))
+    else:
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        except Exception as error:
+            print("failed:", error, flush=True)
+        store.set("given up", "")
+        store.wait(["leaves"])
+    store.set("leaves", "")
+    __import__("os")._exit(0)
+"""
+
+
+def test_a_loop_whose_peer_is_stuck_has_the_process_groups_timeout(ranks: Ranks) -> None:
+    first, _ = ranks(2, STUCK_LOOP, {"NETBOTTLENECK_STALL_S": "2"})
+    assert "has waited for 20 s. Ranks that have not submitted it: 1" in first.stdout
+    assert "has waited for 2 s. Ranks that have not submitted it: 1" in first.stderr
+
+
 UNREAD = """
 import os
 import sys

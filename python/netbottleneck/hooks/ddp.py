@@ -340,7 +340,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
-    settings = _with_timeout_of(ddp.process_group, settings, ddp.device)
+    settings = _withtimeout_of(ddp.process_group, settings, ddp.device)
     control = job.start(settings).comm
     votes = job.together(control, b"0" if reason else b"1", settings.start_timeout_s)
     if reason:
@@ -354,15 +354,15 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
         own.close()  # the arms are open: it needs the model's group no longer
 
 
-def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:
+def _withtimeout_of(group: Any, settings: Settings, device: Any) -> Settings:
     """Return settings whose timeout for a silent peer is the process group's, unless the user set one."""
-    limit_s = _timeout_of(group, device)
+    limit_s = timeout_of(group, device)
     if "timeout_s" in settings.sources or not limit_s:
         return settings
     return replace(settings, timeout_s=limit_s, sources={**settings.sources, "timeout_s": OF_GROUP})
 
 
-def _timeout_of(group: Any, device: Any) -> float:
+def timeout_of(group: Any, device: Any) -> float:
     """Return the timeout of a process group in s; 0 for a backend that does not report one, such as MPI."""
     try:
         backend = group._get_backend(device)
@@ -377,7 +377,7 @@ def _limit_of(ddp: DistributedDataParallel, settings: Settings) -> float:
 
     It is the timeout of the model's process group, or the user's timeout for a silent peer if that is longer.
     """
-    limit_s = _timeout_of(ddp.process_group, ddp.device)
+    limit_s = timeout_of(ddp.process_group, ddp.device)
     own = settings.sources.get("timeout_s", OF_GROUP) != OF_GROUP
     return max(limit_s, settings.timeout_s) if own and limit_s else limit_s
 

@@ -101,6 +101,6 @@ def why_not(optimizer: Any) -> str:
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return "DeepSpeed moves its gradients, which is not measured yet: use DDP"
     return (
-        "it has no DistributedDataParallel model and no Horovod optimizer: wrap the model, or measure the loop by "
-        "netbottleneck.profile(model, optimizer)"
+        "it has no DistributedDataParallel model and no Horovod optimizer: wrap the model, or, if all ranks train the "
+        "same one, call netbottleneck.profile(model, optimizer), which averages their gradients"
     )

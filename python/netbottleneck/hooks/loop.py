@@ -6,7 +6,9 @@ base class belongs to the framework (Lightning, the Hugging Face Trainer, Accele
 
 import functools
 import gc
+import hashlib
 import importlib
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,6 +35,11 @@ from netbottleneck.torch.gradients import Bucket, Gradients, GradientSink, Stamp
 if TYPE_CHECKING:
     from netbottleneck import _core
 
+COMPARED = 1024  # elements of each tensor, at most
+SAID = 8  # ranks
+
+logger = logging.getLogger("netbottleneck")
+
 
 @contextmanager
 def profile(
@@ -46,8 +53,9 @@ def profile(
 ) -> Generator[Session | None, None, None]:
     """Measure the loop inside, and average its gradients over all ranks by the named transports.
 
-    model: a plain module, a DDP model, or one that FSDP2 shards. A plain module's parameters and buffers are broadcast
-    from rank 0 at the start, as DDP does; a DDP model keeps its own reducer, and FSDP2 its communication. Arguments
+    model: a plain module, a DDP model, or one that FSDP2 shards. A plain module must be the same on all ranks: its
+    parameters and buffers are broadcast from rank 0 at the start, as DDP does, and the log says if other ranks had
+    others. A DDP model keeps its own reducer, and FSDP2 its communication. Arguments
     override the environment's variables. At the end rank 0 writes the report into the run folder. Yields None for a
     model that is left alone.
     """
@@ -86,17 +94,55 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
         if measured is None:
             raise ValueError(f"the DDP model of {type(model.module).__name__} is left alone: the log says why")
         return measured
+    _compare(session.control, model)
     broadcast(session.control, model)
     follow_device(session, model.parameters())
+    limit_s = _limit(session.settings, model)
     gradients = Gradients(
         model.named_parameters(),
         recorder=session.recorder,
         direct_bytes=session.settings.direct_bytes,
         limits=bucket_limits(session.settings),
-        agree=lambda mine: session.control.exchange(mine)[0],
+        agree=lambda mine: session.control.exchange(mine, limit_s=limit_s)[0],
         flagged=True,
+        limit_s=limit_s,
     )
     return Measured(session, gradients, optimizer, model=model)
+
+
+def _limit(settings: config.Settings, model: torch.nn.Module) -> float:
+    """Return for how long a bucket waits for a rank that has not sent it, in s.
+
+    It is the timeout of torch's default process group, or without one the default of such groups. Or the user's timeout
+    for a silent peer, if that is longer.
+    """
+    limit_s = 0.0
+    if distributed.is_initialized():
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        limit_s = ddp_hooks.timeout_of(distributed.group.WORLD, device)
+    limit_s = limit_s or distributed.default_pg_timeout.total_seconds()
+    return max(limit_s, settings.timeout_s) if "timeout_s" in settings.sources else limit_s
+
+
+def _compare(comm: Any, model: torch.nn.Module) -> None:
+    """Log on rank 0 which ranks begin with other parameters or buffers, by the first elements of each."""
+    digest = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            continue
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        first = tensor.detach().reshape(-1)[:COMPARED].cpu().contiguous()
+        digest.update(first.view(torch.uint8).numpy().tobytes())
+    digests = comm.exchange(digest.digest())
+    others = [rank for rank, own in enumerate(digests) if own != digests[0]]
+    if others and comm.rank == 0:
+        left = f" and {len(others) - SAID} more" if len(others) > SAID else ""
+        logger.warning(
+            "netbottleneck.profile gives all ranks rank 0's weights, and averages their gradients. Ranks with other "
+            "weights: %s%s. Leave it out if ranks train models of their own",
+            ", ".join(map(str, others[:SAID])),
+            left,
+        )
 
 
 def broadcast(comm: Any, model: torch.nn.Module) -> None:

@@ -243,7 +243,8 @@ class Gradients(GradientSink):
     None: through the Comm; without a destination, buckets keep backward order. among: the ranks of a Comm's sums; None:
     all. Sparse gradients are made dense. drop_sparse: parameters with a sparse gradient in rank 0's first step are left
     out from then on, and named in `dropped`. flagged: each bucket ends with a flag for each gradient, and a gradient
-    that no rank has stays None; otherwise a missing gradient becomes zeros, as with Horovod.
+    that no rank has stays None; otherwise a missing gradient becomes zeros, as with Horovod. limit_s: after which a
+    bucket over a Comm fails, if a rank has not sent its own; 0: none.
 
     Raises ValueError for a parameter outside host and CUDA memory, for parameters on several devices, and for one with
     a dtype that cannot be reduced, or with gradients of another dtype. If only the backward pass shows another dtype,
@@ -263,6 +264,7 @@ class Gradients(GradientSink):
         among: Members | None = None,
         drop_sparse: bool = False,
         flagged: bool = False,
+        limit_s: float = 0.0,
     ) -> None:
         chosen = [(name, p) for name, p in parameters if p.requires_grad and p.numel() > 0]
         for name, parameter in chosen:
@@ -286,6 +288,7 @@ class Gradients(GradientSink):
         self._among = among
         self._drop_sparse = drop_sparse
         self._flagged = flagged
+        self._limit_s = limit_s
         self._settled = False
         self._handles: list[Any] = []
         self._build(self._plan(None))
@@ -327,7 +330,7 @@ class Gradients(GradientSink):
         if isinstance(destination, core.Comm):
             size, group = (destination.size, 0) if self._among is None else (self._among.size, self._among.number)
             before, after = self.scales(size)
-            self.hook.target(destination, before, after, core.SUM if op is None else op, group)
+            self.hook.target(destination, before, after, core.SUM if op is None else op, group, self._limit_s)
             if self._settled and isinstance(self._memory, core.Arena):
                 destination.map(self._memory)
         else:

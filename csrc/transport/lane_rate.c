@@ -5,8 +5,10 @@
 //
 // A rate is that of bytes which had to wait. The first ones after a pause go into the kernel's buffers at once, and the
 // bytes of a time with pauses follow from the lane's share: a rate from either would confirm any share, a wrong one too.
-// Where many lanes share little data, no request waits. The rate is then that at which a backlog in the kernel's buffers
-// shrinks, as long as it lasts. Of a lane whose backlogs are soon gone, no rate is known, and it counts as the fastest.
+// Where many lanes share little data, requests of some lanes never wait. The rates of all lanes are then those at which
+// backlogs in the kernel's buffers shrink, as long as they last. Of a lane whose backlogs are soon gone, no rate is known,
+// and it counts as the fastest. There the other kind of rate is an upper limit: a request that waits for the kernel's
+// buffers may finish many times as fast as the network moves its bytes.
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -57,11 +59,10 @@ void nb_rate_refused(struct path *path, size_t bytes) {
 }
 
 // Adds up bytes and time, as many requests may finish at once; old samples fade.
-static void add(struct lane_rate *rate, size_t bytes, double ns) {
-    double keep = FADE_NS / (FADE_NS + ns);
-    rate->bytes = rate->bytes * keep + (double)bytes;
-    rate->ns = rate->ns * keep + ns;
-    rate->backlog.gone_bytes = 0;
+static void add(double *bytes, double *ns, size_t more_bytes, double more_ns) {
+    double keep = FADE_NS / (FADE_NS + more_ns);
+    *bytes = *bytes * keep + (double)more_bytes;
+    *ns = *ns * keep + more_ns;
 }
 
 void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes) {
@@ -80,10 +81,10 @@ void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes)
             return;
         }
     }
-    add(rate, bytes, ns);
+    add(&rate->bytes, &rate->ns, bytes, ns);
+    rate->backlog.gone_bytes = 0;
     if (rate->bytes >= KNOWN_BYTES && rate->ns >= KNOWN_NS) {
         rate->bytes_per_ns = rate->bytes / rate->ns;
-        rate->of_backlog = false;
     }
 }
 
@@ -108,35 +109,54 @@ static size_t bytes_left(const struct peer *peer, size_t enough) {
     return left;
 }
 
-// The rate of the fastest lane whose rate is known, or 0.
-static double fastest(const struct peer *peer) {
+// True if requests of every lane have waited.
+static bool all_waited(const struct peer *peer) {
+    for (int i = 0; i < peer->reach; i++) {
+        if (peer->paths[i].open && peer->paths[i].rate.bytes_per_ns <= 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The fastest rate of a backlog, or 0.
+static double fastest_backlog(const struct peer *peer) {
     double most = 0;
     for (int i = 0; i < peer->reach; i++) {
-        double rate = peer->paths[i].open ? peer->paths[i].rate.bytes_per_ns : 0;
+        double rate = peer->paths[i].open ? peer->paths[i].rate.backlog.bytes_per_ns : 0;
         most = rate > most ? rate : most;
     }
     return most;
 }
 
-// The rate that a lane counts with. most: that of `fastest`.
-static double counted(const struct lane_rate *rate, double most) {
-    if (rate->bytes_per_ns > 0) {
-        return rate->bytes_per_ns;
+// The rate of a lane by its backlogs, which may be unknown. most: that of the fastest one.
+static double of_backlog(const struct lane_rate *rate, double most) {
+    const struct backlog *backlog = &rate->backlog;
+    double found = backlog->bytes_per_ns;
+    if (found <= 0) {
+        // What a lane has reached may be the rate of a burst: backlogs that did stay tell more, even a few.
+        found = backlog->stays >= STAYS / 2 ? backlog->stay_bytes / backlog->stay_ns : rate->reached;
+        found = found > most ? found : most;
     }
-    return most > 0 && rate->reached > most ? rate->reached : most;
+    return rate->bytes_per_ns > 0 && rate->bytes_per_ns < found ? rate->bytes_per_ns : found;
 }
 
-// This lane's share of the rate of all lanes; equal shares while none is known.
-static double part_of(const struct nb_lanes *lanes, const struct peer *peer, int lane) {
-    double sum = 0;
-    double most = fastest(peer);
-    if (most <= 0) {
+// This lane's share of the rate of all lanes; equal shares while no rates can be compared. *rate: the lane's own, 0:
+// unknown.
+static double part_of(const struct nb_lanes *lanes, const struct peer *peer, int lane, double *rate) {
+    bool waited = all_waited(peer);
+    double most = waited ? 0 : fastest_backlog(peer);
+    *rate = most > 0 ? peer->paths[lane].rate.backlog.bytes_per_ns : peer->paths[lane].rate.bytes_per_ns;
+    if (!waited && most <= 0) {
         return 1.0 / lanes->used;
     }
+    double sum = 0;
     for (int i = 0; i < peer->reach; i++) {
-        sum += peer->paths[i].open ? counted(&peer->paths[i].rate, most) : 0;
+        const struct lane_rate *each = &peer->paths[i].rate;
+        sum += !peer->paths[i].open ? 0 : waited ? each->bytes_per_ns : of_backlog(each, most);
     }
-    return counted(&peer->paths[lane].rate, most) / sum;
+    double own = waited ? *rate : of_backlog(&peer->paths[lane].rate, most);
+    return sum > 0 ? own / sum : 1.0;
 }
 
 // Bytes ahead of the next segment on this lane.
@@ -153,21 +173,17 @@ static double before_all(const struct peer *peer) {
 }
 
 // Bytes of the backlog at the look before are still there after `ns`: the lane is slower than its share.
-static void backlog_stays(struct lane_rate *rate, double ns) {
-    struct backlog *backlog = &rate->backlog;
-    if (rate->bytes_per_ns > 0) {
-        add(rate, backlog->left, ns);
-        rate->bytes_per_ns = rate->bytes / rate->ns;
-        return;
-    }
+static void backlog_stays(struct backlog *backlog, double ns) {
+    backlog->gone_bytes = 0;
     backlog->stays++;
-    backlog->stay_bytes += backlog->left;
-    backlog->stay_ns += ns;
-    if (backlog->stays >= STAYS && backlog->stay_bytes >= STAY_BYTES) {
-        rate->bytes = (double)backlog->stay_bytes;
-        rate->ns = backlog->stay_ns;
-        rate->bytes_per_ns = rate->bytes / rate->ns;
-        rate->of_backlog = true;
+    if (backlog->bytes_per_ns > 0) {
+        add(&backlog->stay_bytes, &backlog->stay_ns, backlog->left, ns);
+    } else {
+        backlog->stay_bytes += (double)backlog->left;
+        backlog->stay_ns += ns;
+    }
+    if (backlog->bytes_per_ns > 0 || (backlog->stays >= STAYS && backlog->stay_bytes >= STAY_BYTES)) {
+        backlog->bytes_per_ns = backlog->stay_bytes / backlog->stay_ns;
     }
 }
 
@@ -179,19 +195,17 @@ static void backlog_gone(struct lane_rate *rate, double ns) {
         rate->reached = reached; // over less time it may be that of one burst
     }
     backlog->stays -= backlog->stays > 0;
-    if (backlog->stays == 0) {
-        backlog->stay_bytes = 0;
-        backlog->stay_ns = 0;
-    }
     backlog->gone_bytes += backlog->bytes;
-    if (rate->of_backlog && backlog->gone_bytes >= GONE_BYTES) {
-        rate->of_backlog = false;
-        rate->bytes = 0;
-        rate->ns = 0;
-        rate->bytes_per_ns = 0;
-        rate->reached = 0;
-        backlog->gone_bytes = 0;
+    bool forgets = backlog->bytes_per_ns > 0 ? backlog->gone_bytes >= GONE_BYTES : backlog->stays == 0;
+    if (!forgets) {
+        return;
     }
+    rate->reached = backlog->bytes_per_ns > 0 ? 0 : rate->reached;
+    backlog->gone_bytes = backlog->bytes_per_ns > 0 ? 0 : backlog->gone_bytes;
+    backlog->bytes_per_ns = 0;
+    backlog->stays = 0;
+    backlog->stay_bytes = 0;
+    backlog->stay_ns = 0;
 }
 
 static void backlog_look(struct lane_rate *rate, const struct nb_held *held, int64_t now) {
@@ -204,7 +218,7 @@ static void backlog_look(struct lane_rate *rate, const struct nb_held *held, int
         if (ns < KNOWN_NS || ns < 2 * held->round_trip_ns) {
             return; // too early to tell
         }
-        backlog_stays(rate, (double)ns);
+        backlog_stays(backlog, (double)ns);
     } else if (backlog->bytes > 0) {
         backlog_gone(rate, (double)ns);
     }
@@ -230,7 +244,8 @@ static int soonest(const struct nb_lanes *lanes, const struct peer *peer, double
     double least = 0;
     for (int i = 0; i < peer->reach; i++) {
         if (peer->paths[i].open) {
-            double done = (before(&peer->paths[i]) + bytes) / part_of(lanes, peer, i);
+            double rate;
+            double done = (before(&peer->paths[i]) + bytes) / part_of(lanes, peer, i, &rate);
             if (first < 0 || done < least) {
                 first = i;
                 least = done;
@@ -251,8 +266,8 @@ size_t nb_rate_segment(struct nb_lanes *lanes, struct peer *peer, int lane, int 
     if (lanes->used == 1) {
         return most;
     }
-    double rate = path->rate.bytes_per_ns;
-    double part = part_of(lanes, peer, lane);
+    double rate;
+    double part = part_of(lanes, peer, lane, &rate);
     double enough = (2 * (double)most + before(path)) / part;
     double left = (double)bytes_left(peer, (size_t)enough);
     if (left < enough) {

@@ -57,16 +57,16 @@ struct path {
         double bytes_per_ns; // 0: unknown
         size_t held;         // bytes sent that the lane still held at the last query, plus those sent since
         int64_t held_ns;     // time of the last query
-        bool of_backlog;     // the rate is that of a backlog
         double reached;      // a rate that the lane has reached, perhaps only for a moment; 0: none
         struct backlog {
             size_t bytes; // that the lane held at since_ns
             size_t left;  // bytes that have left it since
             int64_t since_ns;
-            int stays;         // looks in a row that found bytes of the one before
-            size_t stay_bytes; // bytes that left in their time
-            double stay_ns;
-            size_t gone_bytes; // of the backlogs that were gone at the next look, since one was not
+            int stays;           // looks in a row that found bytes of the one before
+            double stay_bytes;   // bytes that left in their time
+            double stay_ns;      // their time
+            double bytes_per_ns; // 0: unknown
+            size_t gone_bytes;   // of the backlogs that were gone at the next look, since one was not
         } backlog;
     } rate;
     struct assignment *assignments;

@@ -347,8 +347,9 @@ static void rounds_run(struct world *world, int count, const size_t *confirmed) 
     }
 }
 
+// By its backlog.
 static double rate_of(const struct world *world, int lane) {
-    return world->paths[lane].rate.bytes_per_ns;
+    return world->paths[lane].rate.backlog.bytes_per_ns;
 }
 
 static void test_a_backlog_that_stays_tells_the_rate(void) {
@@ -423,23 +424,69 @@ static void test_a_lane_that_is_no_longer_behind_counts_as_others(void) {
 static void test_a_rate_of_bytes_that_waited_is_kept(void) {
     struct world world;
     const size_t all[LANES] = {8 * PORTION, 8 * PORTION, 8 * PORTION, 8 * PORTION};
+    const double *rate = &world.paths[3].rate.bytes_per_ns;
     rounds_init(&world);
     nb_rate_posted(&world.lanes, &world.paths[3], 20 * PORTION);
     for (int i = 0; i < 20; i++) {
         clock_ns += 1000 * 1000;
         nb_rate_sent(&world.lanes, &world.paths[3], PORTION);
     }
-    double known = rate_of(&world, 3);
+    double known = *rate;
     CHECK(known > 0, "no rate follows from bytes that waited");
     rounds_run(&world, 200, all);
-    CHECK(near(rate_of(&world, 3), known), "the rate is %.4f after backlogs that were soon gone, not %.4f",
-          rate_of(&world, 3), known);
+    CHECK(near(*rate, known), "the rate is %.4f after backlogs that were soon gone, not %.4f", *rate, known);
+}
+
+static void backlogs_set(struct world *world, const double *rates) {
+    for (int i = 0; i < LANES; i++) {
+        world->paths[i].rate.backlog.bytes_per_ns = rates[i];
+    }
+}
+
+// A request that waits for a buffer of the kernel's may finish at ten times the rate of the network.
+static void test_a_rate_of_bytes_that_waited_limits_that_of_a_backlog(void) {
+    struct world world;
+    static const double waited[] = {0.1, 0.12, 0, 0};
+    static const double of_backlogs[] = {0, 0, 0.01, 0.01};
+    world_init(&world, waited, LANES);
+    size_t alone = segment(&world, 0, 512 * 1024);
+    CHECK(segment(&world, 2, 512 * 1024) == alone, "the rates of some lanes count");
+    backlogs_set(&world, of_backlogs);
+    CHECK(segment(&world, 0, 512 * 1024) == segment(&world, 2, 512 * 1024),
+          "a rate of bytes that waited counts as the network's");
+    world.paths[0].rate.bytes_per_ns = 0.002;
+    CHECK(segment(&world, 0, 512 * 1024) < segment(&world, 1, 512 * 1024), "bytes that waited longer do not count");
+    static const double all_waited[] = {0.1, 0.1, 0.1, 0.1};
+    static const double slow[] = {0, 0, 0, 0.01};
+    world_init(&world, all_waited, LANES);
+    backlogs_set(&world, slow);
+    CHECK(segment(&world, 3, 512 * 1024) == segment(&world, 0, 512 * 1024),
+          "a backlog's rate counts where the requests of all lanes waited");
+}
+
+// What an equal lane has reached is the rate of a burst. It has been behind, too, if not as often.
+static void test_a_lane_that_is_also_behind_is_not_faster(void) {
+    struct world world;
+    static const double unknown[LANES] = {0};
+    static const double rates[LANES] = {0.1, 0, 0.1, 0.1};
+    world_init(&world, unknown, LANES);
+    backlogs_set(&world, rates);
+    struct lane_rate *equal = &world.paths[1].rate;
+    equal->reached = 0.2;
+    CHECK(segment(&world, 1, 512 * 1024) > segment(&world, 0, 512 * 1024),
+          "a lane that was never behind is not faster");
+    equal->backlog.stays = 2;
+    equal->backlog.stay_bytes = 0.09 * ROUND_NS;
+    equal->backlog.stay_ns = ROUND_NS;
+    CHECK(segment(&world, 1, 512 * 1024) == segment(&world, 0, 512 * 1024), "a lane that was behind counts by a burst");
 }
 
 static void test_a_lane_of_unknown_rate_counts_as_the_fastest(void) {
     struct world world;
+    static const double unknown[LANES] = {0};
     static const double rates[] = {0.01, 0.04, 0, 0};
-    world_init(&world, rates, LANES);
+    world_init(&world, unknown, LANES);
+    backlogs_set(&world, rates);
     size_t known = segment(&world, 1, 512 * 1024);
     CHECK(segment(&world, 2, 512 * 1024) == known, "an unknown lane takes %zu bytes, the fastest %zu",
           segment(&world, 2, 512 * 1024), known);
@@ -470,6 +517,8 @@ int main(void) {
     test_packets_that_are_confirmed_late_are_no_backlog();
     test_a_lane_that_is_no_longer_behind_counts_as_others();
     test_a_rate_of_bytes_that_waited_is_kept();
+    test_a_rate_of_bytes_that_waited_limits_that_of_a_backlog();
+    test_a_lane_that_is_also_behind_is_not_faster();
     test_a_lane_of_unknown_rate_counts_as_the_fastest();
     return 0;
 }

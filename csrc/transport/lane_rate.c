@@ -196,12 +196,14 @@ static void backlog_gone(struct lane_rate *rate, double ns) {
     }
     backlog->stays -= backlog->stays > 0;
     backlog->gone_bytes += backlog->bytes;
-    bool forgets = backlog->bytes_per_ns > 0 ? backlog->gone_bytes >= GONE_BYTES : backlog->stays == 0;
-    if (!forgets) {
+    bool known = backlog->bytes_per_ns > 0;
+    if (known ? backlog->gone_bytes < GONE_BYTES : backlog->stays > 0) {
         return;
     }
-    rate->reached = backlog->bytes_per_ns > 0 ? 0 : rate->reached;
-    backlog->gone_bytes = backlog->bytes_per_ns > 0 ? 0 : backlog->gone_bytes;
+    if (known) {
+        rate->reached = 0;
+        backlog->gone_bytes = 0;
+    }
     backlog->bytes_per_ns = 0;
     backlog->stays = 0;
     backlog->stay_bytes = 0;

@@ -340,7 +340,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
-    settings = _withtimeout_of(ddp.process_group, settings, ddp.device)
+    settings = _with_timeout_of(ddp.process_group, settings, ddp.device)
     control = job.start(settings).comm
     votes = job.together(control, b"0" if reason else b"1", settings.start_timeout_s)
     if reason:
@@ -354,7 +354,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
         own.close()  # the arms are open: it needs the model's group no longer
 
 
-def _withtimeout_of(group: Any, settings: Settings, device: Any) -> Settings:
+def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:
     """Return settings whose timeout for a silent peer is the process group's, unless the user set one."""
     limit_s = timeout_of(group, device)
     if "timeout_s" in settings.sources or not limit_s:

@@ -32,6 +32,7 @@ enum {
     LOST_NS = 250 * 1000 * 1000,   // a peer that dies also ends the control connection, which gives a better reason
     GAP_NS = 500 * 1000 * 1000,    // a longer time between ticks: this process was descheduled
     POLL_NS = 100 * 1000,          // between two progress passes of idle lanes
+    GONE_NS = 1000 * 1000 * 1000,  // for the last bytes of a process that is gone
     LEAVE_NS = 2000 * 1000 * 1000, // for the peer to end the link, or to report what has landed
     PAUSE_MS = 100,                // after an accept that failed for lack of descriptors or memory
     READ_BYTES = 8192,             // at once at the begin of a message: the rest of a long one goes to its memory
@@ -478,7 +479,7 @@ static int64_t latest(int64_t a, int64_t b) {
 // has not closed its comms is gone, and what it had sent arrives soon.
 static bool lanes_over(const struct nb_link *link, int64_t moved, int64_t now) {
     int64_t still_ns = now - latest(moved, link->over_ns);
-    int64_t most_ns = link->net->up->all_closed(link) ? LEAVE_NS : LOST_NS;
+    int64_t most_ns = link->net->up->all_closed(link) ? LEAVE_NS : GONE_NS;
     bool ended = link->over_ns != 0 && (link->flows == 0 || link->lost_ns != 0 || still_ns > most_ns);
     return ended || (link->lost_ns != 0 && now - link->lost_ns > LOST_NS);
 }

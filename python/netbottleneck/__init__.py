@@ -155,7 +155,20 @@ def _enabled() -> bool:
     return bool(os.environ.get("NETBOTTLENECK") or os.environ.get("NETBOTTLENECK_TRANSPORT"))
 
 
-if _enabled() and _config.settings().enabled:
+def _settings() -> _config.Settings:
+    """Return the settings. A wrong variable ends a command of ours with one line; raises ValueError in a script."""
+    try:
+        return _config.settings()
+    except ValueError as error:
+        program = sys.argv[0] if sys.argv else ""
+        if program == "-m":  # the module is not found yet
+            program = sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")[0]
+        if program.rpartition("/")[2] == "netbottleneck":
+            raise SystemExit(f"netbottleneck: {error}") from None
+        raise
+
+
+if _enabled() and _settings().enabled:
     from netbottleneck.hooks import imports
 
     imports.install()

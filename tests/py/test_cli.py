@@ -37,6 +37,17 @@ def command(
     )
 
 
+@pytest.mark.parametrize("arguments", [("version",), ("report", "RUN"), ("run", "train.py")])
+def test_a_wrong_variable_ends_a_command_with_one_line(arguments: tuple[str, ...]) -> None:
+    done = command(*arguments, env={"NETBOTTLENECK": "yes"})
+    assert (done.returncode, done.stderr) == (1, "netbottleneck: NETBOTTLENECK=yes: must be 0 or 1\n")
+
+
+def test_a_wrong_variable_is_an_exception_in_a_script() -> None:
+    done = command(env={"NETBOTTLENECK": "yes"}, code="try:\n import netbottleneck\nexcept ValueError: print('caught')")
+    assert (done.returncode, done.stdout) == (0, "caught\n")
+
+
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     output = capsys.readouterr().err

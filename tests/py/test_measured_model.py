@@ -14,6 +14,7 @@ from conftest import Ranks
 pytest.importorskip("torch")
 
 
+from netbottleneck import config
 from netbottleneck.analysis import intervals
 from netbottleneck.hooks import measured_model
 from netbottleneck.runtime import job
@@ -589,16 +590,18 @@ def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("stays", "reason"),
+    ("steps", "stays", "reason"),
     [
-        (None, "a step ends where a torch optimizer updates weights"),
-        (Arm("stock"), "all further steps use stock: ranks differ; leave out NETBOTTLENECK_TRANSPORT to observe this"),
+        (0, None, "a step ends where a torch optimizer updates weights"),
+        (8, None, "the run has 8 steps, and NETBOTTLENECK_START_STEP=10"),
+        (9, Arm("stock"), "all further steps use stock: ranks differ; leave out NETBOTTLENECK_TRANSPORT to observe"),
     ],
 )
 def test_a_run_without_steps_names_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stays: Arm | None, reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, stays: Arm | None, reason: str
 ) -> None:
-    session: Any = SimpleNamespace(folder=FakeRun(tmp_path, blocks=0).write(), stays=stays, why_stays="ranks differ")
+    folder, chosen = FakeRun(tmp_path, blocks=0).write(), config.settings(environ={})
+    session: Any = SimpleNamespace(folder=folder, step=steps, settings=chosen, stays=stays, why_stays="ranks differ")
     measured_model._write(session, show=False)
     assert f": no step was recorded: {reason}" in caplog.text
 

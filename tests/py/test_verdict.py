@@ -570,6 +570,14 @@ def test_a_run_of_only_the_untouched_script_has_no_communication(tmp_path):
     assert verdict.decide(findings_of(tmp_path, transports=("bare",), blocks=1)).code == "NO_COMMUNICATION"
 
 
+def test_an_observing_run_with_only_bare_steps_is_too_short(tmp_path):
+    run = ring_reader.load(FakeRun(tmp_path, transports=("stock", "bare"), blocks=2, block_steps=6).write())
+    bare = tuple(step for step in run.steps if step.arm == "bare")
+    v = verdict.decide(findings.find(replace(run, steps=bare, collectives=())))
+    assert (v.code, v.more) == ("INCONCLUSIVE", 6 + STEPS_MIN)
+    assert v.why == "Only steps of the untouched script were recorded (bare), without their communication."
+
+
 def test_blocks_of_one_step_are_named_as_the_reason_that_none_counts(tmp_path):
     numbers = findings_of(tmp_path, blocks=20, block_steps=1, transports=("stock", "tcp"))
     v = verdict.decide(numbers)

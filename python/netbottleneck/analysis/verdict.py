@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -24,7 +25,7 @@ from netbottleneck.analysis.rules import beside, judge, without_traffic
 from netbottleneck.analysis.traffic import SAME_MTU, unproven, unseen
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
 from netbottleneck.trace.model import NOT_TIMED, STAYS
-from netbottleneck.trace.transports import NULL, STOCK, Arm
+from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import listed, percent
 
 CODES = (
@@ -103,10 +104,14 @@ def _no_communication(f: Findings) -> Verdict | None:
         why = f"No step with communication was recorded: {stays}."
         return Verdict("INCONCLUSIVE", why, "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
-        return _no_counted_step(f) or Verdict(
-            "NO_COMMUNICATION",
-            "No step with communication was recorded.",
-            "Measure steps under stock, or another transport, for longer than one block.",
+        return (
+            _no_counted_step(f)
+            or _only_bare(f)
+            or Verdict(
+                "NO_COMMUNICATION",
+                "No step with communication was recorded.",
+                "Measure steps under stock, or another transport, for longer than one block.",
+            )
         )
     return _no_operation(f, f.parts[f.base].steps) if f.parts[f.base].operations == 0 else None
 
@@ -117,6 +122,15 @@ def _no_counted_step(f: Findings) -> Verdict | None:
     if why == ONE_STEP:
         return Verdict("INCONCLUSIVE", f"No step counts: {why}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
     return _too_few(f"No step counts: {why}", limits.STEPS_MIN) if why else None
+
+
+def _only_bare(f: Findings) -> Verdict | None:
+    """The verdict if all recorded steps are those of the untouched script, in an observing run that was too short."""
+    blocks = Counter((step.rank, step.block) for step in f.trace.steps)
+    if not blocks or STOCK not in f.trace.arms or any(step.arm != BARE for step in f.trace.steps):
+        return None
+    why = "Only steps of the untouched script were recorded (bare), without their communication."
+    return _too_few(why, max(blocks.values()) + limits.STEPS_MIN)
 
 
 def _too_few(why: str, more: int) -> Verdict:

@@ -17,7 +17,7 @@ from typing import Any
 from netbottleneck.analysis.comparisons import Estimate, middle_of_sequence
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.trace.model import KNOWN
-from netbottleneck.trace.transports import Arm
+from netbottleneck.trace.transports import BARE, STOCK, Arm
 from netbottleneck.units import percent
 
 # The difference between two arms is known if its interval, in so many tests in a row, was from at least so many pairs
@@ -73,6 +73,13 @@ class Blocks:
     def decide(self, step: int, of_ranks: Iterable[bytes]) -> str:
         """Return "": nothing is to be decided."""
         return ""
+
+
+def observing(length: int, start_step: int) -> Blocks:
+    """Return the assignment of an observing run: stock has the first recorded block, so that a short run has some."""
+    plan = Blocks((STOCK, BARE), length)
+    first = plan.arms[plan.at(start_step)[1]]
+    return plan if first == STOCK else Blocks(plan.arms, length, (BARE, STOCK))
 
 
 @dataclass(frozen=True, slots=True)

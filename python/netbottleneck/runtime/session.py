@@ -20,7 +20,7 @@ from netbottleneck.errors import FAILURES, HorovodInternalError, of_handler
 from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, exits, job, monitor, nccl, progress, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
-from netbottleneck.runtime.blocks import Blocks, Deciding, UntilKnown
+from netbottleneck.runtime.blocks import Blocks, Deciding, UntilKnown, observing
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_file import EVENTS
@@ -230,7 +230,7 @@ class Session:
         self.arms = {**self.arms, STOCK: own, BARE: own}
         turns, length = (STOCK, BARE), self.settings.block_steps
         if self.step < max(1, self.settings.start_step):
-            self.blocks = Blocks(turns, length)
+            self.blocks = observing(length, self.settings.start_step)
         else:  # records name an arm by its place in the list
             self.mixed_step = -1 if self.arm in turns else self.step
             arms = tuple(dict.fromkeys((*self.blocks.arms, *turns)))
@@ -484,6 +484,8 @@ def _automatic(settings: Settings, place: connect.Place, control: "_core.Comm") 
 
 def _plan(turns: tuple[Arm, ...], settings: Settings, *, automatic: bool) -> Blocks | Deciding:
     known = settings.alternate == UNTIL_KNOWN and not set(turns) <= {STOCK, BARE}  # for which ranks do not agree
+    if turns == (STOCK, BARE):
+        return observing(settings.block_steps, settings.start_step)
     if len(turns) == 1 or not (automatic or known):
         return Blocks(turns, settings.block_steps)
     if not automatic:
@@ -610,7 +612,7 @@ def observe(
         settings,
         place,
         scratch,
-        Blocks(arms, settings.block_steps),
+        _plan(arms, settings, automatic=False),
         recorder,
         dict.fromkeys(arms, stock),
         None,

@@ -390,6 +390,14 @@ def test_a_step_that_reduces_its_buckets_twice_has_a_remark(known: Trace) -> Non
     assert any("reduces its buckets 2 times" in note for note in questions.job(twice, "stock").notes)
 
 
+def test_waits_for_calls_of_the_script_stay_and_are_named(known: Trace) -> None:
+    call = replace(known.collectives[0], key=99, phase="other", bucket=None)
+    waiting = tuple(replace(step, waits=((99, step.begin_ns, step.begin_ns + 2_500_000),)) for step in known.steps)
+    found = questions.job(replace(known, steps=waiting, collectives=(*known.collectives, call)), "stock")
+    assert found.notes[0].startswith("waiting for the script's own calls (2.50 ms a step) stays as recorded")
+    assert not any("own calls" in note for note in questions.job(known, "stock").notes)
+
+
 def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:
     job = questions.job(stored, "stock")
     few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=15) for count in (3, 100_000))

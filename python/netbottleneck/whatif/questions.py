@@ -18,7 +18,7 @@ from netbottleneck.analysis.comparisons import Estimate, step_times, widened
 from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import listed, percent
+from netbottleneck.units import listed, ms, percent
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.fit import Fit, fit
@@ -30,6 +30,8 @@ __all__ = ["Answer", "Job", "LeastValue", "Setting", "job"]
 MEASURED, PREDICTED, POORLY_PREDICTED = "measured", "predicted", "predicted from a poor fit"
 # Least number of simulated steps if the recorded steps differ, and most recorded steps used, evenly spaced.
 STEPS, STEPS_MAX = 15, 45
+# Waiting for calls of the script is named from this part of the step on.
+KEPT_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,12 @@ def job(
         notes.append(
             f"a step reduces its buckets {rounds} times: only the last time is simulated, so steps are too short"
         )
+    kept_ns, step_ns = _kept_ns(trace, fitted.transport)
+    if kept_ns >= KEPT_SHARE * step_ns:
+        notes.append(
+            f"waiting for the script's own calls ({ms(kept_ns)} a step) stays as recorded, whatever the link: answers "
+            "change with the gradients alone"
+        )
     if one_host:
         notes.append(
             "all ranks shared a host: each is assumed to have its own host, and their shared path counts as the link"
@@ -322,6 +330,15 @@ def job(
         measured_ns=_measured(trace, fitted.transport),
         at_ends=_at_ends(trace, made.plan, fitted),
     )
+
+
+def _kept_ns(trace: Trace, transport: Arm) -> tuple[float, float]:
+    """(ns in which the training thread waits for calls of the script, ns of the step): means of an arm's steps."""
+    keys = {one.key for one in trace.collectives if one.by_script}
+    steps = [step for step in trace.steps if step.arm == transport]
+    waits = (end - begin for step in steps for key, begin, end in step.waits if key in keys)
+    count = max(1, len(steps))
+    return sum(waits) / count, sum(step.duration_ns for step in steps) / count
 
 
 def _rounds(trace: Trace, transport: Arm) -> int:

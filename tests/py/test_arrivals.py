@@ -11,7 +11,7 @@ import pytest
 from netbottleneck.analysis import arrivals, bandwidth, findings, rule_facts, verdict
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.analysis.thresholds import CHANCE_MAX
-from netbottleneck.trace.model import Clock, NcclKernel, NcclOperation, NcclStep
+from netbottleneck.trace.model import Clock, Collective, NcclKernel, NcclOperation, NcclStep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
@@ -373,6 +373,63 @@ def test_long_steps_of_any_rank_name_none():
     found = arrivals._rare(late, [dict.fromkeys(range(4), split)] * 60)
     assert (found.count, found.rank) == (10, None)
     assert found.why == "In 10 of 60 steps a rank is late by much more than usual, now one, now another."
+    assert found.look == ""
+
+
+def test_a_rank_that_is_late_each_time_too_few_times_may_be_so_by_chance():
+    split = split_steps(trace_of(Job(blocks=2, block_steps=40)))[0][1]
+    late = np.random.default_rng(1).normal(size=(60, 2)) + np.outer(np.arange(60) % 7 == 6, [0, 100])
+    found = arrivals._rare(late, [dict.fromkeys(range(2), split)] * 60)
+    assert (found.count, found.rank, found.perhaps) == (8, None, 1)
+    assert found.why.endswith("by much more than usual, each time rank 1; with so few steps that may be chance.")
+    assert found.look.startswith("Look at what rank 1 does")
+
+
+def with_calls(trace, length_ms, awaited):
+    """The trace, and in each step a call of the script from its begin on, for which it waits at its end if awaited."""
+    calls = [
+        Collective(
+            rank=step.rank,
+            arm=step.arm,
+            key=99,
+            round=step.index,
+            submit_ns=step.begin_ns,
+            start_ns=step.begin_ns,
+            done_ns=step.begin_ns + round(length_ms * MS),
+            tensor_bytes=MIB,
+            name="other/allreduce",
+            phase="other",
+            step=step.index,
+        )
+        for step in trace.steps
+    ]
+    steps = [
+        replace(step, waits=(*step.waits, (99, step.end_ns - 1, step.end_ns))) if awaited else step
+        for step in trace.steps
+    ]
+    return replace(trace, steps=tuple(steps), collectives=(*trace.collectives, *calls))
+
+
+def test_a_call_that_is_waited_for_later_hides_behind_the_input():
+    trace = trace_of(Job(input_ms=50.0))
+    (plain,), (hidden,), (felt,) = (
+        [split for step, split, _ in split_steps(run) if (step.rank, step.index) == (0, 5)]
+        for run in (trace, with_calls(trace, 40, awaited=True), with_calls(trace, 40, awaited=False))
+    )
+    assert hidden.input_ns == plain.input_ns == pytest.approx(50 * MS, rel=0.01)
+    assert hidden.exposed_ns == pytest.approx(plain.exposed_ns, abs=2)
+    assert felt.exposed_ns == plain.exposed_ns + 40 * MS
+    assert felt.input_ns == plain.input_ns - 40 * MS
+    for split in (plain, hidden, felt):
+        assert sum(split.phases().values()) == split.step_ns
+
+
+def test_the_rate_over_the_step_is_of_all_bytes_whatever_moved_them():
+    plain = trace_of(Job(arms=("stock", "tcp"), blocks=4))
+    for arm in ("stock", "tcp"):
+        before, after = (findings.find(run).achieved[arm] for run in (plain, with_calls(plain, 0.4, awaited=True)))
+        assert after.average_bps == pytest.approx(before.average_bps * (11 + 1) / 11)
+        assert (after.active_bps == before.active_bps) is (arm == "tcp")
 
 
 def stepwise(works_ms, steps=30):

@@ -28,6 +28,10 @@ from netbottleneck.trace.transports import STOCK
 from netbottleneck.units import listed
 from ringwriter import MS, FakeRun
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
+
+from scenario.job import Job, trace_of
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -104,6 +108,26 @@ def test_lost_lanes_of_one_pair_of_ranks_form_one_line(run):
         "rank 0: lanes 0, 3 to rank 1 were lost; their segments went over the other lanes.",
         "rank 1: lane 2 to rank 0 was lost; its segments went over the other lanes.",
     ]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_single_steps_add_is_in_the_opening_sentences(first):
+    """Also if they are the first ones of blocks, which do not count."""
+    trace = trace_of(Job(saves_ms={0: 2000.0}, every=10, blocks=6, block_steps=10))
+    steps = [replace(step, block=(step.index + first) // 10) for step in trace.steps]
+    found = findings.find(replace(trace, steps=tuple(steps)))
+    assert found.parts[STOCK].checkpoint_ns == 0
+    (line,) = [one for one in text.sentences(found) if "Single" in one]
+    assert line.startswith("Single steps are much longer: the mean of all steps is 293 ms, with 100")
+    assert " ms more checkpoints" in line
+    assert " ms more exposed communication" in line
+    assert line.endswith(" (measured).")
+    assert not any("Single" in one for one in text.sentences(findings.find(trace_of(Job(blocks=6)))))
+
+
+def test_a_large_part_of_each_step_is_in_the_opening_sentences():
+    found = findings.find(trace_of(Job(saves_ms=dict.fromkeys(range(2), 50.0))))
+    assert "50.0 ms of the step go to checkpoints (measured)." in text.sentences(found)
 
 
 def test_unknown_values_are_left_out_of_the_sentence(tmp_path):

@@ -203,6 +203,7 @@ class Rare:
 
     count: of these steps, of `steps`. rank: the one that is last in `times` of them, more than chance allows; None if
     there is none. cause: what takes most of that time on it: "checkpoint", "evaluation", "input", or "" if not known.
+    perhaps: the rank that is last in all of them, too few to exclude chance; None if several are, or if rank is set.
     """
 
     count: int
@@ -210,11 +211,14 @@ class Rare:
     rank: int | None
     times: int
     cause: str
+    perhaps: int | None = None
 
     @property
     def why(self) -> str:
         """Sentences: how often, who, and what it does then."""
         often = f"In {self.count} of {self.steps} steps a rank is late by much more than usual"
+        if self.perhaps is not None:
+            return f"{often}, each time rank {self.perhaps}; with so few steps that may be chance."
         if self.rank is None:
             return f"{often}, now one, now another."
         does = {
@@ -227,10 +231,9 @@ class Rare:
 
     @property
     def look(self) -> str:
-        """Sentence: where to look for a cause that was not recorded."""
-        if self.rank is None:
-            return ""
-        return f"Look at what rank {self.rank} does in these steps (trace.json.gz shows them)."
+        """Sentence, with a space behind it: where to look for a cause that was not recorded. "" if nobody knows."""
+        rank = self.perhaps if self.rank is None else self.rank
+        return "" if rank is None else f"Look at what rank {rank} does in these steps (trace.json.gz shows them). "
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,7 +556,7 @@ def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> Rare | None:
     last = evened[long].argmax(axis=1)
     rank, times = Counter(last.tolist()).most_common(1)[0]
     if times < DELAYED_STEPS_MIN or ranks * _so_many(times, count, 1 / ranks) > CHANCE_MAX:
-        return Rare(count, len(late), None, 0, "")
+        return Rare(count, len(late), None, 0, "", rank if times == count else None)
     own = np.flatnonzero(long)[last == rank]
     cause = _cause([steps[place][rank] for place in own], [step[rank] for step in steps], float(late[own].sum()))
     return Rare(count, len(late), rank, times, cause)

@@ -44,8 +44,8 @@ def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | 
 class Achieved:
     """Achieved bandwidth of an arm, one direction, as busbw (tensor bits times 2(n-1)/n for an all-reduce).
 
-    active: over transfer time; average: over whole steps. Report both or neither. p10, p90: active rate of single
-    steps. wire_bps: active rate of the bytes sent; None if its transport does not count them.
+    active: over transfer time; average: over whole steps, of all bytes in them. Report both or neither. p10, p90:
+    active rate of single steps. wire_bps: active rate of the bytes sent; None if its transport does not count them.
     """
 
     arm: Arm
@@ -69,7 +69,7 @@ def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
     return Achieved(
         arm,
         8e9 * sum(s.bus_bytes for s in moved) / transfer_ns,
-        8e9 * sum(s.bus_bytes for s in moved) / sum(s.step_ns for s in moved),
+        8e9 * sum(s.step_bus_bytes for s in moved) / sum(s.step_ns for s in moved),
         float(p10),
         float(p90),
         8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,

@@ -137,8 +137,9 @@ class Findings:
     calls of torch.distributed. gradient_operations: all others of base a step. starved: ns of compute a step in
     which a rank's process had no core. delays: of single steps of base, while data move after the last rank arrived;
     None if the usual steps cannot be told. input_delays: the same before the forward; None if they are too few.
-    nccl: split of the operations that NCCL reported within steps. joins: the operations of a flight recorder's
-    dumps.
+    whole: the parts of the mean of all recorded steps, not of the middle half; without the first ones of blocks where
+    transports alternate. nccl: split of the operations that NCCL reported within steps. joins: the operations of a
+    flight recorder's dumps.
     """
 
     trace: Trace
@@ -171,6 +172,7 @@ class Findings:
     delays: Delays | None = None
     input_delays: Delays | None = None
     layers: tuple[Layer, ...] = ()
+    whole: Parts | None = None
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
     joins: tuple[Join, ...] = ()
@@ -461,12 +463,27 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     )
 
 
+def _by_arm(trace: Trace, warmup: int) -> tuple[dict[Arm, list[Row]], dict[Arm, list[Split]]]:
+    """Return (the counted steps of each arm, the parts of all its steps)."""
+    rows: dict[Arm, list[Row]] = defaultdict(list)
+    every: dict[Arm, list[Split]] = defaultdict(list)
+    chosen = {(step.rank, step.index) for step in counted(trace, warmup)}
+    for row in split_steps(trace, 0):
+        every[row[0].arm].append(row[1])
+        if (row[0].rank, row[0].index) in chosen:
+            rows[row[0].arm].append(row)
+    return rows, every
+
+
+def _whole(arms: Iterable[Arm], base: Arm, rows: Sequence[Row], every: Sequence[Split]) -> Parts:
+    """The parts of the mean step: of all steps, or of the counted ones where transports alternate."""
+    return _parts([row[1] for row in rows] if sum(arm.real for arm in arms) > 1 else every)
+
+
 def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     """Compute the findings of a trace."""
     trace = aligned(trace)
-    rows: dict[Arm, list[Row]] = defaultdict(list)
-    for row in split_steps(trace, warmup):
-        rows[row[0].arm].append(row)
+    rows, every = _by_arm(trace, warmup)
     arms = list(dict.fromkeys([*trace.arms, *rows]))
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
     matched = not not_matched(trace)
@@ -491,7 +508,10 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         nccl=nccl.means(trace),
         joins=joins(trace),
     )
-    return common if base is None else _about(common, base, rows[base], warmup)
+    if base is None:
+        return common
+    whole = _whole(common.times, base, rows[base], every[base])
+    return replace(_about(common, base, rows[base], warmup), whole=whole)
 
 
 def wins(pair: Paired) -> bool:

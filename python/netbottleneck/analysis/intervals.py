@@ -84,14 +84,15 @@ class Split:
 
     compute: union of forward, backward and optimizers, minus the time in which the training thread was blocked.
     communication: union of the operations from start to done. hidden: its part within compute; exposed: its part
-    outside of compute, evaluation and checkpoints. wait: time without any of these while an operation is submitted but
-    not started. other: the rest of the step. evaluation_ns, checkpoint_ns: parts of other, minus blocked time;
-    input_ns: what else of other is before a forward, and not blocked: see before_forwards. optimizer_ns: the part of
-    compute in optimizers. skew_ns: the part of exposed and wait before the last rank submitted the same operation;
-    late_ns: skew_ns by the last rank. transfer_ns: union over the step's operations, from the last rank's submission
-    (or the start, if later) to done. bus_bytes: their tensor bytes times bus_factor; 0 if the size of one is not known,
-    as for `unsized` of the operations. own_ns: our own work between the
-    step before and this one, which no step contains; 0 if that step was not recorded, or torch recorded the run.
+    outside of compute, evaluation, checkpoints and input, during which a call of the script may be under way. wait:
+    time without any of these while an operation is submitted but not started. other: the rest of the step.
+    evaluation_ns, checkpoint_ns: parts of other, minus blocked time; input_ns: what else of other is before a forward,
+    and not blocked: see before_forwards. optimizer_ns: the part of compute in optimizers. skew_ns: the part of exposed
+    and wait before the last rank submitted the same operation; late_ns: skew_ns by the last rank. transfer_ns: union
+    over the step's operations, from the last rank's submission (or the start, if later) to done. bus_bytes: their
+    tensor bytes times bus_factor; 0 if the size of one is not known, as for `unsized` of the operations.
+    step_bus_bytes: the same with calls of the script that the arm did not move. own_ns: our own work between the step
+    before and this one, which no step contains; 0 if that step was not recorded, or torch recorded the run.
     """
 
     rank: int
@@ -114,6 +115,7 @@ class Split:
     transfer_ns: int
     tensor_bytes: int
     bus_bytes: float
+    step_bus_bytes: float
     wire_bytes: int | None
     operations: int
     own_ns: int = 0
@@ -301,6 +303,24 @@ def _work(step: Step, operations: Sequence[Collective], whole: Intervals) -> tup
     )
 
 
+def _awaited(steps: Iterable[Step]) -> dict[int, frozenset[int]]:
+    """By rank: the keys of the operations for which the training thread waits."""
+    keys: dict[int, set[int]] = defaultdict(set)
+    for step in steps:
+        keys[step.rank].update(key for key, _, _ in step.waits)
+    return {rank: frozenset(own) for rank, own in keys.items()}
+
+
+def _fetching(step: Step, operations: Sequence[Collective], awaited: frozenset[int]) -> Intervals:
+    """The time before forward passes in which the training thread does not wait, and no gradient is on its way.
+
+    A call of the script may be, if its key is one of `awaited`: the thread waits for it where it needs the result.
+    """
+    others = ((c.submit_ns, c.done_ns or 0) for c in operations if not c.by_script or c.key not in awaited)
+    waits = ((begin, end) for _, begin, end in step.waits)
+    return subtraction(intervals(before_forwards(step, operations)), intervals((*others, *waits)))
+
+
 def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
     """The operations whose bytes the step's arm moved: the script's own calls travel over its process group."""
     stock = step.arm.transport == STOCK.transport
@@ -317,21 +337,24 @@ def _split(
     last: Mapping[tuple[Arm, int, int, int], tuple[int, int]],
     size: int,
     hosts: int | None,
+    awaited: frozenset[int],
 ) -> tuple[Split, Exposed]:
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
     compute, evaluation, saving = _work(step, near, whole)
     communication = intersection(intervals(map(_span, near)), whole)
     busy = union(compute, evaluation, saving)
-    exposed = subtraction(communication, busy)
+    elsewhere = union(busy, _fetching(step, near, awaited))
+    exposed = subtraction(communication, elsewhere)
     queued = intersection(intervals((c.submit_ns, c.start_ns or 0) for c in near), whole)
-    wait = subtraction(subtraction(queued, busy), communication)
+    wait = subtraction(subtraction(queued, elsewhere), communication)
     skew_ns, late = _late(near, last, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
     moved, unsized = _moved(step, own), sum(c.tensor_bytes is None for c in own)
+    bus_bytes = partial(_bus_bytes, size=size, hosts=hosts)
     wire = [c.wire_bytes for c in moved if c.wire_bytes is not None]
     other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
-    used = union(busy, communication, wait, intervals((begin, end) for _, begin, end in step.waits))
+    used = union(busy, exposed, wait, intervals((begin, end) for _, begin, end in step.waits))
     split = Split(
         rank=step.rank,
         index=step.index,
@@ -352,7 +375,8 @@ def _split(
         late_ns=late,
         transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in moved)),
         tensor_bytes=sum(c.known_bytes for c in moved),
-        bus_bytes=0.0 if unsized else sum(map(partial(_bus_bytes, size=size, hosts=hosts), moved)),
+        bus_bytes=0.0 if unsized else sum(map(bus_bytes, moved)),
+        step_bus_bytes=0.0 if unsized else sum(map(bus_bytes, own)),
         wire_bytes=sum(wire) if len(wire) == len(moved) else None,
         operations=len(own),
         unsized=unsized,
@@ -392,9 +416,11 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     nothing = _Operations([])
     last, hosts = last_entries(trace), host_count(trace)
     ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
+    awaited = _awaited(trace.steps)
     found = []
     for step in filter(is_split, counted(trace, warmup)):
-        split, exposed = _split(step, operations.get(step.rank, nothing), last, trace.size, hosts)
+        near = operations.get(step.rank, nothing)
+        split, exposed = _split(step, near, last, trace.size, hosts, awaited[step.rank])
         before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
         own_ns = 0 if trace.recorder else max(0, step.begin_ns - before_ns)
         found.append((step, replace(split, own_ns=own_ns), exposed))

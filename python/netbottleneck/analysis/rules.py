@@ -467,7 +467,7 @@ def imbalance(facts: Facts) -> RuleResult:
         source=f.label,
         rests=unsure or f"{f.label}: waiting for the last rank{inside}, {late.steps} steps{late.without}",
         why=why,
-        next=EVEN_STEPS if late.rare is None else RARE_NEXT.get(late.rare.cause, f"{late.rare.look} {EVEN_STEPS}"),
+        next=EVEN_STEPS if late.rare is None else RARE_NEXT.get(late.rare.cause, f"{late.rare.look}{EVEN_STEPS}"),
         **needs,
     )
 

@@ -35,6 +35,8 @@ from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, stream
 
 # Waiting for a rank is named only if it is at least this part of the step.
 LATE_SHARE_MIN = 0.01
+# The mean of all steps is named if it is longer than the usual step by this part, and what is this part of either.
+LONGER, LONGER_PART = 0.2, 0.1
 # Waiting for negotiation below this part of exposed communication and waiting is not named beside it.
 NEGLIGIBLE_SHARE = 0.01
 
@@ -52,6 +54,7 @@ def sentences(findings: Findings) -> list[str]:
     else:
         exposed = f"{ms(parts.exposed_ns)} is exposed communication ({findings.label})."
         texts = [f"Of your {ms(parts.step_ns)} step, {exposed}"]
+    texts += _apart(findings, parts) + _single_steps(findings, parts)
     texts += _bandwidth(findings, base)
     predicted = findings.predicted_full_use_ns
     if predicted is not None and predicted < parts.step_ns:
@@ -65,6 +68,32 @@ def sentences(findings: Findings) -> list[str]:
         if waited_ns >= max(LATE_SHARE_MIN * parts.step_ns, findings.clock_error_ns):
             texts.append(f"{late.waited} ({findings.label}).")
     return texts
+
+
+def _apart(findings: Findings, parts: Parts) -> list[str]:
+    """Evaluation and checkpoints, of which no verdict is made, where they are a large part of the usual step."""
+    of_step = {"evaluation": parts.evaluation_ns, "checkpoints": parts.checkpoint_ns}
+    large = {name: ns for name, ns in of_step.items() if ns >= LONGER_PART * parts.step_ns}
+    return [f"{ms(ns)} of the step go to {name} ({findings.label})." for name, ns in large.items()]
+
+
+def _single_steps(findings: Findings, usual: Parts) -> list[str]:
+    """What single steps add to the usual one, as a checkpoint in every tenth step does."""
+    whole = findings.whole
+    if whole is None or whole.step_ns <= (1 + LONGER) * usual.step_ns:
+        return []
+    longer_ns = {
+        "checkpoints": whole.checkpoint_ns - usual.checkpoint_ns,
+        "evaluation": whole.evaluation_ns - usual.evaluation_ns,
+        "input": whole.input_ns - usual.input_ns,
+        "compute": whole.compute_ns - usual.compute_ns,
+        "exposed communication": whole.exposed_ns + whole.wait_ns - usual.exposed_ns - usual.wait_ns,
+    }
+    most = sorted(longer_ns, key=lambda name: -longer_ns[name])
+    most = [name for name in most if longer_ns[name] >= LONGER_PART * whole.step_ns]
+    more = ", ".join(f"{ms(longer_ns[name])} more {name}" for name in most)
+    mean = f"the mean of all steps is {ms(whole.step_ns)}" + (f", with {more}" if most else "")
+    return [f"Single steps are much longer: {mean} ({findings.label})."]
 
 
 def no_split(findings: Findings) -> str:

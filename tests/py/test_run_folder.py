@@ -12,7 +12,9 @@ from conftest import Ranks
 
 pytest.importorskip("torch")
 
+from netbottleneck import config
 from netbottleneck.report import Run
+from netbottleneck.runtime import run_folder
 
 TRAINING = """
 import os
@@ -173,3 +175,9 @@ def test_the_records_are_complete_where_a_signal_handler_ends_the_end_of_the_run
     assert result.stderr.count("of the measurement") == 1
     meta = json.loads((tmp_path / "run" / "ranks" / "0.meta.json").read_text(encoding="utf-8"))
     assert meta["finished"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/ranks: cannot create the folder \(.*\): set NETBOTTLENECK_DIR to one"):
+        run_folder.open_ring(tmp_path / "file", 0, "train", config.settings(environ={}))

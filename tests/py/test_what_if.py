@@ -473,6 +473,18 @@ def test_the_link_of_a_run_is_the_one_that_its_report_believes(
     assert full_use(run, capsys, "--this-link-gbps", "25") == ("25.0 Gbit/s", False)
 
 
+@pytest.mark.parametrize(("gbps", "too_slow"), [("0.01", True), ("25", False)])
+def test_a_link_that_is_slower_than_what_moved_is_a_remark(
+    gbps: str, too_slow: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path, transfer_ms={"stock": (35, 123)}, **RATED)
+    assert main(["what-if", str(run.write()), "--workers", "4", "--this-link-gbps", gbps]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert (
+        re.search(f"! --this-link-gbps {gbps}: the run moved .* Gbit/s over the mean step", output) is not None
+    ) == (too_slow)
+
+
 @pytest.mark.parametrize(("transfer_ms", "link"), [((9, 31), "10.0 Gbit/s"), ((3, 3), None)])
 def test_the_link_of_a_transport_is_that_of_its_own_interface(
     transfer_ms: tuple[int, int], link: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

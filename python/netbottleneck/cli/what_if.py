@@ -21,6 +21,8 @@ from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import check_file, write_text
 from netbottleneck.trace.layer_log import LONGEST_NS, MOST_BYTES, LayerLog, VecTable
 from netbottleneck.trace.model import Collective, Parameter, Step, Trace
+from netbottleneck.trace.transports import Arm
+from netbottleneck.units import gbit
 from netbottleneck.whatif import compat2020, questions, sweeps
 from netbottleneck.whatif.cost import ALGORITHMS, Cost, Link, Table
 from netbottleneck.whatif.fit import copy_cost_from_table
@@ -458,6 +460,15 @@ def _least_values(args: argparse.Namespace, job: Job, nominal: float | None) -> 
             yield replace(sweeps.least_compression(with_link, args.target_scaling, codec(args)), link_bps=gbps * 1e9)
 
 
+def _too_slow(args: argparse.Namespace, source: Source, transport: Arm) -> list[str]:
+    """Return a line if the given speed of the link is less than the run moved over it."""
+    moved = source.findings.achieved.get(transport) if source.findings is not None else None
+    given = args.this_link_gbps
+    if moved is None or given is None or given * 1e9 >= moved.average_bps:
+        return []
+    return [f"--this-link-gbps {given:g}: the run moved {gbit(moved.average_bps)} over the mean step, more than that"]
+
+
 def answer_all(args: argparse.Namespace, source: Source) -> Answers:
     """Return all requested answers. Raises OSError, and ValueError for an impossible question."""
     recorded = make_job(args, source)
@@ -469,6 +480,7 @@ def answer_all(args: argparse.Namespace, source: Source) -> Answers:
         tables.append(_this_job(recorded, job, choices, nominal))
         if nominal is None:
             missing.append("the speed of this link is not known: pass --this-link-gbps X to predict its full use")
+        missing += _too_slow(args, source, job.fit.transport)
     if args.target_scaling is not None and args.codec_gbytes is None:
         missing.append("encoding and decoding are assumed to take no time: pass --codec-gbytes X to include them")
     jobs = [job]

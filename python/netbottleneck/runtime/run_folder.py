@@ -97,7 +97,7 @@ def own_folder(wanted: Path, rank: int, why: object) -> Path:
     """
     names = itertools.chain([wanted], (wanted / str(number) for number in itertools.count(2)))
     folder = next(path for path in names if not _holds_records(path, rank))
-    (folder / RANKS).mkdir(parents=True, exist_ok=True)
+    _make(folder / RANKS)
     logger.info(
         "rank %d writes to %s, from which its records are copied, not to rank 0's folder: %s", rank, folder, why
     )
@@ -117,11 +117,20 @@ def _holds_records(folder: Path, rank: int) -> bool:
     return os.path.exists(folder / "run.json") or (os.path.isdir(ranks) and any(ranks.glob(f"{rank}.*")))
 
 
+def _make(folder: Path) -> None:
+    """Create a folder, with those above it, unless it exists. Raises OSError that names the remedy."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{folder}: cannot create the folder ({error.strerror}): set NETBOTTLENECK_DIR to one that can be written"
+        raise OSError(error.errno, why) from error
+
+
 def _take(folder: Path) -> bool:
     """Reserve a folder for this run, unless it holds a run. Of concurrent attempts, only the first succeeds."""
     if (folder / "run.json").exists():
         return False
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     try:
         (folder / RANKS).mkdir()
     except FileExistsError:
@@ -162,7 +171,7 @@ def ring_path(folder: Path, rank: int, name: str) -> Path:
 def open_ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Recorder":
     """Return a recorder that writes to ring_path(). OSError if the folder cannot be written."""
     path = ring_path(folder, rank, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     ring: _core.Recorder = connect.core().Recorder(
         str(path), settings.trace_events, rank, timeline=settings.timeline is not None
     )

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import platform
+import shutil
 import sys
 import threading
 import time
@@ -566,7 +567,7 @@ def open_together(settings: Settings, **options: Any) -> Session:
         if session is not None:
             session.fail(error)
         if _of_exchange(error) and "mismatched sizes" in str(error):
-            raise HorovodInternalError(f"another rank could not open the run: see that rank's log ({error})") from error
+            raise HorovodInternalError("another rank could not open the run: see that rank's log") from error
         raise
 
 
@@ -607,7 +608,11 @@ def observe(
     wanted = run_folder.wanted(settings, directory)
     name = f".{wanted.name}-{platform.node()}-{place.rank}-{os.getpid()}-{next(_scratches)}"
     scratch = run_folder.hidden_in(wanted) / name
-    recorder = run_folder.open_ring(scratch, place.rank, "train", settings)
+    try:
+        recorder = run_folder.open_ring(scratch, place.rank, "train", settings)
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     opened = Session(
         settings,
         place,

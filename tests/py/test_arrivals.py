@@ -12,6 +12,7 @@ from netbottleneck.analysis import arrivals, bandwidth, findings, rule_facts, ve
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock, Collective, NcclKernel, NcclOperation, NcclStep
+from netbottleneck.trace.transports import STOCK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
@@ -422,6 +423,17 @@ def test_a_call_that_is_waited_for_later_hides_behind_the_input():
     assert felt.input_ns == plain.input_ns - 40 * MS
     for split in (plain, hidden, felt):
         assert sum(split.phases().values()) == split.step_ns
+
+
+def test_a_gradient_whose_end_is_stamped_after_a_pause_is_done_with_its_step():
+    plain = trace_of(Job())
+    late = next(c for c in plain.collectives if (c.rank, c.step, c.bucket) == (0, 5, 3))
+    others = (c for c in plain.collectives if c is not late)
+    paused = replace(plain, collectives=(*others, replace(late, done_ns=(late.done_ns or 0) + 12_000 * MS)))
+    for step, split, _ in split_steps(paused):
+        assert split.transfer_ns <= step.duration_ns
+    rates = [findings.find(trace).achieved[STOCK] for trace in (plain, paused)]
+    assert rates[1].active_bps == pytest.approx(rates[0].active_bps, rel=0.05)
 
 
 def test_the_rate_over_the_step_is_of_all_bytes_whatever_moved_them():

@@ -327,6 +327,18 @@ def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
     return [c for c in operations if c.known_bytes > 0 and (stock or not c.by_script)]
 
 
+def _transfer(
+    step: Step, operation: Collective, last: Mapping[tuple[Arm, int, int, int], tuple[int, int]]
+) -> tuple[int, int]:
+    """From the last rank's submission, or the start if later, to done.
+
+    A gradient is there before the step ends, though a callback may stamp its end after a pause of the process.
+    """
+    begin_ns, done_ns = _span(operation)
+    done_ns = done_ns if operation.by_script else min(done_ns, step.end_ns)
+    return max(begin_ns, last.get(operation.match, (0, 0))[0]), done_ns
+
+
 def _bus_bytes(operation: Collective, size: int, hosts: int | None) -> float:
     return operation.known_bytes * bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
 
@@ -373,7 +385,7 @@ def _split(
         checkpoint_ns=total(saving),
         skew_ns=skew_ns,
         late_ns=late,
-        transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in moved)),
+        transfer_ns=total(intervals(_transfer(step, c, last) for c in moved)),
         tensor_bytes=sum(c.known_bytes for c in moved),
         bus_bytes=0.0 if unsized else sum(map(bus_bytes, moved)),
         step_bus_bytes=0.0 if unsized else sum(map(bus_bytes, own)),

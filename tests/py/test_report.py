@@ -125,6 +125,16 @@ def test_what_single_steps_add_is_in_the_opening_sentences(first):
     assert not any("Single" in one for one in text.sentences(findings.find(trace_of(Job(blocks=6)))))
 
 
+def test_stock_with_too_few_steps_is_not_the_base_where_another_transport_has_enough():
+    """An automatic run may leave stock after a block."""
+    trace = trace_of(Job(arms=("stock", "tcp"), blocks=3))
+    left = [step for step in trace.steps if step.arm != STOCK or step.index < 3]
+    assert findings.find(trace).base == STOCK
+    assert findings.find(replace(trace, steps=tuple(left))).base == "tcp"
+    few = [step for step in left if step.arm == STOCK]
+    assert findings.find(replace(trace, steps=tuple(few))).base == STOCK
+
+
 def test_a_large_part_of_each_step_is_in_the_opening_sentences():
     found = findings.find(trace_of(Job(saves_ms=dict.fromkeys(range(2), 50.0))))
     assert "50.0 ms of the step go to checkpoints (measured)." in text.sentences(found)

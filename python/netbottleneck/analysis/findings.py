@@ -62,6 +62,7 @@ from netbottleneck.analysis.thresholds import (
     HANDICAP_MAX,
     LINK_EXCEEDED,
     LINK_EXCEEDED_AT_TIMES,
+    STEPS_MIN,
     TIMEOUT_NS,
 )
 from netbottleneck.trace.model import NOT_RECORDED, Rank, Step, Trace
@@ -392,9 +393,14 @@ def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | 
     return parts.step_ns - max(parts.exposed_ns - parts.skew_ns, 0.0) * (1 - factor)
 
 
-def _base(trace: Trace, available: Mapping[Arm, object]) -> Arm | None:
-    order = [STOCK, *(arm for arm in trace.arms if arm.real), *trace.arms]
-    return next((arm for arm in order if arm in available), None)
+def _base(trace: Trace, available: Mapping[Arm, object], times: Mapping[Arm, StepTime | None]) -> Arm | None:
+    """Return stock, else the first real arm; one with too few steps only if no other has enough.
+
+    An automatic run may leave stock after a block.
+    """
+    order = [arm for arm in (STOCK, *(arm for arm in trace.arms if arm.real), *trace.arms) if arm in available]
+    enough = (arm for arm in order if arm.real and (found := times.get(arm)) and found.steps >= STEPS_MIN)
+    return next(enough, next(iter(order), None))
 
 
 def _scaling(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
@@ -467,10 +473,10 @@ def _by_arm(trace: Trace, warmup: int) -> tuple[dict[Arm, list[Row]], dict[Arm, 
     """Return (the counted steps of each arm, the parts of all its steps)."""
     rows: dict[Arm, list[Row]] = defaultdict(list)
     every: dict[Arm, list[Split]] = defaultdict(list)
-    chosen = {(step.rank, step.index) for step in counted(trace, warmup)}
+    chosen = {(step.rank, step.begin_ns) for step in counted(trace, warmup)}  # steps of one rank alone share numbers
     for row in split_steps(trace, 0):
         every[row[0].arm].append(row[1])
-        if (row[0].rank, row[0].index) in chosen:
+        if (row[0].rank, row[0].begin_ns) in chosen:
             rows[row[0].arm].append(row)
     return rows, every
 
@@ -491,7 +497,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     achieved = {arm: achieved_bandwidth(arm, own) if matched else None for arm, own in splits.items()}
     factors = {arm: _scaling(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
-    base = _base(trace, parts)
+    base = _base(trace, parts, times)
     link_bps, doubt = link_rate(trace, base, None if base is None else achieved[base])
     common = Findings(
         trace=replace(trace, notes=(*trace.notes, doubt)) if doubt else trace,

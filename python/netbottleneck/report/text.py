@@ -71,8 +71,13 @@ def sentences(findings: Findings) -> list[str]:
 
 
 def _apart(findings: Findings, parts: Parts) -> list[str]:
-    """Evaluation and checkpoints, of which no verdict is made, where they are a large part of the usual step."""
-    of_step = {"evaluation": parts.evaluation_ns, "checkpoints": parts.checkpoint_ns}
+    """The parts of the usual step of which no verdict is made, where they are large."""
+    known_ns = parts.input_ns + parts.evaluation_ns + parts.checkpoint_ns
+    of_step = {
+        "evaluation": parts.evaluation_ns,
+        "checkpoints": parts.checkpoint_ns,
+        "what is not recorded": parts.other_ns - known_ns,
+    }
     large = {name: ns for name, ns in of_step.items() if ns >= LONGER_PART * parts.step_ns}
     return [f"{ms(ns)} of the step go to {name} ({findings.label})." for name, ns in large.items()]
 

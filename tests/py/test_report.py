@@ -125,6 +125,16 @@ def test_what_single_steps_add_is_in_the_opening_sentences(first):
     assert not any("Single" in one for one in text.sentences(findings.find(trace_of(Job(blocks=6)))))
 
 
+def test_what_falls_into_steps_of_the_untouched_script_is_in_the_opening_sentences():
+    job = Job(arms=("stock", "bare"), saves_ms={0: 2000.0, 1: 2000.0}, every=30, blocks=4, block_steps=10)
+    plain, trace = trace_of(replace(job, saves_ms={})), trace_of(job)
+    assert {step.arm for step in trace.steps if step.duration_ns > 1000 * MS} == {"bare"}
+    (line,) = [one for one in text.sentences(findings.find(trace)) if "Single" in one]
+    assert line.startswith("Single steps are much longer: the mean of all steps is 143 ms (measured). Most of that")
+    assert line.endswith("steps of the untouched script (bare), whose parts are not known.")
+    assert not any("Single" in one for one in text.sentences(findings.find(plain)))
+
+
 def test_stock_with_too_few_steps_is_not_the_base_where_another_transport_has_enough():
     """An automatic run may leave stock after a block."""
     trace = trace_of(Job(arms=("stock", "tcp"), blocks=3))

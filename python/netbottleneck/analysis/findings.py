@@ -133,14 +133,14 @@ class Findings:
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
     headroom: base against no communication. slowed: forward and backward without communication against those of base.
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
-    achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks
-    keep busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own
-    calls of torch.distributed. gradient_operations: all others of base a step. starved: ns of compute a step in
-    which a rank's process had no core. delays: of single steps of base, while data move after the last rank arrived;
-    None if the usual steps cannot be told. input_delays: the same before the forward; None if they are too few.
-    whole: the parts of the mean of all recorded steps, not of the middle half; without the first ones of blocks where
-    transports alternate. nccl: split of the operations that NCCL reported within steps. joins: the operations of a
-    flight recorder's dumps.
+    achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
+    busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
+    torch.distributed. gradient_operations: all others of base a step. starved: ns of compute a step in which a rank's
+    process had no core. delays: of single steps of base, while data move after the last rank arrived; None if the usual
+    steps cannot be told. input_delays: the same before the forward; None if they are too few. whole: the parts of the
+    mean of all recorded steps, not of the middle half; without the first ones of blocks where transports alternate.
+    mean_ns: of the same steps, with those of the untouched script where it takes turns. nccl: split of the operations
+    that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
     """
 
     trace: Trace
@@ -174,6 +174,7 @@ class Findings:
     input_delays: Delays | None = None
     layers: tuple[Layer, ...] = ()
     whole: Parts | None = None
+    mean_ns: float = 0.0
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
     joins: tuple[Join, ...] = ()
@@ -486,6 +487,13 @@ def _whole(arms: Iterable[Arm], base: Arm, rows: Sequence[Row], every: Sequence[
     return _parts([row[1] for row in rows] if sum(arm.real for arm in arms) > 1 else every)
 
 
+def _mean_ns(trace: Trace, arms: Iterable[Arm], whole: Parts) -> float:
+    """The mean step of `whole`, with the steps of the untouched script if no other transport takes turns."""
+    observed = sum(arm.real for arm in arms) == 1
+    bare = [step.duration_ns for step in trace.steps if step.arm == BARE and observed]
+    return (whole.step_ns * whole.steps + sum(bare)) / (whole.steps + len(bare))
+
+
 def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     """Compute the findings of a trace."""
     trace = aligned(trace)
@@ -517,7 +525,8 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     if base is None:
         return common
     whole = _whole(common.times, base, rows[base], every[base])
-    return replace(_about(common, base, rows[base], warmup), whole=whole)
+    about = _about(common, base, rows[base], warmup)
+    return replace(about, whole=whole, mean_ns=_mean_ns(trace, common.times, whole))
 
 
 def wins(pair: Paired) -> bool:

@@ -37,6 +37,8 @@ from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, stream
 LATE_SHARE_MIN = 0.01
 # The mean of all steps is named if it is longer than the usual step by this part, and what is this part of either.
 LONGER, LONGER_PART = 0.2, 0.1
+# Of fewer steps, the first one may be longer for a reason of its own.
+LONGER_STEPS_MIN = 20
 # Waiting for negotiation below this part of exposed communication and waiting is not named beside it.
 NEGLIGIBLE_SHARE = 0.01
 
@@ -70,13 +72,16 @@ def sentences(findings: Findings) -> list[str]:
     return texts
 
 
+def _unrecorded_ns(parts: Parts) -> float:
+    return parts.other_ns - parts.input_ns - parts.evaluation_ns - parts.checkpoint_ns
+
+
 def _apart(findings: Findings, parts: Parts) -> list[str]:
     """The parts of the usual step of which no verdict is made, where they are large."""
-    known_ns = parts.input_ns + parts.evaluation_ns + parts.checkpoint_ns
     of_step = {
         "evaluation": parts.evaluation_ns,
         "checkpoints": parts.checkpoint_ns,
-        "what is not recorded": parts.other_ns - known_ns,
+        "what is not recorded": _unrecorded_ns(parts),
     }
     large = {name: ns for name, ns in of_step.items() if ns >= LONGER_PART * parts.step_ns}
     return [f"{ms(ns)} of the step go to {name} ({findings.label})." for name, ns in large.items()]
@@ -84,8 +89,9 @@ def _apart(findings: Findings, parts: Parts) -> list[str]:
 
 def _single_steps(findings: Findings, usual: Parts) -> list[str]:
     """What single steps add to the usual one, as a checkpoint in every tenth step does."""
-    whole = findings.whole
-    if whole is None or whole.step_ns <= (1 + LONGER) * usual.step_ns:
+    whole, mean_ns = findings.whole, findings.mean_ns
+    few = whole is None or whole.steps < LONGER_STEPS_MIN * findings.trace.size
+    if whole is None or few or mean_ns <= (1 + LONGER) * usual.step_ns:
         return []
     longer_ns = {
         "checkpoints": whole.checkpoint_ns - usual.checkpoint_ns,
@@ -93,12 +99,15 @@ def _single_steps(findings: Findings, usual: Parts) -> list[str]:
         "input": whole.input_ns - usual.input_ns,
         "compute": whole.compute_ns - usual.compute_ns,
         "exposed communication": whole.exposed_ns + whole.wait_ns - usual.exposed_ns - usual.wait_ns,
+        "what is not recorded": _unrecorded_ns(whole) - _unrecorded_ns(usual),
     }
     most = sorted(longer_ns, key=lambda name: -longer_ns[name])
     most = [name for name in most if longer_ns[name] >= LONGER_PART * whole.step_ns]
     more = ", ".join(f"{ms(longer_ns[name])} more {name}" for name in most)
-    mean = f"the mean of all steps is {ms(whole.step_ns)}" + (f", with {more}" if most else "")
-    return [f"Single steps are much longer: {mean} ({findings.label})."]
+    mean = f"the mean of all steps is {ms(mean_ns)}" + (f", with {more}" if most else "")
+    longer = mean_ns - whole.step_ns >= LONGER_PART * mean_ns
+    bare = f". Most of that is in steps of the untouched script ({BARE}), whose parts are not known" if longer else ""
+    return [f"Single steps are much longer: {mean} ({findings.label}){bare}."]
 
 
 def no_split(findings: Findings) -> str:

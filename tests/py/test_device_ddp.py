@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,27 @@ def test_weights_are_those_of_the_cpu_and_times_those_of_the_device(
     inside = [one for one in run.trace.collectives if one.step is not None]
     assert {one.by_script for one in inside} == {False, True}
     assert all(one.finished for one in inside)
-    assert {one.tensor_bytes for one in inside if one.by_script} == {4000}
+    assert {one.tensor_bytes for one in inside if one.by_script} == {4000, 8000}
+
+
+def test_the_training_waits_while_its_stream_carries_a_call(
+    warm_ranks: Ranks, device: dict[str, str], tmp_path: Path
+) -> None:
+    """NCCL runs a call that is not asynchronous on the current stream: the wait for its work then finds it done."""
+    folder = tmp_path / "run"
+    trained(warm_ranks, "fakecuda", measured(folder, device, "stock"))
+    trace = Run(folder).trace
+    calls = {(c.rank, c.step): c for c in trace.collectives if c.kind == "broadcast" and c.tensor_bytes == 8000}
+    shares = []
+    for step in trace.steps:
+        call = calls.get((step.rank, step.index))
+        if call is not None:
+            begin_ns, end_ns = call.start_ns or 0, call.done_ns or 0
+            (wait,) = [(begin, end) for key, begin, end in step.waits if key == call.key]
+            assert wait[1] >= end_ns
+            shares.append((end_ns - wait[0]) / (end_ns - begin_ns))
+    assert len(shares) >= 10
+    assert statistics.median(shares) > 0.5
 
 
 def test_the_times_of_the_host_are_recorded_too(

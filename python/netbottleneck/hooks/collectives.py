@@ -1,13 +1,12 @@
 """Calls of the script, recorded while a model is measured: collectives beside the gradients, and torch.save.
 
 Those of our own API are observed where it submits to the job and waits for it (job.Watcher). The others, of
-torch.distributed, have no such place in our code.
-Collectives are observed at the methods of ProcessGroup and of Work, which the functions of torch.distributed call. The
-functions themselves stay as they are: torch compares them by identity (torch.compile, _coalescing_manager), and scripts
-import them by name. A dispatch mode or a profiler would run code for every operator, and a second profiler ends the
-user's. Functional collectives, those of DTensor too, are operators in C++: they are observed where Python calls these.
-One that C++ calls itself, such as the backward pass of an operator of _c10d_functional_autograd, is not seen here:
-interface bytes show it.
+torch.distributed, have no such place in our code: they are observed at the methods of ProcessGroup, Work and Future,
+which its functions call. The functions themselves stay as they are: torch compares them by identity (torch.compile,
+_coalescing_manager), and scripts import them by name. A dispatch mode or a profiler would run code for every operator,
+and a second profiler ends the user's. Functional collectives, those of DTensor too, are operators in C++: they are
+observed where Python calls these. One that C++ calls itself, such as the backward pass of an operator of
+_c10d_functional_autograd, is not seen here: interface bytes show it.
 """
 
 import atexit
@@ -108,13 +107,15 @@ _BUFFERS = "_broadcast_coalesced"
 class _Sent(NamedTuple):
     """A recorded call. host: its tensors are in host memory; else its stamps are a GPU's times.
 
-    seen: a callback stamps its end; else the wait for it does.
+    seen: a callback stamps its end; else the wait for it does. waiting: the training's stream waits since the call, as
+    torch runs one that is not asynchronous on that stream itself.
     """
 
     key: int
     turn: int
     host: bool = True
     seen: bool = False
+    waiting: bool = False
 
 
 class Collectives:
@@ -223,7 +224,7 @@ class Collectives:
         if sent is not None and not sent.seen:
             self.put(_DONE, sent.key, sent.turn, host=sent.host)
             if work is not None:
-                self._guarded(self._works.__setitem__, work, sent._replace(seen=True))
+                self._guarded(self._works.__setitem__, work, sent._replace(seen=True, waiting=False))
 
     def submitted(self, work: Any, name: str, about: tuple[int, Any, int, int]) -> None:
         """Stamp the submission of an operation of our own API."""
@@ -285,8 +286,8 @@ class Collectives:
         if self._recorder is None or not (host or self._follows(tensors)):
             return None
         size = group.size()
-        nbytes = sum(map(_bytes, tensors)) * (size if call.each else 1)
-        dtype = _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
+        nbytes, dtype = _payload(tensors)
+        nbytes *= size if call.each else 1
         name = f"{_name(group)}/{call.kind}"
         if call.kind in ("send", "recv"):
             name += f"/{group.rank()}"  # no operation of all ranks
@@ -295,10 +296,14 @@ class Collectives:
         self._rounds[key] += 1
         about = _CODES[call.kind] | dtype << 8 | PHASES.index(self._phase()) << 16
         self._recorder.put(_SUBMIT, key, turn, nbytes, 0, size << 32, about, host=host)
-        if not host and not call.blocks:
-            # It may run on this stream, which is then behind it when the call returns.
-            self._recorder.put(_START, key, turn)
-        return _Sent(key, turn, host)
+        if host or call.blocks:
+            return _Sent(key, turn, host)
+        # It may run on this stream, which is then behind it when the call returns.
+        self._recorder.put(_START, key, turn)
+        waiting = _inline(values) and self.stalls()
+        if waiting:
+            self._recorder.put(_WAIT_BEGIN, key)
+        return _Sent(key, turn, host, waiting=waiting)
 
     def _follows(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return True if all tensors are on the GPU that holds the model."""
@@ -360,7 +365,7 @@ class _Blocked:
         self._trains = observer.stalls()
         if starts and sent is not None:
             observer.put(_START, sent.key, sent.turn, host=sent.host)
-        if self._trains:
+        if self._trains and not (sent is not None and sent.waiting):
             observer.put(_WAIT_BEGIN, self._key)
 
     def over(self, work: Any = None) -> None:
@@ -384,6 +389,16 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
+
+
+def _payload(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return the bytes of tensors and the code of their dtype."""
+    return sum(map(_bytes, tensors)), _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
+
+
+def _inline(values: tuple[Any, ...]) -> bool:
+    """Return whether the options among a call's arguments say that it is not asynchronous."""
+    return any(getattr(value, "asyncOp", True) is False for value in values)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -606,7 +621,7 @@ def _patch() -> None:
         for cls in _classes(_ProcessGroup, name):
             if (cls, name) not in _PATCHES:
                 _put(cls, name, _method(call, getattr(cls, name)))
-    for cls in _classes(_Work, "wait"):
+    for cls in (*_classes(_Work, "wait"), _c.Future):  # the classes of futures in Python call that one
         if (cls, "wait") not in _PATCHES:
             _put(cls, "wait", _wait(cls.wait))
     streams = None if _observer() is None else _OBSERVERS[-1].streams

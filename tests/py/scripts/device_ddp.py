@@ -2,8 +2,9 @@
 
 Arguments: where (cpu, fakecuda), steps, and optionally ranks: on these, buckets are sent from a stream that is captured
 into a graph, as in a backward pass inside torch.cuda.graph. With "count" instead, the number of recorded events is
-printed for each bucket. The script's own process group copies tensors to the host
-and sums them by gloo, on a stream of its own, and its futures are complete at once, as NCCL's are.
+printed for each bucket. The script's own process group copies tensors to the host and sums them by gloo, and its
+futures are complete at once, as NCCL's are. As there, it uses a stream of its own, except for a call that is not
+asynchronous: the current one.
 """
 
 import atexit
@@ -41,9 +42,13 @@ class Staged(dist.ProcessGroup):  # type: ignore[misc]
             return call(tensors, *options)
         if not self._streams:
             self._streams.append(DEVICE.new_stream())
+        current = any(getattr(option, "asyncOp", True) is False for option in options)
         usual = DEVICE.use_stream(self._streams[0])
+        if current:
+            DEVICE.use_stream(usual)
         try:
-            DEVICE.wait_stream(self._streams[0], usual)
+            if not current:
+                DEVICE.wait_stream(self._streams[0], usual)
             copies = [tensor.cpu() for tensor in tensors]
             call(copies, *options).wait()
             for tensor, copy in zip(tensors, copies, strict=True):
@@ -136,6 +141,7 @@ def main() -> None:
         optimizer.step()
         work = dist.all_reduce(torch.ones(1000, device=where), async_op=True)
         work.wait()
+        dist.broadcast(torch.ones(2000, device=where), 0)
     print(digest(model), flush=True)
     print(f"drained {len(DRAINED)}", flush=True)
     dist.destroy_process_group()

@@ -386,8 +386,12 @@ def test_a_rank_that_is_late_each_time_too_few_times_may_be_so_by_chance():
     assert found.look.startswith("Look at what rank 1 does")
 
 
-def with_calls(trace, length_ms, awaited):
-    """The trace, and in each step a call of the script from its begin on, for which it waits at its end if awaited."""
+def with_calls(trace, length_ms, wait_ms=None, phase="other"):
+    """The trace, and in each step a call of the script from its begin on, for which the training waits from wait_ms on.
+
+    wait_ms: of the step; None: never.
+    """
+    length = round(length_ms * MS)
     calls = [
         Collective(
             rank=step.rank,
@@ -396,33 +400,50 @@ def with_calls(trace, length_ms, awaited):
             round=step.index,
             submit_ns=step.begin_ns,
             start_ns=step.begin_ns,
-            done_ns=step.begin_ns + round(length_ms * MS),
+            done_ns=step.begin_ns + length,
             tensor_bytes=MIB,
-            name="other/allreduce",
-            phase="other",
+            name=f"{phase}/allreduce",
+            phase=phase,
             step=step.index,
         )
         for step in trace.steps
     ]
+    if wait_ms is None:
+        return replace(trace, collectives=(*trace.collectives, *calls))
+    since = round(wait_ms * MS)
     steps = [
-        replace(step, waits=(*step.waits, (99, step.end_ns - 1, step.end_ns))) if awaited else step
+        replace(step, waits=(*step.waits, (99, step.begin_ns + since, step.begin_ns + max(length, since + 1))))
         for step in trace.steps
     ]
     return replace(trace, steps=tuple(steps), collectives=(*trace.collectives, *calls))
 
 
-def test_a_call_that_is_waited_for_later_hides_behind_the_input():
+def split_of_step_5(trace):
+    (found,) = (split for step, split, _ in split_steps(trace) if (step.rank, step.index) == (0, 5))
+    assert sum(found.phases().values()) == found.step_ns
+    return found
+
+
+@pytest.mark.parametrize(("wait_ms", "felt_ms"), [(None, 0), (0, 40), (10, 30), (45, 0)])
+def test_a_call_of_the_script_is_exposed_while_the_training_waits_for_it(wait_ms, felt_ms):
     trace = trace_of(Job(input_ms=50.0))
-    (plain,), (hidden,), (felt,) = (
-        [split for step, split, _ in split_steps(run) if (step.rank, step.index) == (0, 5)]
-        for run in (trace, with_calls(trace, 40, awaited=True), with_calls(trace, 40, awaited=False))
-    )
-    assert hidden.input_ns == plain.input_ns == pytest.approx(50 * MS, rel=0.01)
-    assert hidden.exposed_ns == pytest.approx(plain.exposed_ns, abs=2)
-    assert felt.exposed_ns == plain.exposed_ns + 40 * MS
-    assert felt.input_ns == plain.input_ns - 40 * MS
-    for split in (plain, hidden, felt):
-        assert sum(split.phases().values()) == split.step_ns
+    plain, found = split_of_step_5(trace), split_of_step_5(with_calls(trace, 40, wait_ms))
+    assert plain.input_ns == pytest.approx(50 * MS, rel=0.01)
+    assert found.exposed_ns == plain.exposed_ns + felt_ms * MS
+    assert found.input_ns == pytest.approx(plain.input_ns - felt_ms * MS, abs=2)
+
+
+def test_a_call_in_a_backward_pass_that_nothing_waits_for_is_exposed():
+    """DDP itself waits for what a communication hook sends, and that wait is not recorded."""
+    trace = trace_of(Job(input_ms=50.0))
+    found = split_of_step_5(with_calls(trace, 40, phase="backward"))
+    assert found.exposed_ns == split_of_step_5(trace).exposed_ns + 40 * MS
+
+
+def test_all_time_of_a_call_counts_where_waits_are_not_recorded():
+    trace = trace_of(Job(input_ms=50.0))
+    found = split_of_step_5(replace(with_calls(trace, 40), recorder="torch.profiler"))
+    assert found.exposed_ns == split_of_step_5(trace).exposed_ns + 40 * MS
 
 
 def test_a_gradient_whose_end_is_stamped_after_a_pause_is_done_with_its_step():
@@ -439,7 +460,7 @@ def test_a_gradient_whose_end_is_stamped_after_a_pause_is_done_with_its_step():
 def test_the_rate_over_the_step_is_of_all_bytes_whatever_moved_them():
     plain = trace_of(Job(arms=("stock", "tcp"), blocks=4))
     for arm in ("stock", "tcp"):
-        before, after = (findings.find(run).achieved[arm] for run in (plain, with_calls(plain, 0.4, awaited=True)))
+        before, after = (findings.find(run).achieved[arm] for run in (plain, with_calls(plain, 0.4, 0)))
         assert after.average_bps == pytest.approx(before.average_bps * (11 + 1) / 11)
         assert (after.active_bps == before.active_bps) is (arm == "tcp")
 

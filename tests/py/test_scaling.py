@@ -95,7 +95,7 @@ def test_a_call_of_the_script_in_the_forward_is_communication_and_not_compute():
     step = one_step(
         forward=((10, 40),),
         grad_ready=((0, 60),),
-        waits=((9, 20, 30), (0, 60, 70)),
+        waits=((18, 20, 30), (0, 60, 70)),
         optimizer=((0, 5), (70, 90)),
     )
     found, exposed = split_of(step, operation(18, 29, phase="forward", tensor_bytes=800), operation(60, 69))
@@ -117,7 +117,7 @@ def test_evaluation_lasts_from_its_first_pass_to_its_last_and_input_leaves_it_ou
         evaluation=((10, 12), (15, 20), (70, 75)),
         forward=((40, 50),),
         grad_ready=((0, 60),),
-        waits=((7, 16, 18),),
+        waits=((16, 16, 18),),
         checkpoints=((24, 30),),
         optimizer=((60, 62),),
     )
@@ -137,7 +137,7 @@ def test_input_is_the_time_before_each_forward_of_a_step_in_which_nothing_else_i
     step = one_step(
         forward=((10, 15), (30, 35), (60, 65)),
         grad_ready=((0, 20), (0, 40), (0, 70)),
-        waits=((0, 55, 57),),
+        waits=((28, 27, 29), (51, 51, 54), (0, 55, 57)),
         evaluation=((41, 43),),
         checkpoints=((44, 46),),
         optimizer=((47, 49), (75, 80)),

@@ -41,6 +41,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 now = connect.core().now_ns
 work_type = dist.distributed_c10d.Work
 spots = [(dist.ProcessGroup, "allreduce"), (dist.ProcessGroup, "barrier"), (work_type, "wait"),
+         (torch._C.Future, "wait"),
          (dist, "_broadcast_coalesced"), (torch.serialization, "_save")]
 own = [vars(owner)[name] for owner, name in spots]
 untouched = lambda: all(vars(owner)[name] is one for (owner, name), one in zip(spots, own))
@@ -297,6 +298,44 @@ def test_a_call_has_the_phase_in_which_it_was_made(warm_ranks: Ranks, tmp_path: 
     for step, split, _ in split_steps(trace):
         assert any(key for key, _, _ in step.waits)
         assert sum(split.phases().values()) == split.step_ns
+
+
+APART = """
+import threading
+import time
+
+
+def elsewhere():
+    time.sleep(0.03 * (rank == 0))
+    dist.all_gather_into_tensor(torch.zeros(2 * size), torch.ones(2), group=others)
+
+
+others = dist.new_group()
+"""
+HOW = """
+thread = threading.Thread(target=elsewhere)
+thread.start()
+time.sleep(0.02 + 0.02 * rank)
+later = torch.full((9,), rank + 1.0)
+later = dist.all_reduce(later, async_op=True).get_future().wait()[0]
+thread.join()
+notes["values"].append(later.tolist())
+"""
+
+
+def test_a_wait_at_a_future_is_exposed_and_a_call_of_another_thread_is_not(warm_ranks: Ranks, tmp_path: Path) -> None:
+    plain, _ = ran(warm_ranks, tmp_path, made=APART, before=HOW)
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", made=APART, before=HOW)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    last = {c.step: c.submit_ns for c in trace.collectives if c.rank == 1 and c.tensor_bytes == 36}
+    found = [(step, exposed) for step, _, exposed in split_steps(trace) if step.rank == 0]
+    assert found
+    for step, exposed in found:
+        names = {c.kind for c, _ in exposed if c.by_script}
+        assert "allgather" not in names
+        assert "allreduce" in names
+        assert any(begin < last[step.index] <= end for _, begin, end in step.waits)
 
 
 SHARDED = """

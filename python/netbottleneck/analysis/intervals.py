@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -84,8 +85,8 @@ class Split:
 
     compute: union of forward, backward and optimizers, minus the time in which the training thread was blocked.
     communication: union of the operations from start to done. hidden: its part within compute; exposed: its part
-    outside of compute, evaluation, checkpoints and input, during which a call of the script may be under way. wait:
-    time without any of these while an operation is submitted but not started. other: the rest of the step.
+    outside of compute, evaluation and checkpoints, of calls of the script as far as the training thread waits for them.
+    wait: time without any of these while an operation is submitted but not started. other: the rest of the step.
     evaluation_ns, checkpoint_ns: parts of other, minus blocked time; input_ns: what else of other is before a forward,
     and not blocked: see before_forwards. optimizer_ns: the part of compute in optimizers. skew_ns: the part of exposed
     and wait before the last rank submitted the same operation; late_ns: skew_ns by the last rank. transfer_ns: union
@@ -262,14 +263,15 @@ def _span(operation: Collective) -> tuple[int, int]:
     return operation.start_ns or 0, operation.done_ns or 0
 
 
+Spans = list[tuple[int, int]]
 Exposed = tuple[tuple[Collective, int], ...]
 
 
-def _share_exposed(operations: Sequence[Collective], exposed: Intervals) -> Exposed:
-    """Exposed ns of each operation. Where operations overlap, the time belongs to the one that started first."""
+def _share_exposed(operations: Iterable[tuple[Collective, Spans]], exposed: Intervals) -> Exposed:
+    """Exposed ns of each operation, of what it adds. Where several add, it is that of the one that started first."""
     shares = []
-    for operation in operations:
-        own = intersection(exposed, intervals([_span(operation)]))
+    for operation, spans in operations:
+        own = intersection(exposed, intervals(spans))
         if len(own):
             shares.append((operation, total(own)))
             exposed = subtraction(exposed, own)
@@ -303,22 +305,43 @@ def _work(step: Step, operations: Sequence[Collective], whole: Intervals) -> tup
     )
 
 
-def _awaited(steps: Iterable[Step]) -> dict[int, frozenset[int]]:
-    """By rank: the keys of the operations for which the training thread waits."""
+def _awaited(trace: Trace) -> dict[int, frozenset[int]] | None:
+    """By rank: the keys of the operations for which the training thread waits; None if its waits are not recorded."""
+    if trace.recorder:
+        return None
     keys: dict[int, set[int]] = defaultdict(set)
-    for step in steps:
+    for step in trace.steps:
         keys[step.rank].update(key for key, _, _ in step.waits)
     return {rank: frozenset(own) for rank, own in keys.items()}
 
 
-def _fetching(step: Step, operations: Sequence[Collective], awaited: frozenset[int]) -> Intervals:
-    """The time before forward passes in which the training thread does not wait, and no gradient is on its way.
+class _Felt:
+    """What an operation can add to a step: all its time, or of a call of the script, the waits for it.
 
-    A call of the script may be, if its key is one of `awaited`: the thread waits for it where it needs the result.
+    awaited: the keys of the rank in _awaited; None: all time of all operations. DDP itself waits, unseen, for what a
+    communication hook sends: a call in a backward pass with a key that is not in `awaited` adds all its time.
     """
-    others = ((c.submit_ns, c.done_ns or 0) for c in operations if not c.by_script or c.key not in awaited)
-    waits = ((begin, end) for _, begin, end in step.waits)
-    return subtraction(intervals(before_forwards(step, operations)), intervals((*others, *waits)))
+
+    def __init__(self, step: Step, awaited: frozenset[int] | None) -> None:
+        self._awaited = awaited
+        self._waits: dict[int, Spans] = defaultdict(list)
+        for key, begin, end in step.waits:
+            self._waits[key].append((begin, end))
+
+    def running(self, operations: Iterable[Collective]) -> list[tuple[Collective, Spans]]:
+        """What each operation can add from its start to its end."""
+        return [(one, self._of(one, *_span(one))) for one in operations]
+
+    def queued(self, operations: Iterable[Collective]) -> Intervals:
+        """What operations can add before they start."""
+        return intervals(span for one in operations for span in self._of(one, one.submit_ns, one.start_ns or 0))
+
+    def _of(self, operation: Collective, begin_ns: int, end_ns: int) -> Spans:
+        unseen = self._awaited is None or (operation.phase == "backward" and operation.key not in self._awaited)
+        if unseen or not operation.by_script:
+            return [(begin_ns, end_ns)]
+        waits = (*self._waits.get(operation.key, ()), *self._waits.get(0, ()))
+        return [(max(begin, begin_ns), min(end, end_ns)) for begin, end in waits if begin < end_ns and end > begin_ns]
 
 
 def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
@@ -349,17 +372,18 @@ def _split(
     last: Mapping[tuple[Arm, int, int, int], tuple[int, int]],
     size: int,
     hosts: int | None,
-    awaited: frozenset[int],
+    awaited: frozenset[int] | None,
 ) -> tuple[Split, Exposed]:
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
     compute, evaluation, saving = _work(step, near, whole)
     communication = intersection(intervals(map(_span, near)), whole)
     busy = union(compute, evaluation, saving)
-    elsewhere = union(busy, _fetching(step, near, awaited))
-    exposed = subtraction(communication, elsewhere)
-    queued = intersection(intervals((c.submit_ns, c.start_ns or 0) for c in near), whole)
-    wait = subtraction(subtraction(queued, elsewhere), communication)
+    felt = _Felt(step, awaited)
+    running = felt.running(near)
+    moving = intersection(intervals(chain.from_iterable(spans for _, spans in running)), whole)
+    exposed = subtraction(moving, busy)
+    wait = subtraction(subtraction(intersection(felt.queued(near), whole), busy), moving)
     skew_ns, late = _late(near, last, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
     moved, unsized = _moved(step, own), sum(c.tensor_bytes is None for c in own)
@@ -393,7 +417,7 @@ def _split(
         operations=len(own),
         unsized=unsized,
     )
-    return split, _share_exposed(near, exposed)
+    return split, _share_exposed(running, exposed)
 
 
 def counted(trace: Trace, warmup: int = WARMUP_STEPS) -> tuple[Step, ...]:
@@ -428,11 +452,11 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     nothing = _Operations([])
     last, hosts = last_entries(trace), host_count(trace)
     ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
-    awaited = _awaited(trace.steps)
+    awaited = _awaited(trace)
     found = []
     for step in filter(is_split, counted(trace, warmup)):
         near = operations.get(step.rank, nothing)
-        split, exposed = _split(step, near, last, trace.size, hosts, awaited[step.rank])
+        split, exposed = _split(step, near, last, trace.size, hosts, None if awaited is None else awaited[step.rank])
         before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
         own_ns = 0 if trace.recorder else max(0, step.begin_ns - before_ns)
         found.append((step, replace(split, own_ns=own_ns), exposed))

@@ -590,18 +590,23 @@ def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("steps", "stays", "reason"),
+    ("known", "reason"),
     [
-        (0, None, "a step ends where a torch optimizer updates weights"),
-        (8, None, "the run has 8 steps, and NETBOTTLENECK_START_STEP=10"),
-        (9, Arm("stock"), "all further steps use stock: ranks differ; leave out NETBOTTLENECK_TRANSPORT to observe"),
+        ({"step": 0}, "a step ends where a torch optimizer updates weights"),
+        ({"step": 8}, "the run has 8 steps, and NETBOTTLENECK_START_STEP=10"),
+        (
+            {"stays": Arm("stock")},
+            "all further steps use stock: ranks differ; leave out NETBOTTLENECK_TRANSPORT to obs",
+        ),
+        ({"step": 0, "followed": True}, "its model was measured in another run from then on, by netbottleneck.profile"),
     ],
 )
 def test_a_run_without_steps_names_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, stays: Arm | None, reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, known: dict[str, Any], reason: str
 ) -> None:
     folder, chosen = FakeRun(tmp_path, blocks=0).write(), config.settings(environ={})
-    session: Any = SimpleNamespace(folder=folder, step=steps, settings=chosen, stays=stays, why_stays="ranks differ")
+    every = {"step": 9, "stays": None, "why_stays": "ranks differ", "followed": False, **known}
+    session: Any = SimpleNamespace(folder=folder, settings=chosen, **every)
     measured_model._write(session, show=False)
     assert f": no step was recorded: {reason}" in caplog.text
 

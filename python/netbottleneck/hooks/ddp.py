@@ -230,6 +230,7 @@ def _attach(
     earlier = _measured.pop(ddp)
     if earlier is not None:
         earlier.close()
+        earlier.session.followed = True
         if earlier.session.joining is None:  # else it ends at process exit, as it may wait for other ranks
             finish(earlier.session, show=False)
     _end_of_same_parameters(ddp)

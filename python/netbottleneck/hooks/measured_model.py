@@ -691,6 +691,8 @@ def _write(session: Session, show: bool) -> None:
             why = f"the run has {session.step} steps, and NETBOTTLENECK_START_STEP={session.settings.start_step}"
         if session.stays is not None:
             why = f"{STAYS} {session.stays}: {session.why_stays}; {OBSERVE}"
+        if session.followed:
+            why = "its model was measured in another run from then on, by netbottleneck.profile or netbottleneck.attach"
         logger.warning("%s: no step was recorded: %s", session.folder, why)
         return
     run.write_all()

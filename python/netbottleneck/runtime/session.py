@@ -91,6 +91,7 @@ class Session:
     stock_variables: Mapping[str, str] = field(default_factory=nccl.stock_variables)
     stays: Arm | None = None  # the arm of all further steps
     why_stays: str = ""
+    followed: bool = False  # another run measures its model from now on
     started_wall_ns: int = field(default_factory=time.time_ns)
     joining: "Joining | None" = None  # for a run that began without the other ranks
     begun_ns: int = 0  # of the current step

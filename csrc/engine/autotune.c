@@ -1,6 +1,7 @@
 // Autotuning: measures how many streams the job should use, and the cost of a step and of a byte on its lanes.
 //
-// Streams (streams=auto): measures the throughput of 1, 2, 4, 8, 16 lanes once, at the job's first large transfer.
+// Streams (streams=auto): measures the throughput of 1, 2, 4, 8, 16 lanes once, at the job's first large transfer, or
+// after some of medium size.
 // lane_search.h has the rule. Costs: measured once, at the first all-reduce with a choice of algorithms, by a few
 // all-reduces in sequence: in a ring and, where possible, in two levels. Rank 0 orders these all-reduces, over memory
 // of their own, and sends the results to all ranks.
@@ -35,7 +36,11 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { PROBE_FROM_BYTES = 4 * 1024 * 1024 }; // the first transfer of this size starts the probe
+enum {
+    PROBE_FROM_BYTES = 4 * 1024 * 1024,  // the first transfer of this size starts the probe
+    COUNTED_BYTES = 256 * 1024,          // so do smaller ones from this size on, once
+    PROBE_AFTER_BYTES = 16 * 1024 * 1024 // they have so many bytes together
+};
 
 enum {
     PROBE_SLOTS = 2,                    // probes in flight, so that lanes never run dry between two
@@ -50,6 +55,7 @@ struct probe {
     bool busy;
     bool done;
     // rank 0:
+    uint64_t counted; // bytes of transfers of COUNTED_BYTES or more, so far
     struct nb_lane_search search;
     bool counting;     // in the measured window, not in the warm-up before it
     bool over;         // the measured window has ended; probes in flight still complete
@@ -429,10 +435,10 @@ void nb_autotune_streams(struct nb_job *job, const struct wire_streams *streams)
 }
 
 bool nb_autotune_begin(struct nb_job *job, const struct op_descriptor *desc) {
-    const struct autotune *tune = job->autotune;
-    bool streams = job->config.streams == NB_STREAMS_AUTO && !tune->probe.done && desc->bytes >= PROBE_FROM_BYTES &&
-                   !nb_shared_everywhere(job);
-    if (streams) {
+    struct probe *p = &job->autotune->probe;
+    p->counted += desc->bytes >= COUNTED_BYTES ? desc->bytes : 0;
+    bool due = desc->bytes >= PROBE_FROM_BYTES || p->counted >= PROBE_AFTER_BYTES;
+    if (due && job->config.streams == NB_STREAMS_AUTO && !p->done && !nb_shared_everywhere(job)) {
         probe_begin(job);
     } else if (costs_wanted(job, desc)) {
         costs_begin(job);

@@ -12,6 +12,7 @@ from time import monotonic
 
 import pytest
 
+from netbottleneck.analysis.intervals import counted
 from netbottleneck.runtime import run_folder
 from netbottleneck.trace import ring_file, ring_reader
 from netbottleneck.trace.events import Event
@@ -485,6 +486,20 @@ def test_the_probe_of_a_rank_that_left_no_description_is_in_its_ring(tmp_path):
     ring.close()
     info = next(i for i in ring_reader.load(folder).ranks[0].transports if i.name == "ofi")
     assert [(p.lanes, p.bytes, p.ns, p.bits_per_s) for p in info.probe] == [(4, 1000, 2000, 4e9)]
+
+
+def test_a_step_in_which_a_probe_ran_is_noted_and_does_not_count(tmp_path):
+    folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2).write()
+    plain = ring_reader.load(folder)
+    chosen = [step for step in plain.steps if (step.rank, step.arm.transport) == (0, "ofi")][3]
+    ring = RingWriter(folder / "ranks" / "0.ofi.ring")
+    for lanes in (1, 2):
+        ring.put(chosen.end_ns - 1, "PROBE", a=lanes, b=1000, c=2000)
+    ring.close()
+    trace = ring_reader.load(folder)
+    assert [(step.rank, step.index) for step in trace.steps if step.probed] == [(0, chosen.index)]
+    counts = [{(step.rank, step.index) for step in counted(each)} for each in (plain, trace)]
+    assert counts[0] - counts[1] == {(0, chosen.index)}
 
 
 def test_the_costs_of_a_rank_that_left_no_description_are_in_its_ring(tmp_path):

@@ -421,13 +421,13 @@ def _split(
 
 
 def counted(trace: Trace, warmup: int = WARMUP_STEPS) -> tuple[Step, ...]:
-    """The steps without the first `warmup` steps of each block of each rank."""
+    """The steps without the first `warmup` steps of each block of each rank, and without those with a probe."""
     seen: dict[tuple[int, int, Arm], int] = defaultdict(int)
     found = []
     for step in sorted(trace.steps, key=lambda s: (s.rank, s.begin_ns)):
         place = step.rank, step.block, step.arm
         seen[place] += 1
-        if seen[place] > warmup:
+        if seen[place] > warmup and not step.probed:
             found.append(step)
     return tuple(found)
 

@@ -189,7 +189,8 @@ class Step:
 
     forward, optimizer, evaluation (forward passes without gradients), checkpoints: intervals. modules: (module index,
     begin, end) of sampled steps. grad_ready: (parameter index, ns) in order of time. waits: (key of the operation or 0,
-    begin, end) while the training thread was blocked. cpu_ns: CPU time of all threads of the process."""
+    begin, end) while the training thread was blocked. cpu_ns: CPU time of all threads of the process. probed: its
+    operations waited for a probe of the streams."""
 
     rank: int
     index: int
@@ -207,6 +208,7 @@ class Step:
     evaluation: tuple[Interval, ...] = ()
     checkpoints: tuple[Interval, ...] = ()
     cpu_ns: int | None = None
+    probed: bool = False
 
     @property
     def transport(self) -> str:

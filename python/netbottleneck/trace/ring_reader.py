@@ -360,6 +360,12 @@ def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:
     return tuple(tr.Probe(e.a, e.b, e.c) for e in events if e.kind == "PROBE")
 
 
+def with_probes(steps: Sequence[tr.Step], index: StepIndex, events: Iterable[Event]) -> list[tr.Step]:
+    """Return the steps of a rank, those noted in which a probe of these events ended."""
+    ended = {step.index for event in events if event.kind == "PROBE" and (step := index.at(event.time_ns)) is not None}
+    return [replace(step, probed=True) if step.index in ended else step for step in steps]
+
+
 def costs(events: Iterable[Event]) -> tuple[float, ...]:
     """Return the last recorded costs: ns per step, per byte on the wire and per byte added; () if there are none.
 
@@ -549,6 +555,7 @@ def _rank_trace(
     for name, events in named.items():
         if name not in (TRAIN, NCCL):
             found += collectives(events, files.rank, name, on_host, buckets)
+            steps = with_probes(steps, on_host, events)
     if error_ns is not None:
         steps = with_bucket_times(steps, found, run.buckets)
     about = files.described

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from netbottleneck.analysis import nccl
-from netbottleneck.analysis.arrivals import Join, Lateness, aligned, clock_error_ns, joins, lateness
+from netbottleneck.analysis.arrivals import Lateness, aligned, clock_error_ns, lateness
 from netbottleneck.analysis.bandwidth import (
     Achievable,
     Achieved,
@@ -55,6 +55,7 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
+from netbottleneck.analysis.joins import Join, joins
 from netbottleneck.analysis.thresholds import (
     DELAYED,
     DELAYED_STEPS_MIN,

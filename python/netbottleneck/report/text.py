@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import usage
-from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS, Join, unfinished
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
 from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import Layer, device_error_ns, missing_ranks, uncounted
+from netbottleneck.analysis.joins import Join, unfinished
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
 from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN

@@ -415,10 +415,11 @@ static PyObject *operation_submitted(PyObject *object, PyObject *Py_UNUSED(none)
 static PyObject *operation_started(PyObject *object, PyObject *args) {
     const struct core_operation *self = (struct core_operation *)object;
     struct stamp done = {.kind = NB_EV_OP_DONE, .key = self->key, .value = {self->turn}};
-    if (!PyArg_ParseTuple(args, "|p:started", &done.host)) {
+    int blocked = 0;
+    if (!PyArg_ParseTuple(args, "|pp:started", &done.host, &blocked)) {
         return NULL;
     }
-    int64_t now_ns = nb_now_ns();
+    int64_t now_ns = blocked ? self->submitted_ns : nb_now_ns();
     uint64_t call_ns = (uint64_t)(now_ns - self->submitted_ns);
     stamp_at(self->recorder, &(struct stamp){.kind = NB_EV_OP_START, .key = self->key, .value = {self->turn, call_ns}},
              now_ns);
@@ -599,8 +600,9 @@ PyTypeObject *core_operation_type(PyObject *module) {
         {"submitted", operation_submitted, METH_NOARGS,
          "submitted($self)\n--\n\nStamp OP_SUBMIT with the next turn; return its time in ns."},
         {"started", operation_started, METH_VARARGS,
-         "started($self, host=False, /)\n--\n\n"
-         "Stamp OP_START; return an awaited stamper of OP_DONE. host: the end is stamped with the host's time."},
+         "started($self, host=False, blocked=False, /)\n--\n\n"
+         "Stamp OP_START; return an awaited stamper of OP_DONE. host: the end is stamped with the host's time. "
+         "blocked: it started when it was submitted."},
         {0},
     };
     static const PyType_Slot slots[] = {

@@ -257,8 +257,8 @@ class Operation:
     def submitted(self) -> int:
         """Record OP_SUBMIT of the next turn; return its time in ns."""
 
-    def started(self, host: bool = False, /) -> Callable[..., None]:
-        """Record OP_START of this turn; return an awaited stamper of its OP_DONE."""
+    def started(self, host: bool = False, blocked: bool = False, /) -> Callable[..., None]:
+        """Record OP_START of this turn; return an awaited stamper of its OP_DONE. blocked: at the time of OP_SUBMIT."""
 
 @final
 class Work:

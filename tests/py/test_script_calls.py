@@ -42,7 +42,7 @@ now = connect.core().now_ns
 work_type = dist.distributed_c10d.Work
 spots = [(dist.ProcessGroup, "allreduce"), (dist.ProcessGroup, "barrier"), (work_type, "wait"),
          (torch._C.Future, "wait"),
-         (dist, "_broadcast_coalesced"), (torch.serialization, "_save")]
+         (dist, "_broadcast_coalesced"), (torch.serialization, "_open_zipfile_writer")]
 own = [vars(owner)[name] for owner, name in spots]
 untouched = lambda: all(vars(owner)[name] is one for (owner, name), one in zip(spots, own))
 notes = {{"untouched": [], "values": [], "times": []}}
@@ -440,6 +440,61 @@ def test_what_a_communication_hook_calls_belongs_to_its_bucket(warm_ranks: Ranks
     assert [c.by_script for c in rows] == [False]
 
 
+BLOCKING = """
+import time
+
+
+def hook(state, bucket):
+    time.sleep(0.02 * rank)
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+model.register_comm_hook(None, hook)
+"""
+
+
+def test_a_bucket_is_on_its_way_while_its_hook_blocks(warm_ranks: Ranks, tmp_path: Path) -> None:
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=BLOCKING)
+    assert trace is not None
+    found = [split for _, split, _ in split_steps(trace) if split.rank == 0]
+    assert found
+    for split in found:
+        assert split.exposed_ns >= 15_000_000
+        assert split.wait_ns < 5_000_000
+
+
+DEEP_OPTIMIZER = """
+import time
+
+plain = torch.optim.SGD
+plain([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # torch now hooks the step of the base class, too
+
+
+class Slow(plain):
+    def step(self, closure=None):
+        time.sleep(0.02)
+        return super().step(closure)
+
+
+torch.optim.SGD = Slow
+"""
+
+
+def test_the_work_of_an_optimizer_before_the_step_of_its_base_class_is_its_own(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", setting=DEEP_OPTIMIZER)
+    assert trace is not None
+    found = split_steps(trace)
+    assert found
+    for step, split, _ in found:
+        assert len(step.optimizer) == 1
+        assert split.optimizer_ns >= 20_000_000
+
+
 OTHER_OPTIMIZER = """
 class Slow(torch.optim.SGD):
     def step(self, closure=None):
@@ -557,6 +612,32 @@ def test_evaluation_and_checkpoints_are_parts_of_their_own(warm_ranks: Ranks, tm
         assert split.evaluation_ns > 0
         assert split.checkpoint_ns > 0
         assert sum(split.phases().values()) == split.step_ns
+
+
+SLOW_FILE = """
+class Slow(io.BytesIO):
+    def flush(self):
+        time.sleep(0.02)
+"""
+SLOW_SAVES = """
+torch.save(model.module.state_dict(), Slow())
+try:
+    torch.save(0, 3)
+except AttributeError as error:
+    notes["values"].append(str(error))
+torch.save(model.module.state_dict(), io.BytesIO(), _use_new_zipfile_serialization=False)
+"""
+
+
+def test_a_checkpoint_lasts_until_its_file_is_complete_in_both_formats(warm_ranks: Ranks, tmp_path: Path) -> None:
+    parts: Any = {"setting": "import io\nimport time\n" + SLOW_FILE, "after": SLOW_SAVES, "steps": 8}
+    plain, _ = ran(warm_ranks, tmp_path, **parts)
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", **parts)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    for step, split, _ in split_steps(trace):
+        assert len(step.checkpoints) == 2
+        assert split.checkpoint_ns >= 20_000_000
 
 
 HOROVOD = """

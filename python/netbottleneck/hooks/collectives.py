@@ -98,8 +98,8 @@ _OPERATORS = {
     "isend": _Call("send"),
     "irecv": _Call("recv"),
 }
-# What torch.save calls to write.
-_WRITE = "_save"
+# What torch.save calls: it opens an archive and closes it when all is written, or writes a file of the older format.
+_OPENS, _WRITES = "_open_zipfile_writer", "_legacy_save"
 # DDP's broadcast of buffers, a function of torch.distributed: its first argument is the group.
 _BUFFERS = "_broadcast_coalesced"
 
@@ -572,16 +572,41 @@ def _group_of(values: tuple[Any, ...]) -> Any:
     return None
 
 
-def _save(former: Any) -> Any:
+class _Archive:
+    """Stands for the context of the archive that torch.save writes: a checkpoint, until its end."""
+
+    def __init__(self, observer: Collectives, opened: Any) -> None:
+        self._observer, self._opened = observer, opened
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> Any:
+        return self._opened.__enter__()
+
+    def __exit__(self, *error: object) -> Any:
+        try:
+            return self._opened.__exit__(*error)
+        finally:
+            self._observer.put(_SAVE_END, 0)
+
+
+def _saves(former: Any, *, opens: bool) -> Any:
+    """Stamp a checkpoint around a call, or if it `opens` an archive, until the end of that."""
+
     def save(*args: Any, **kwargs: Any) -> Any:
         observer = _observer()
         if observer is None or not observer.trains():
             return former(*args, **kwargs)
         observer.put(_SAVE_BEGIN, 0)
+        opened = None
         try:
-            return former(*args, **kwargs)
+            made = former(*args, **kwargs)
+            opened = _Archive(observer, made) if opens else None
         finally:
-            observer.put(_SAVE_END, 0)
+            if opened is None:
+                observer.put(_SAVE_END, 0)
+        return made if opened is None else opened
 
     return save
 
@@ -616,26 +641,28 @@ def _put_operator(space: str, name: str, made: Callable[[Any], _Operator]) -> No
             owner._op = ours
 
 
+def _wrap(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
+    """Put a wrapper of what has this name, if there is any, and no wrapper yet."""
+    if hasattr(owner, name) and (owner, name) not in _PATCHES:
+        _put(owner, name, made(getattr(owner, name)))
+
+
 def _patch() -> None:
     for name, call in _METHODS.items():
         for cls in _classes(_ProcessGroup, name):
-            if (cls, name) not in _PATCHES:
-                _put(cls, name, _method(call, getattr(cls, name)))
+            _wrap(cls, name, functools.partial(_method, call))
     for cls in (*_classes(_Work, "wait"), _c.Future):  # the classes of futures in Python call that one
-        if (cls, "wait") not in _PATCHES:
-            _put(cls, "wait", _wait(cls.wait))
+        _wrap(cls, "wait", _wait)
     streams = None if _observer() is None else _OBSERVERS[-1].streams
-    if streams is not None and (streams.Stream, "wait_event") not in _PATCHES:
-        _put(streams.Stream, "wait_event", _wait_event(streams.Stream.wait_event))
+    if streams is not None:
+        _wrap(streams.Stream, "wait_event", _wait_event)
     for space in _SPACES:
         for name, call in _OPERATORS.items():
             _put_operator(space, name, functools.partial(_Functional, call=call))
     _put_operator(_SPACES[0], "wait_tensor", _WaitTensor)
-    if hasattr(dist, _BUFFERS) and (dist, _BUFFERS) not in _PATCHES:
-        _put(dist, _BUFFERS, _method(_Call("broadcast", blocks=True), getattr(dist, _BUFFERS)))
-
-    if hasattr(torch.serialization, _WRITE) and (torch.serialization, _WRITE) not in _PATCHES:
-        _put(torch.serialization, _WRITE, _save(getattr(torch.serialization, _WRITE)))
+    _wrap(dist, _BUFFERS, functools.partial(_method, _Call("broadcast", blocks=True)))
+    _wrap(torch.serialization, _OPENS, functools.partial(_saves, opens=True))
+    _wrap(torch.serialization, _WRITES, functools.partial(_saves, opens=False))
 
 
 def _restore() -> None:

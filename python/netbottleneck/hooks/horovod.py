@@ -63,7 +63,7 @@ class Measuring(job.Observer):
         follow_device(session, gradients.parameters)
         gradients.record(session.recorder)
         joins = self._joins = Joins(session, gradients)
-        joins.measured = Measured(session, gradients, optimizer, own_sync=False, agree=joins.agree)
+        joins.measured = Measured(session, gradients, optimizer, own_sync=False, step_waits=True, agree=joins.agree)
         _at_end_of(optimizer, joins.measured.forget, joins.forget)
         exits.register(job.stop)  # runs before the exit handlers of modules imported earlier
         _have_arms_followed(session)
@@ -528,7 +528,7 @@ class Attached:
             return None
         route.stock_only = all(arm.own_path for arm in session.arms)
         route.open(session.recorder)
-        measured = Measured(session, route, optimizer, own_sync=False, bare=route.rest)
+        measured = Measured(session, route, optimizer, own_sync=False, step_waits=True, bare=route.rest)
         _at_end_of(optimizer, measured.forget, route.forget)
         session.on_close.append(route.close)
         finish_at_exit(session)

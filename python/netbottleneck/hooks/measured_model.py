@@ -87,8 +87,9 @@ class Measured:
     """Measures one model, its gradients and its optimizer, and records them into a session.
 
     own_sync: these hooks send the gradients and wait for them at the end of each backward pass. False: DDP or Horovod
-    does. bare: switches the user's own path on (True) or off, if there is one; the arm "bare" runs that path without
-    our hooks. agree: called before the arm changes; if it returns False, the current arm stays; None: the session's, if
+    does. step_waits: the optimizer's step waits for them, and then calls that of its base class, as Horovod's does.
+    bare: switches the user's own path on (True) or off, if there is one; the arm "bare" runs that path without our
+    hooks. agree: called before the arm changes; if it returns False, the current arm stays; None: the session's, if
     arms move gradients by different paths. on_forward: called when the model's forward pass begins. model None: found
     at the first forward pass. optimizer None: found at its first step.
 
@@ -109,6 +110,7 @@ class Measured:
         *,
         model: torch.nn.Module | None = None,
         own_sync: bool = True,
+        step_waits: bool = False,
         bare: Callable[[bool], None] | None = None,
         agree: Callable[[], bool] | None = None,
         on_forward: Callable[[], None] | None = None,
@@ -149,7 +151,7 @@ class Measured:
         streams = getattr(torch, followed.type) if followed is not None and gradients.own_streams else None
         self._collectives = Collectives(session.recorder, self.failed, followed, streams)
         hooks = (self._before_step, self._after_step, self._beside)
-        self._updates = Updates(gradients.parameters, optimizer, *hooks, waits=not own_sync)
+        self._updates = Updates(gradients.parameters, optimizer, *hooks, waits=step_waits)
         if own_sync:
             gradients.on_first = self._backward_begins
         if model is None:

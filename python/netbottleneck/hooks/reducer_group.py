@@ -365,9 +365,15 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
 
     @eager
     def hook_returned(self, submitted: Any, future: Any) -> None:
-        """Stamp the start of a bucket, and its end when the hook's future completes."""
+        """Stamp the start of a bucket, and its end when the hook's future completes.
+
+        If that is complete by now, on a CPU, the hook itself has waited for the bucket.
+        """
         try:
-            self._stamp_end(submitted, future)
+            if self._stream is None and future.done():
+                submitted.started(False, True)()
+            else:
+                self._stamp_end(submitted, future)
         except Exception as error:
             self._measuring_ends(error)
 

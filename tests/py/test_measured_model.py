@@ -13,12 +13,14 @@ from conftest import Ranks
 
 pytest.importorskip("torch")
 
+import torch
 
 from netbottleneck import config
 from netbottleneck.analysis import intervals
-from netbottleneck.hooks import measured_model
+from netbottleneck.hooks import left_alone, measured_model
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import words
+from netbottleneck.torch.optimizer import _Adasum, remade
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.ring_reader import load
 from netbottleneck.trace.transports import Arm
@@ -646,3 +648,8 @@ def test_an_exit_with_another_code_than_0_is_the_error_of_its_rank(
     trace = load(tmp_path / "run")
     assert trace.steps
     assert [(rank.finished, rank.error) for rank in trace.ranks] == [(error is None, error)]
+
+
+def test_an_optimizer_that_combines_steps_is_not_told_to_average_gradients() -> None:
+    optimizer = remade(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), _Adasum)
+    assert left_alone.why_not(optimizer).startswith("Horovod's Adasum combines steps, not gradients")

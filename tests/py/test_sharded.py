@@ -193,6 +193,22 @@ def test_parameters_on_several_meshes_are_measured(warm_ranks: Ranks, tmp_path: 
         assert len(step.grad_ready) == (0 if step.arm == BARE else PARAMETERS)
 
 
+def test_a_model_that_is_evaluated_is_measured_where_that_leaves_it_sharded_otherwise(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    plain = warm_ranks(4, SCRIPT, {}, args=["16", "unmeasured", "evaluated"])
+    folder = tmp_path / "run"
+    results = warm_ranks(4, SCRIPT, environment(folder), args=["16", "import", "evaluated"])
+    digests = [re.findall(r"^digest \w+$", result.stdout, re.MULTILINE) for result in (*plain, *results)]
+    assert all(found == digests[0] != [] for found in digests)
+    assert "left alone" not in results[0].stderr
+    steps = [step for step in Run(folder).trace.steps if step.arm != BARE]
+    assert steps
+    for step in steps:
+        assert len(step.grad_ready) == PARAMETERS
+    assert {step.index % 5 for step in steps if step.evaluation} == {4}
+
+
 def test_the_script_may_move_and_convert_a_measured_model(warm_ranks: Ranks, weights: str, tmp_path: Path) -> None:
     assert trained(warm_ranks, "unmeasured", {}, "moved")[0] == weights
     folder = tmp_path / "run"

@@ -100,6 +100,8 @@ def why_not(optimizer: Any) -> str:
         return "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return "DeepSpeed moves its gradients, which is not measured yet: use DDP"
+    if any("Adasum" in cls.__name__ for cls in type(optimizer).__mro__):
+        return "Horovod's Adasum combines steps, not gradients, which is not measured yet: use op=hvd.Average"
     return (
         "it has no DistributedDataParallel model and no Horovod optimizer: wrap the model, or, if all ranks train the "
         "same one, call netbottleneck.profile(model, optimizer), which averages their gradients"

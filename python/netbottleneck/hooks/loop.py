@@ -239,8 +239,8 @@ class Sharded(GradientSink):
         whole: dict[int, torch.Tensor | None] = {}
         firsts: set[int] = set()
         for group in _groups(model):
-            whole |= {id(one.sharded_param): getattr(one, "_unsharded_param", None) for one in group.fsdp_params}
-            firsts |= set([id(p.sharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad][:1])
+            whole |= {key: getattr(one, "_unsharded_param", None) for one in group.fsdp_params for key in _ids(one)}
+            firsts |= set(next((_ids(one) for one in group.fsdp_params if one.sharded_param.requires_grad), ()))
         self._complete = all(parameter is not None for parameter in whole.values())
         return [whole.get(id(p), p) if each or id(p) in firsts else None for p in self._named(model)]
 
@@ -268,6 +268,15 @@ def _groups(model: torch.nn.Module) -> Iterator[Any]:
             yield group
 
 
+def _ids(parameter: Any) -> list[int]:
+    """Return the ids of the tensors that stand for a parameter of FSDP2's between its passes.
+
+    With a number as reshard_after_forward, that is another one after a forward pass without a backward pass.
+    """
+    kept = (parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None))
+    return [id(one) for one in kept if one is not None]
+
+
 def _measures() -> bool:
     """Return True if a model is measured that DDP synchronises, or that FSDP2 shards."""
     return ddp_hooks.measures() or any(not measured.closed for measured in _sharded)
@@ -284,7 +293,8 @@ def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     chosen = weakref.ref(optimizer)
 
     def seek(module: torch.nn.Module, _args: Any) -> None:
-        if own <= {id(parameter) for parameter in module.parameters()}:
+        of_groups = (key for group in _groups(module) for one in group.fsdp_params for key in _ids(one))
+        if own <= {*(id(parameter) for parameter in module.parameters()), *of_groups}:
             seeking.remove()
             alive = chosen()
             # Another optimizer of the model may have been first.

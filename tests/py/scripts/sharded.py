@@ -3,7 +3,8 @@
 Arguments: steps, and how it is measured: `import` (by its variables), `two` (the same, with two optimizers), `attach`
 or `profile` (before the first step), or `unmeasured` (netbottleneck is not imported). Then, if it is not the plain
 model: `late` (its head runs from the sixth step on), `meshes` (weights and biases are on two meshes), `moved` (the
-script converts and moves it between steps) or `compiled` (by torch.compile, and warnings are errors).
+script converts and moves it between steps), `compiled` (by torch.compile, and warnings are errors) or `evaluated`
+(before every fifth update, and sharded over two ranks then).
 """
 
 import hashlib
@@ -54,6 +55,9 @@ def trained(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
             model.to("cpu")
         model.zero_grad()
         model(torch.randn(32, 96, generator=generator)).square().mean().backward()
+        if KIND == "evaluated" and step % 5 == 0:
+            with torch.no_grad():
+                model(torch.randn(32, 96, generator=generator))
         for optimizer in optimizers:
             optimizer.step()
 
@@ -71,7 +75,7 @@ def main() -> None:
     if KIND == "late":
         model = Late(model)
         parts.append(model.head)
-    options = on_two_meshes() if KIND == "meshes" else {}
+    options = on_two_meshes() if KIND == "meshes" else {"reshard_after_forward": 2} if KIND == "evaluated" else {}
     for part in parts:
         fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh)

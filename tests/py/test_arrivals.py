@@ -523,6 +523,39 @@ def test_a_straggler_that_is_late_at_every_operation_is_no_imbalance():
     assert verdict.decide(found).code == "STRAGGLER"
 
 
+def with_barriers(works_ms, place, waits=True):
+    """stepwise, where the operation at `place` is a call of the script, for which the training waits if `waits`."""
+    trace = stepwise(works_ms)
+    calls = {(c.rank, c.step): c for c in trace.collectives if c.key == place}
+    steps = []
+    for step in trace.steps:
+        call = calls[step.rank, step.index]
+        wait = (place, call.submit_ns, call.done_ns) if waits else (place, call.done_ns, call.done_ns + 1)
+        steps.append(replace(step, waits=(wait,)))
+    others = (c for c in trace.collectives if c.key != place)
+    barriers = (replace(c, phase="other", kind="barrier", bucket=None) for c in calls.values())
+    return replace(trace, steps=tuple(steps), collectives=(*others, *barriers))
+
+
+@pytest.mark.parametrize(("works_ms", "place"), [([(20, 20), (2, 22)], 1), ([(2, 22), (20, 20)], 0)])
+def test_a_rank_that_is_late_at_a_barrier_of_the_script_is_a_straggler(works_ms, place):
+    found = findings.find(with_barriers(works_ms, place))
+    assert found.lateness.straggler == 1
+    assert found.lateness.persistent_ns.value == pytest.approx(20 * MS)
+    assert verdict.decide(found).code == "STRAGGLER"
+
+
+def test_what_ranks_are_late_by_at_a_barrier_and_at_the_gradients_adds_up():
+    late = findings.find(with_barriers([(20, 26), (2, 22)], 1)).lateness
+    assert late.persistent_ns.value == pytest.approx(26 * MS)
+    even = findings.find(with_barriers([(20, 40), (22, 2)], 1)).lateness
+    assert even.straggler is None
+
+
+def test_a_call_for_which_no_rank_waits_is_no_place_to_be_late_at():
+    assert findings.find(with_barriers([(20, 20), (2, 22)], 1, waits=False)).lateness.straggler is None
+
+
 def test_a_two_level_all_reduce_counts_what_crosses_the_link():
     assert bandwidth.bus_factor("allreduce", 16, "two_level all-reduce", 2) == 1.0
     assert bandwidth.bus_factor("allreduce", 16, "ring all-reduce", 2) == 1.875

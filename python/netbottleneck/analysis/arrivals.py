@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,11 +238,12 @@ class Lateness:
     they are whole hosts of several ranks, the name and the ranks of each. chance: probability that ranks of equal speed
     differ as much. persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if
     all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. Both are
-    differences at the last operation of a step. random_ns: the wait of the mean rank for any rank but `ranks`, at all
-    operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank the input, compute
-    and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is not communication. step_ns: of the mean
-    step. rare: if most of the wait is in single steps; left_out: the number of these steps, if they are too few to
-    support a claim. since: the first of `steps`, if `ranks` are late from there on; None: steps of the whole record.
+    differences at the last operation of a step, see _arrivals. random_ns: the wait of the mean rank for any rank but
+    `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank the
+    input, compute and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is not communication.
+    step_ns: of the mean step. rare: if most of the wait is in single steps; left_out: the number of these steps, if
+    they are too few to support a claim. since: the first of `steps`, if `ranks` are late from there on; None: steps of
+    the whole record.
     """
 
     steps: int
@@ -315,22 +316,82 @@ def _unmatched(trace: Trace) -> set[int | None]:
     return {one.step for one in trace.collectives if one.key >= ALONE} if trace.recorder else set()
 
 
-def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
-    """(steps that all ranks recorded, submission of each rank's last operation in them, shape (steps, ranks)).
+Point = dict[int, tuple[int, int]]  # by rank: when it submitted what all ranks wait for, and when that was done
+Waits = Mapping[int, Sequence[tuple[int, int, int]]]  # of the training threads in a step, by rank
 
+
+def _is_awaited(calls: Sequence[Collective], waits: Waits) -> bool:
+    """True if the ranks that submit an operation early wait for it most of the time until the last one does, too."""
+    last = max(call.submit_ns for call in calls)
+    blocked = sum(
+        max(0, min(end, last) - max(begin, call.submit_ns))
+        for call in calls
+        for key, begin, end in waits.get(call.rank, ())
+        if key in (0, call.key)
+    )
+    return 2 * blocked >= sum(last - call.submit_ns for call in calls)
+
+
+def _points(rows: Sequence[Collective], waits: Waits, size: int) -> list[Point]:
+    """Where ranks wait for each other in a step, in order of time: at its gradients, and at calls of the script.
+
+    rows: the operations of the step. Of the calls, those of all ranks that end on all at once.
+    """
+    gradients: Point = {}
+    calls: dict[tuple[Arm, int, int, int], list[Collective]] = defaultdict(list)
+    for one in rows:
+        if not one.by_script:
+            submit, done = gradients.get(one.rank, (0, 0))
+            gradients[one.rank] = max(submit, one.submit_ns), max(done, one.done_ns or 0)
+        elif one.finished and one.kind in ENDS_TOGETHER:
+            calls[one.match].append(one)
+    common = (own for own in calls.values() if len(own) == size and _is_awaited(own, waits))
+    found = [gradients, *({one.rank: (one.submit_ns, one.done_ns or 0) for one in own} for own in common)]
+    return sorted(found, key=lambda point: sum(submit for submit, _ in point.values()))
+
+
+def _along(points: Sequence[Point], ranks: Sequence[int]) -> list[int] | None:
+    """When each rank would come to the last point if it waited for none after the first; None: not known."""
+    arrived = [points[0][rank][0] for rank in ranks]
+    for former, point in pairwise(points):
+        if any(point[rank][0] < former[rank][1] or former[rank][1] < former[rank][0] for rank in ranks):
+            return None
+        arrived = [at + point[rank][0] - former[rank][1] for at, rank in zip(arrived, ranks, strict=True)]
+    return arrived
+
+
+def _waits(trace: Trace, arm: Arm) -> Mapping[int, Waits]:
+    """By index: the waits of the steps of an arm."""
+    waits: dict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
+    for step in trace.steps:
+        if step.arm == arm and not trace.recorder:
+            waits[step.index][step.rank] = step.waits
+    return waits
+
+
+def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
+    """(steps that all ranks recorded, when each rank arrives in them, shape (steps, ranks)).
+
+    A rank arrives when it submits its last operation. Where the step has gradients, and calls of the script for which
+    the training waits, it is the time of its own work: that between two points where ranks wait for each other adds up.
     Steps of a profile whose operations are not matched between ranks are left out.
     """
-    last: dict[int, dict[int, int]] = defaultdict(dict)
-    rows = [one for one in trace.collectives if one.arm == arm and one.step is not None]
-    gradients = [one for one in rows if not one.by_script]
-    for one in gradients or rows:
-        if one.step is not None:
-            own = last[one.step]
-            own[one.rank] = max(own.get(one.rank, 0), one.submit_ns)
-    ranks = set(range(trace.size))
-    unmatched = _unmatched(trace)
-    whole = [index for index in indices if last[index].keys() == ranks and index not in unmatched]
-    return whole, np.array([[last[index][rank] for rank in sorted(ranks)] for index in whole], np.float64)
+    of: dict[int, list[Collective]] = defaultdict(list)
+    for one in trace.collectives:
+        if one.arm == arm and one.step is not None:
+            of[one.step].append(one)
+    graded = any(not one.by_script for rows in of.values() for one in rows)
+    waits, unmatched, ranks = _waits(trace, arm), _unmatched(trace), range(trace.size)
+    found: dict[int, list[int]] = {}
+    for index in indices:
+        last: dict[int, int] = {}
+        for one in of[index]:
+            if not (graded and one.by_script):
+                last[one.rank] = max(last.get(one.rank, 0), one.submit_ns)
+        if index not in unmatched and last.keys() == set(ranks):
+            work = _along(_points(of[index], waits.get(index, {}), trace.size), ranks) if graded else None
+            found[index] = work or [last[rank] for rank in ranks]
+    return list(found), np.array(list(found.values()), np.float64)
 
 
 def _correlation(values: Floats) -> float:

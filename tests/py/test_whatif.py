@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,11 @@ from netbottleneck.whatif.questions import Job
 from netbottleneck.whatif.simulate import simulate
 from netbottleneck.whatif.sweeps import Codec
 from ringwriter import FakeRun
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
+
+from scenario.job import Job as SimulatedJob
+from scenario.job import trace_of
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS = 1_000_000
@@ -341,6 +347,20 @@ def test_a_run_that_lacks_a_rank_is_refused_because_waiting_for_it_is_no_cost(kn
     with pytest.raises(ValueError, match="rank 1 left no record"):
         questions.job(replace(known.of_rank(0), size=2), "stock")
     assert "rank 1 left no record" in sweeps.savings(replace(known.of_rank(0), size=2), Arm("stock"), None).refused
+
+
+def test_other_buckets_are_no_remedy_where_the_simulation_misses_the_step_by_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buckets = (8 << 20, 16 << 20)
+    trace = trace_of(SimulatedJob(forward_ms=20, backward_ms=150, buckets=buckets, tensors=16, link_bps=6e9))
+    sure = sweeps.savings(trace, Arm("stock"), None)
+    assert sure.savings_ns["buckets"].low > 0.05 * 190e6
+    monkeypatch.setattr(sweeps, "_misfit_ns", lambda _: sure.savings_ns["buckets"].value)
+    unsure = sweeps.savings(trace, Arm("stock"), None)
+    assert "buckets" not in unsure.savings_ns
+    assert unsure.no_buckets.startswith("no prediction: another size may save ")
+    assert {*unsure.savings_ns, "buckets"} == {*sure.savings_ns}
 
 
 def test_the_step_of_one_worker_is_that_of_all_ranks(known: Trace) -> None:

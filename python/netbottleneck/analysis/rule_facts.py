@@ -23,13 +23,14 @@ from netbottleneck.units import listed, ms, percent
 class Predicted:
     """What the what-if engine predicts a step of the base to save, in ns, by the cause that is removed.
 
-    refused: why there is no prediction, "" if there is. buckets: the plan of the saving named buckets. costs: sentence
-    about the time of an operation and the rate of its bytes, "" if they are not known.
+    refused: why there is no prediction, "" if there is. buckets: the plan of the saving named buckets; no_buckets: why
+    there is none. costs: sentence about the time of an operation and the rate of its bytes, "" if they are not known.
     """
 
     savings_ns: Mapping[str, Estimate] = field(default_factory=dict)
     refused: str = ""
     buckets: str = ""
+    no_buckets: str = "no plan to compare"
     costs: str = ""
 
 

@@ -259,7 +259,9 @@ def buckets(facts: Facts) -> RuleResult:
     """Other bucket sizes would overlap better or cost less."""
     predicted = facts.predicted.savings_ns.get("buckets")
     if predicted is None:
-        return facts.evidence("bucket sizes", "BUCKET_SIZES", rests=facts.predicted.refused or "no plan to compare")
+        return facts.evidence(
+            "bucket sizes", "BUCKET_SIZES", rests=facts.predicted.refused or facts.predicted.no_buckets
+        )
     if latency(facts).fired:
         return facts.evidence("bucket sizes", "BUCKET_SIZES", rests="larger buckets: see latency")
     saving, bound = facts.bounded(predicted)

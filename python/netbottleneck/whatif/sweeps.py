@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.analysis.rule_facts import Predicted
+from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
@@ -286,6 +287,11 @@ def _saved(job: Job, change: Callable[[Cost], Cost], plan: Plan) -> Estimate:
     return widened(value, [ends for ends in sources.values() if ends])
 
 
+def _misfit_ns(job: Job) -> float:
+    """How far the simulated step of the run as recorded is from the measured one; 0 if that is not known."""
+    return 0.0 if job.measured_ns is None else abs(job.measured_ns.value - simulate_setting(job, now(job)).step_ns)
+
+
 def _without_link(cost: Cost, link_bps: float) -> Cost:
     """The cost without the part of a byte's time that the link takes: 1 / rate - 1 / link."""
     rest = 1 / cost.link.rate_bps - 1 / link_bps
@@ -359,6 +365,10 @@ def savings(
         best = max(plans, key=lambda row: row[0].value, default=None)
         if best is None:
             return Predicted(saved, costs=_costs(found))
+        off_ns, least_ns = _misfit_ns(alone), GAIN_MIN * (0.0 if alone.measured_ns is None else alone.measured_ns.value)
+        if best[0].value - off_ns < least_ns <= best[0].value:
+            why = f"no prediction: another size may save {ms(best[0].value)}; the simulated step is off by {ms(off_ns)}"
+            return Predicted(saved, no_buckets=why, costs=_costs(found))
         return Predicted({**saved, "buckets": best[0]}, buckets=best[1], costs=_costs(found))
     except ValueError as error:
         return Predicted(refused=str(error))

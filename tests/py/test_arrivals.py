@@ -508,7 +508,7 @@ def test_waits_that_alternate_inside_a_step_are_named_and_not_sure():
     assert found.parts[found.base].skew_ns == 20 * MS
     row = next(one for one in verdict.decide(found).evidence if one.code == "IMBALANCE")
     assert (row.saving.value, row.saving.low) == (20 * MS, 0)
-    assert row.rests == "measured: waiting for the last rank, 20.0 ms of it before the last operation, 30 steps"
+    assert row.rests == "measured: waiting for the last rank, 20.0 ms of it evens out within the step, 30 steps"
     assert row.uncertain
     judged = verdict.decide(found)
     assert judged.code == "INCONCLUSIVE"
@@ -542,6 +542,21 @@ def test_a_rank_that_is_late_at_a_barrier_of_the_script_is_a_straggler(works_ms,
     found = findings.find(with_barriers(works_ms, place))
     assert found.lateness.straggler == 1
     assert found.lateness.persistent_ns.value == pytest.approx(20 * MS)
+    assert verdict.decide(found).code == "STRAGGLER"
+
+
+def test_a_rank_that_works_longer_before_each_call_of_a_sharded_model_is_a_straggler():
+    """All operations of FSDP2 are calls. Here one is awaited, one is submitted ahead, and the last one is awaited."""
+    trace = stepwise([(20, 28), (10, 18), (20, 26)])
+    steps, calls = [], []
+    for step in trace.steps:
+        own = [c for c in trace.collectives if (c.rank, c.step) == (step.rank, step.index)]
+        calls += [replace(c, phase="forward", kind="allgather", bucket=None) for c in own]
+        calls.append(replace(calls[-1], key=7, submit_ns=own[0].submit_ns, start_ns=own[0].submit_ns))
+        steps.append(replace(step, waits=tuple((c.key, c.submit_ns, c.done_ns) for c in own)))
+    found = findings.find(replace(trace, steps=tuple(steps), collectives=tuple(calls)))
+    assert found.lateness.straggler == 1
+    assert found.lateness.persistent_ns.value == pytest.approx(22 * MS)
     assert verdict.decide(found).code == "STRAGGLER"
 
 

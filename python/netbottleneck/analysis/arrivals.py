@@ -6,13 +6,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, pairwise
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, last_shift, mean_of_delays, mean_of_steps
-from netbottleneck.analysis.intervals import Split, host_count
+from netbottleneck.analysis.intervals import Split, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import (
     CHANCE_MAX,
     DELAYED,
@@ -316,7 +316,6 @@ def _unmatched(trace: Trace) -> set[int | None]:
     return {one.step for one in trace.collectives if one.key >= ALONE} if trace.recorder else set()
 
 
-Point = dict[int, tuple[int, int]]  # by rank: when it submitted what all ranks wait for, and when that was done
 Waits = Mapping[int, Sequence[tuple[int, int, int]]]  # of the training threads in a step, by rank
 
 
@@ -332,31 +331,45 @@ def _is_awaited(calls: Sequence[Collective], waits: Waits) -> bool:
     return 2 * blocked >= sum(last - call.submit_ns for call in calls)
 
 
-def _points(rows: Sequence[Collective], waits: Waits, size: int) -> list[Point]:
-    """Where ranks wait for each other in a step, in order of time: at its gradients, and at calls of the script.
-
-    rows: the operations of the step. Of the calls, those of all ranks that end on all at once.
-    """
-    gradients: Point = {}
+def _common_calls(rows: Sequence[Collective], size: int) -> list[list[Collective]]:
+    """The calls of the script in a step, of all ranks, that end on all at once; in order of time."""
     calls: dict[tuple[Arm, int, int, int], list[Collective]] = defaultdict(list)
     for one in rows:
-        if not one.by_script:
-            submit, done = gradients.get(one.rank, (0, 0))
-            gradients[one.rank] = max(submit, one.submit_ns), max(done, one.done_ns or 0)
-        elif one.finished and one.kind in ENDS_TOGETHER:
+        if one.by_script and one.finished and one.kind in ENDS_TOGETHER:
             calls[one.match].append(one)
-    common = (own for own in calls.values() if len(own) == size and _is_awaited(own, waits))
-    found = [gradients, *({one.rank: (one.submit_ns, one.done_ns or 0) for one in own} for own in common)]
-    return sorted(found, key=lambda point: sum(submit for submit, _ in point.values()))
+    common = (own for own in calls.values() if len(own) == size)
+    return sorted(common, key=lambda own: sum(one.submit_ns for one in own))
 
 
-def _along(points: Sequence[Point], ranks: Sequence[int]) -> list[int] | None:
-    """When each rank would come to the last point if it waited for none after the first; None: not known."""
-    arrived = [points[0][rank][0] for rank in ranks]
-    for former, point in pairwise(points):
-        if any(point[rank][0] < former[rank][1] or former[rank][1] < former[rank][0] for rank in ranks):
-            return None
-        arrived = [at + point[rank][0] - former[rank][1] for at, rank in zip(arrived, ranks, strict=True)]
+def _gradients(rows: Sequence[Collective]) -> dict[int, tuple[int, int]]:
+    """By rank: (submission of its last gradient in a step, end of its last one)."""
+    found: dict[int, tuple[int, int]] = {}
+    for one in rows:
+        if not one.by_script:
+            submit, done = found.get(one.rank, (0, 0))
+            found[one.rank] = max(submit, one.submit_ns), max(done, one.done_ns or 0)
+    return found
+
+
+def _own_work(rows: Sequence[Collective], waits: Waits, size: int) -> list[int] | None:
+    """When each rank comes to the last point of a step where ranks wait for each other, without its waits.
+
+    rows: the operations of the step. Such points are its gradients, and calls of the script that are awaited. What a
+    rank waits from the first to the last of them is left out: it is then late by what it works longer than others.
+    None: the step has no such point.
+    """
+    gradients, calls = _gradients(rows), _common_calls(rows, size)
+    ends = (next((own for own in order if _is_awaited(own, waits)), []) for order in (calls, reversed(calls)))
+    points = [{one.rank: one.submit_ns for one in own} for own in ends if own]
+    if len(gradients) == size:
+        points.append({rank: submit for rank, (submit, _) in gradients.items()})
+    if not points:
+        return None
+    first, last = (choose(points, key=lambda point: sum(point.values())) for choose in (min, max))
+    arrived = []
+    for rank in range(size):
+        still = intervals([*((begin, end) for _, begin, end in waits.get(rank, ())), gradients.get(rank, (0, 0))])
+        arrived.append(last[rank] - total(intersection(still, intervals([(first[rank], last[rank])]))))
     return arrived
 
 
@@ -372,9 +385,9 @@ def _waits(trace: Trace, arm: Arm) -> Mapping[int, Waits]:
 def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
     """(steps that all ranks recorded, when each rank arrives in them, shape (steps, ranks)).
 
-    A rank arrives when it submits its last operation. Where the step has gradients, and calls of the script for which
-    the training waits, it is the time of its own work: that between two points where ranks wait for each other adds up.
-    Steps of a profile whose operations are not matched between ranks are left out.
+    A rank arrives when it submits the last operation that ranks wait for, without what it waited before: see _own_work.
+    Where waits are not recorded, it is the last gradient, or the last operation of a step without gradients. Steps of a
+    profile whose operations are not matched between ranks are left out.
     """
     of: dict[int, list[Collective]] = defaultdict(list)
     for one in trace.collectives:
@@ -389,8 +402,7 @@ def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int]
             if not (graded and one.by_script):
                 last[one.rank] = max(last.get(one.rank, 0), one.submit_ns)
         if index not in unmatched and last.keys() == set(ranks):
-            work = _along(_points(of[index], waits.get(index, {}), trace.size), ranks) if graded else None
-            found[index] = work or [last[rank] for rank in ranks]
+            found[index] = _own_work(of[index], waits.get(index, {}), trace.size) or [last[rank] for rank in ranks]
     return list(found), np.array(list(found.values()), np.float64)
 
 

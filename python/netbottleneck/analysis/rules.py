@@ -453,7 +453,7 @@ def imbalance(facts: Facts) -> RuleResult:
         return facts.evidence("imbalance", "IMBALANCE", rests=facts.no_lateness)
     unsure, (saving, needs) = _unsure_wait(facts, late.random_ns), _random_wait(facts, late)
     inside_ns = late.random_ns.value - late.jitter_ns.value
-    inside = f", {ms(inside_ns)} of it before the last operation" if ms(inside_ns) != ms(0) else ""
+    inside = f", {ms(inside_ns)} of it evens out within the step" if ms(inside_ns) != ms(0) else ""
     each = f"{ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)})"
     if late.rare is None:
         why = f"The ranks' steps differ in length, and each waits for the last: {each} a step"

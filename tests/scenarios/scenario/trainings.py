@@ -528,6 +528,21 @@ def live_sharded(draw: Draw) -> Case[Training]:
 
 
 @live
+def live_sharded_straggler(draw: Draw) -> Case[Training]:
+    slow = draw.randrange(2)
+    run = SMALL.but(wrap="fsdp", slow_rank=slow, sleep_ms=draw.uniform(15, 50))
+    return Case(
+        "live: one rank of FSDP2 sleeps in every step",
+        run,
+        ("STRAGGLER",),
+        run.but(sleep_ms=None),
+        "STRAGGLER",
+        saves=True,
+        says=f"Rank {slow} makes the others wait",
+    )
+
+
+@live
 def live_horovod(draw: Draw) -> Case[Training]:
     run = Training(f"{draw.randrange(80, 140)}mbit", "tcp", {"wrap": "horovod"})
     return Case(

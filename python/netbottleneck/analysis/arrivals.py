@@ -351,22 +351,31 @@ def _gradients(rows: Sequence[Collective]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _own_work(rows: Sequence[Collective], waits: Waits, size: int) -> list[int] | None:
-    """When each rank comes to the last point of a step where ranks wait for each other, without its waits.
+def _points(rows: Sequence[Collective], waits: Waits, size: int) -> list[dict[int, int]]:
+    """When each rank came to places of a step where ranks wait for each other, the first and the last among them.
 
-    rows: the operations of the step. Such points are its gradients, and calls of the script that are awaited. What a
-    rank waits from the first to the last of them is left out: it is then late by what it works longer than others.
-    None: the step has no such point.
+    rows: the operations of the step. Such places are its gradients, and calls of the script that are awaited; of a step
+    that has only calls of groups of some ranks, each rank's own first and last one.
     """
     gradients, calls = _gradients(rows), _common_calls(rows, size)
+    if not gradients and not calls:
+        by_time = sorted(rows, key=lambda one: one.submit_ns)
+        return [{one.rank: one.submit_ns for one in order} for order in (by_time[::-1], by_time)]
     ends = (next((own for own in order if _is_awaited(own, waits)), []) for order in (calls, reversed(calls)))
-    points = [{one.rank: one.submit_ns for one in own} for own in ends if own]
-    if len(gradients) == size:
-        points.append({rank: submit for rank, (submit, _) in gradients.items()})
+    points = [{one.rank: one.submit_ns for one in own} for own in ends]
+    return [*points, {rank: submit for rank, (submit, _) in gradients.items()}]
+
+
+def _own_work(rows: Sequence[Collective], waits: Waits, size: int) -> list[int] | None:
+    """When each rank comes to the last of the points of a step, without what it waits from the first of them on.
+
+    It is then late by what it works longer than others. None: there is no such point.
+    """
+    points = [point for point in _points(rows, waits, size) if len(point) == size]
     if not points:
         return None
     first, last = (choose(points, key=lambda point: sum(point.values())) for choose in (min, max))
-    arrived = []
+    gradients, arrived = _gradients(rows), []
     for rank in range(size):
         still = intervals([*((begin, end) for _, begin, end in waits.get(rank, ())), gradients.get(rank, (0, 0))])
         arrived.append(last[rank] - total(intersection(still, intervals([(first[rank], last[rank])]))))

@@ -1,10 +1,9 @@
 // Autotuning: measures how many streams the job should use, and the cost of a step and of a byte on its lanes.
 //
 // Streams (streams=auto): measures the throughput of 1, 2, 4, 8, 16 lanes once, at the job's first large transfer, or
-// after some of medium size.
-// lane_search.h has the rule. Costs: measured once, at the first all-reduce with a choice of algorithms, by a few
-// all-reduces in sequence: in a ring and, where possible, in two levels. Rank 0 orders these all-reduces, over memory
-// of their own, and sends the results to all ranks.
+// after many smaller ones. lane_search.h has the rule. Costs: measured once, at the first all-reduce with a choice of
+// algorithms, by a few all-reduces in sequence: in a ring and, where possible, in two levels. Rank 0 orders these
+// all-reduces, over memory of their own, and sends the results to all ranks.
 #include "engine/autotune.h"
 
 #include <errno.h>
@@ -37,10 +36,13 @@
 #include "transport/transport.h"
 
 enum {
-    PROBE_FROM_BYTES = 4 * 1024 * 1024,  // the first transfer of this size starts the probe
-    COUNTED_BYTES = 256 * 1024,          // so do smaller ones from this size on, once
-    PROBE_AFTER_BYTES = 16 * 1024 * 1024 // they have so many bytes together
+    PROBE_FROM_BYTES = 4 * 1024 * 1024, // the first transfer of this size starts the probe
+    COUNTED_BYTES = 256 * 1024          // so do smaller ones from this size on, see PROBE_AFTER_NS
 };
+
+// Smaller transfers start the probe, which takes up to 2.5 s, once they have taken so long: then it pays. Their time is
+// that of their bytes by the measured cost of a byte.
+static const double PROBE_AFTER_NS = 10e9;
 
 enum {
     PROBE_SLOTS = 2,                    // probes in flight, so that lanes never run dry between two
@@ -55,7 +57,7 @@ struct probe {
     bool busy;
     bool done;
     // rank 0:
-    uint64_t counted; // bytes of transfers of COUNTED_BYTES or more, so far
+    double counted_ns; // time of transfers of COUNTED_BYTES or more, so far
     struct nb_lane_search search;
     bool counting;     // in the measured window, not in the warm-up before it
     bool over;         // the measured window has ended; probes in flight still complete
@@ -436,8 +438,8 @@ void nb_autotune_streams(struct nb_job *job, const struct wire_streams *streams)
 
 bool nb_autotune_begin(struct nb_job *job, const struct op_descriptor *desc) {
     struct probe *p = &job->autotune->probe;
-    p->counted += desc->bytes >= COUNTED_BYTES ? desc->bytes : 0;
-    bool due = desc->bytes >= PROBE_FROM_BYTES || p->counted >= PROBE_AFTER_BYTES;
+    p->counted_ns += desc->bytes >= COUNTED_BYTES ? (double)desc->bytes * job->info.costs.beta_ns : 0;
+    bool due = desc->bytes >= PROBE_FROM_BYTES || p->counted_ns >= PROBE_AFTER_NS;
     if (due && job->config.streams == NB_STREAMS_AUTO && !p->done && !nb_shared_everywhere(job)) {
         probe_begin(job);
     } else if (costs_wanted(job, desc)) {

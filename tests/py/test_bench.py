@@ -600,6 +600,38 @@ def test_a_wrong_secret_is_refused_and_the_right_one_accepted_afterwards(lab: La
     assert first.returncode == 0
 
 
+MEDIUM = """
+import numpy as np
+import netbottleneck as nb
+from netbottleneck.runtime import job
+
+this = job.start()
+for _ in range(40):
+    nb.allreduce_(np.ones(50_000, np.float32), name="small")
+medium, count = np.ones(1 << 17, np.float32), 0
+while not this.comm.info()["probe"] and count < 400:
+    nb.allreduce_(medium, name="medium")
+    count += 1
+print(count, flush=True)
+job.stop()
+"""
+
+
+def test_smaller_transfers_start_the_probe_of_the_lanes_after_10_s() -> None:
+    try:
+        with Lab(2, "50mbit", ways=("root", "user")) as made:
+            environ = {**os.environ, "NETBOTTLENECK_TRANSPORT": "tcp"}
+            ranks = [
+                made.popen(rank, [sys.executable, "-c", MEDIUM], environ, stdout=subprocess.PIPE) for rank in (0, 1)
+            ]
+            counts = [int(rank.communicate(timeout=LIMIT_S)[0]) for rank in ranks]
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    assert counts[0] == counts[1]
+    # One takes 84 ms by the rate of the link. Small ones do not count.
+    assert 60 <= counts[0] <= 240
+
+
 def test_a_lab_is_verified_and_its_wire_is_counted() -> None:
     try:
         found = netbottleneck.bench(2, "800mbit/200mbit", "tcp", "4", "4M", iterations=2)

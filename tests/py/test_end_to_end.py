@@ -138,23 +138,6 @@ def test_one_line_measures_a_ddp_script_and_changes_no_weight(
         assert all(row["submit_ns"] and row["start_ns"] and row["done_ns"] for row in rows)
 
 
-def test_streams_auto_probes_after_some_transfers_of_medium_size(plain_ranks: Ranks) -> None:
-    script = """
-import numpy as np
-import netbottleneck as nb
-from netbottleneck.runtime import job
-this = job.start()
-for _ in range(300):
-    nb.allreduce_(np.ones(50_000, np.float32), name="small")
-medium = np.ones(1 << 17, np.float32)
-for number in range(1, 40):
-    nb.allreduce_(medium, name="medium")
-    assert bool(this.comm.info()["probe"]) is (number >= 32), number
-job.stop()
-"""
-    plain_ranks(2, script, {"NETBOTTLENECK_TRANSPORT": "tcp"})
-
-
 @pytest.mark.parametrize("transports", ["ofi", "tcp"])
 def test_streams_auto_sends_the_gradients_and_counts_its_probe_separately(
     plain_ranks: Ranks, tmp_path: Path, transports: str

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 TUNED = 4  # number of times that the tuned stock names its interface
-# Transfers of at least this size start the probe of the streams, within this total (csrc/engine/autotune.c).
-PROBED_FROM_BYTES, PROBED_WITHIN_BYTES = 256 * 1024, 64 * 1024 * 1024
 
 
 class Path:
@@ -60,9 +58,6 @@ class Path:
     def payload(self) -> int | None:
         """Return the payload bytes that this rank has sent so far; None if not known."""
         return None
-
-    def warm(self) -> None:
-        """Do what only the first rounds have, after prepare."""
 
     def info(self) -> dict[str, Any]:
         """Return further columns of the path's row."""
@@ -107,13 +102,6 @@ class Native(Path):
     def region(self) -> tuple[int, Any]:
         """Return the address of the memory to reduce, and the object that keeps it alive."""
         return self._memory.address, self._memory
-
-    def warm(self) -> None:
-        """Make transfers until the probe of the streams has run, as it would else run in a timed round."""
-        left = PROBED_WITHIN_BYTES if self.streams == 0 and self._comm.size > 1 else 0
-        while self._bytes >= PROBED_FROM_BYTES and left > 0 and not self._comm.info()["probe"]:
-            self.go(1)
-            left -= self._bytes
 
     def go(self, times: int) -> None:
         address, keep = self.region()

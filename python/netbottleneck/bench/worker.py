@@ -176,7 +176,6 @@ class Rank:
         for path in self.paths:
             if path.warms:
                 self._once(path, count, data, buffer)
-                path.warm()
         for turn in range(rounds):
             # A new order each round, equal on all ranks, so that no path benefits from its predecessor.
             for index in np.random.default_rng([SEED, turn]).permutation(len(self.paths)):

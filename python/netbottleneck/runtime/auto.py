@@ -20,13 +20,15 @@ from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import ms
 
 BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first of them is not counted
-TRIAL_BLOCKS = 38  # of all arms together, at most
+# Part of a block's steps that a block of a trial's first cycle has: what is much slower costs less.
+FIRST_PART = 0.6
+TRIAL_BLOCKS = 39  # of all arms together, at most
 CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all candidates equal
-# A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
-# exceeds another's slowest step by it. Stock and the arm kept so far must be surely slower instead, or have been slower
-# by this factor in HELD_CONFIRMED consecutive cycles. Equal arms are so in 1 of 32 cases at most, if cycles are
-# independent.
-SEPARATE = 1.2
+# A candidate is slower in a cycle whose blocks differ by SEPARATE. It leaves after its first block if its fastest step
+# exceeds another's slowest step by FIRST_SEPARATE. Stock and the arm kept so far must be surely slower instead, or have
+# been slower by SEPARATE in HELD_CONFIRMED consecutive cycles. Equal arms are so in 1 of 32 cases at most, if cycles
+# are independent.
+SEPARATE, FIRST_SEPARATE = 1.2, 1.5
 HELD_CONFIRMED = 5
 DEAR_STEPS = 15  # a candidate of slower blocks leaves if its steps have cost so many of the best one's
 EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
@@ -38,9 +40,10 @@ LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
 CHANGED = 1.15  # factor of the step time that counts as a change of the network
 LOOKS = 2  # consecutive looks that must see a change
 AGAIN = 3  # the next trial of arms that a trial could not tell apart begins at this multiple of the trial's last step
-# Of the run's time: the cost of trials so far, before another one begins and while it runs. The first trial has no such
-# bound: what tells two arms apart costs more than that part of the few steps that have run.
+# Of the run's time: the cost of trials so far, before another one begins and while it runs. For the first trial the run
+# counts as LEAST_RUN steps long: what tells two arms apart costs more than that part of the few steps that have run.
 COST_BEFORE, COST_MAX = 0.01, 0.02
+LEAST_RUN = 2000
 
 
 @dataclass(slots=True)
@@ -120,7 +123,7 @@ class Auto(Deciding):
         else:
             self._end = step + self._until_look(block.median)
         if self._trial is not None:
-            self._arm, self._end = self._turns.pop(0), step + self.length
+            self._arm, self._end = self._turns.pop(0), step + self._steps(self._cycle)
         return line
 
     def unfinished(self, step: int) -> str:
@@ -173,7 +176,7 @@ class Auto(Deciding):
         """Remove slower candidates."""
         if self._cycle == 1:
             found = {arm: self._found[arm][0] for arm in self._candidates}
-            most = SEPARATE * min(block.slowest for block in found.values())
+            most = FIRST_SEPARATE * min(block.slowest for block in found.values())
             self._candidates = [arm for arm, block in found.items() if self._is_held(arm) or block.fastest <= most]
         best = self._best()
         self._candidates = [arm for arm in self._candidates if arm == best or not self._is_out(arm, best)]
@@ -226,10 +229,27 @@ class Auto(Deciding):
         self._equal = self._equal + 1 if self._are_equal() else 0
         if self._equal >= CONFIRMED:
             return f"the step times of {', '.join(self._candidates)} differ by less than {EQUAL:.0%}"
-        spent = self.cost_ns + self._cost_of(self._best())
-        if self.trials and spent > COST_MAX * self.elapsed_ns:
-            return f"trials have cost {COST_MAX:.0%} of the run"
+        if self._is_spent():
+            if self.trials:
+                return f"trials have cost {COST_MAX:.0%} of the run"
+            self._trial.again = [str(arm) for arm in self._candidates]
+            return f"another round would cost more than {100 * COST_MAX:.0f} % of a run of {LEAST_RUN} steps"
         return ""
+
+    def _is_spent(self) -> bool:
+        """Return True if all trials have cost COST_MAX of the run, or if another cycle of the first one would.
+
+        The first trial goes on until an arm that seems faster than stock has pairs enough: to stay with stock costs
+        more than the trial if the arm is faster, and stock's own steps cost the run nothing that it would not have
+        cost without a trial.
+        """
+        best = self._best()
+        spent = self.cost_ns + self._cost_of(best)
+        if self.trials:
+            return spent > COST_MAX * self.elapsed_ns
+        cycle = sum(self._excess(arm, best) for arm in self._candidates) / self._cycle
+        is_blind = best != self._kept and self._cycle < PAIRS_MIN
+        return not is_blind and spent + cycle > COST_MAX * LEAST_RUN * self._step_ns(best)
 
     def _over(self, step: int, why: str) -> str:
         """End the trial. The arm kept so far stays, unless it has left or another one is probably faster."""
@@ -271,7 +291,11 @@ class Auto(Deciding):
         By the mean of the other's blocks: what disturbs all arms alike is no cost of the trial.
         """
         own = mean(block.median for block in self._found[best].values())
-        return self.length * sum(block.median - own for block in self._found[arm].values())
+        return sum(self._steps(cycle) * (block.median - own) for cycle, block in self._found[arm].items())
+
+    def _steps(self, cycle: int) -> int:
+        """Return the number of steps in a block of a trial's cycle."""
+        return self.length if cycle else math.ceil(FIRST_PART * self.length)
 
     def _is_dear(self, arm: Arm, best: Arm) -> bool:
         """Return True if an arm is much slower than the best one in most cycles, and its steps have cost too much."""

@@ -256,6 +256,20 @@ def test_the_last_change_is_found_where_it_is(factor, after):
         assert abs(comparisons.last_change(values, groups) - 200) <= 10
 
 
+@pytest.mark.parametrize(("steps", "at"), [(100, 50), (100, 45), (120, 40), (90, 37), (200, 100)])
+@pytest.mark.parametrize("factor", [0.6, 1.2])
+def test_a_change_near_the_middle_is_found_among_arms_in_turns(steps, at, factor):
+    """One arm has more steps before the change, the other one behind it: their medians are of different states."""
+    place = np.arange(steps)
+    groups = (place + 10) // 20 % 2  # A, B B, A A, ...
+    found = []
+    for seed in range(50):
+        noise = np.random.default_rng(seed).normal(0, 0.02, steps)
+        values = np.exp(noise) * np.where(place >= at, factor, 1.0) * (1 + 0.05 * groups)
+        found.append(comparisons.last_change(values, groups))
+    assert sum(abs(each - at) <= 1 for each in found) >= 47
+
+
 def test_ten_steps_show_a_large_change():
     for seed in range(100):
         values = np.exp(np.random.default_rng(seed).normal(0, 0.1, 110)) * np.repeat([1.0, 2.0], [100, 10])

@@ -6,10 +6,12 @@ Pure: the same trace gives the same numbers.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -52,6 +54,7 @@ LOG_MAX = 700.0
 # or the number of values above SLOW times the level by at least SLOW_VALUES from that of chance.
 CHANGE_VALUES, CHANGE_SCORE, CHANGE_FACTOR = 10, 5.0, 1.1
 SLOW, SLOW_VALUES = 1.5, 4
+NEAR = 10  # values at the end of a block that are compared with as many of the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +247,8 @@ def above_usual(values: Sequence[float] | Floats) -> tuple[Floats, float]:
 def last_change(values: Sequence[float] | Floats, groups: Sequence[int] | NDArray[np.int64]) -> int:
     """Return the place from which on values are surely unlike those before; 0 if there is none.
 
-    values: positive, in order of time; they are compared after division by the median of their group. By the sum of
-    their ranks, and by the number of slow ones, at the place where it differs most from that of chance (Pettitt, A
+    values: positive, in order of time; they are compared after their groups' ratios are taken out. By the sum of their
+    ranks, and by the number of slow ones, at the place where it differs most from that of chance (Pettitt, A
     non-parametric approach to the change-point problem, 1979), then again behind.
     """
     logs = np.log(np.maximum(np.asarray(values, np.float64), 1e-300))
@@ -297,9 +300,7 @@ def changed_at(trace: Trace) -> Changed | None:
         return None
     gaps = np.flatnonzero(np.diff([step.index for step in steps]) > 1) + 1
     place = next((int(gap) for gap in gaps if abs(gap - place) <= CHANGE_VALUES), place)
-    logs = np.log(times)
-    for group in np.unique(groups):
-        logs[groups == group] -= np.median(logs[groups == group])
+    logs = _level(np.log(times), groups)
     factor = math.exp(float(np.median(logs[place:]) - np.median(logs[:place])))
     return Changed(steps[place - 1].index, steps[place].index, factor)
 
@@ -308,9 +309,7 @@ def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     """Return the place of the clearest change; 0 if there is none."""
     if len(logs) < 2 * CHANGE_VALUES:
         return 0
-    level = logs.copy()
-    for group in np.unique(groups):
-        level[groups == group] -= np.median(logs[groups == group])
+    level = _level(logs, groups)
     place, score, _ = _clearest(_ranks(level))
     factor = abs(float(np.median(level[place:]) - np.median(level[:place])))
     if score >= CHANGE_SCORE and factor >= math.log(CHANGE_FACTOR):
@@ -320,6 +319,34 @@ def _change(logs: Floats, groups: NDArray[np.int64]) -> int:
     middle = (place + len(slow)) // 2
     lasts = slow[place:middle].any() == slow[middle:].any()  # not one group of slow values
     return place if score >= CHANGE_SCORE and distance >= SLOW_VALUES and lasts else 0
+
+
+def _level(logs: Floats, groups: NDArray[np.int64]) -> Floats:
+    """Return the values less what their group differs from the largest one, and less the median of all.
+
+    By the median difference between the ends of neighbouring blocks. The medians of whole groups would be of different
+    states if a change is near the middle.
+    """
+    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1), len(logs)]
+    blocks = [logs[begin:end] for begin, end in pairwise(edges)]
+    largest = int(np.bincount(groups).argmax())
+    own = [place for place, begin in enumerate(edges[:-1]) if groups[begin] == largest]
+    more: dict[int, list[float]] = {largest: [0.0]}
+    for place, block in enumerate(blocks):
+        group = int(groups[edges[place]])
+        if group == largest:
+            continue
+        at = bisect_left(own, place)
+        beside = own[max(at - 1, 0) : at + 1]
+        least = min(abs(place - each) for each in beside)
+        for each in beside:
+            if abs(place - each) == least:
+                ends = (block[:NEAR], blocks[each][-NEAR:]) if each < place else (block[-NEAR:], blocks[each][:NEAR])
+                more.setdefault(group, []).append(float(np.median(ends[0]) - np.median(ends[1])))
+    differs = {group: float(np.median(found)) for group, found in more.items()}
+    level: Floats = logs - np.array([differs[int(group)] for group in groups])
+    level -= np.median(level)
+    return level
 
 
 def _ranks(values: Floats) -> Floats:

@@ -85,6 +85,20 @@ def test_operations_that_share_a_link_are_distinguished_from_queued_ones() -> No
         assert found.cost.link.rate_bps == pytest.approx(1.8e9, rel=0.01)
 
 
+def test_two_operations_of_a_step_do_not_show_that_they_share_a_link() -> None:
+    """The second one, a small one behind a large one, is faster than its bytes: an idle link lets a burst pass."""
+    wire = Wire(5e8, 5e8, 4.8e8, 4.8e8)
+    two = run_of(played((1052672, 263168), 4), Cost(alpha_ns=0, link=Link(5e8)), wire)
+    last = {max(one.done_ns or 0 for one in two.collectives if one.step == step.index) for step in two.steps}
+    faster = tuple(
+        replace(one, done_ns=(one.done_ns or 0) - 1.5 * MS) if one.done_ns in last else one for one in two.collectives
+    )
+    found = fit(replace(two, collectives=faster))
+    assert found.in_flight == 1
+    assert found.cost.alpha_ns == 0
+    assert found.cost.link.rate_bps == pytest.approx(5.4e8, rel=0.05)
+
+
 def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
     # Large ones look fast and small ones slow: a link of 0.9 ns a byte, if the network did not say 1 ns.
     sizes, took = (4 * MB, 8 * MB, 16 * MB), (5e6, 8.6e6, 15.8e6)

@@ -220,6 +220,7 @@ FIXED_MOST = 0.2
 LINES, BOOTSTRAP_SEED = 2000, 0
 # Largest number of operations tried as sharing the link. A larger number counts only if it cuts the deviation by this.
 SHARED_MOST, BY_FAR = 4, 0.5
+LINE_PARTS = 2  # parameters of a line
 
 
 def _by_step(rows: Sequence[Service], each: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
@@ -334,7 +335,8 @@ def concurrent_operations(trace: Trace, transport: Arm) -> tuple[str, list[Servi
     """The formula, the operations, and the number of operations that shared the link.
 
     The order of completion gives the least number. A larger one, up to SHARED_MOST, counts only if it makes the times
-    fit a line far better: operations that share a link equally do not overtake each other.
+    fit a line far better: operations that share a link equally do not overtake each other. With two
+    operations in a step it does not count: their times are always on a line.
     """
     least = in_flight(trace, transport)
     main, found, concurrent = "ring", list[Service](), least
@@ -349,6 +351,8 @@ def concurrent_operations(trace: Trace, transport: Arm) -> tuple[str, list[Servi
         off = _deviation(took, a + b * sizes)[0]
         if off < best * BY_FAR:
             main, found, concurrent, best = formula, rows, count, off
+        if np.median(np.unique([row.step for row in rows], return_counts=True)[1]) <= LINE_PARTS:
+            break
     return main, found, concurrent
 
 

@@ -339,12 +339,13 @@ def test_few_long_steps_do_not_hide_the_others():
     assert late.jitter_ns.value == pytest.approx(plain.jitter_ns.value, rel=0.1)
 
 
-def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does():
-    job = Job(ranks=4, jitter=0.01, blocks=2, block_steps=40, every=5)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does(ranks):
+    job = Job(ranks=ranks, jitter=0.01, blocks=2, block_steps=40, every=5)
     for spent, cause in (
         (job.saves_ms, ""),
         ({"saves_ms": {0: 300.0}}, "checkpoint"),
-        ({"input_of_ms": {3: 300.0}}, "input"),
+        ({"input_of_ms": {ranks - 1: 300.0}}, "input"),
         ({"sleeps_ms": {1: 300.0}}, ""),
     ):
         late = findings.find(trace_of(replace(job, **spent))).lateness
@@ -356,6 +357,20 @@ def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does():
         assert (late.rare.rank, late.rare.times, late.rare.count, late.rare.cause) == (rank, 16, 16, cause)
         assert late.jitter_ns.value == pytest.approx(300 * MS / 5, rel=0.1)
         assert 0 < late.jitter_ns.low < late.jitter_ns.high
+
+
+def test_input_saves_at_most_its_time_on_the_rank_where_it_takes_longest():
+    job = Job(ranks=2, input_ms=2, input_of_ms={1: 50.0}, every=5, block_steps=40)
+    found = findings.find(trace_of(job))
+    assert found.input_delays.mean_ns.value == pytest.approx(50 * MS / 5, rel=0.1)
+    rule = next(one for one in verdict.decide(found).evidence if one.code == "INPUT_LIMITED")
+    assert rule.saving == found.input_delays.mean_ns
+
+
+def test_what_the_input_of_a_straggler_takes_longer_is_not_counted_twice():
+    found = findings.find(trace_of(Job(ranks=2, input_ms=2, input_of_ms={1: 50.0}, block_steps=40)))
+    assert found.parts_ns["input"].value == pytest.approx(2 * MS, rel=0.1)
+    assert found.lateness.persistent_ns.value == pytest.approx(50 * MS, rel=0.05)
 
 
 @pytest.mark.parametrize(("times", "count", "ranks"), [(16, 16, 4), (5, 10, 4), (9, 40, 8), (60, 100, 2), (1, 9, 8)])
@@ -377,12 +392,35 @@ def test_long_steps_of_any_rank_name_none():
     assert found.look == ""
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_without_long_steps_a_step_is_shorter_by_the_whole_delay_whoever_has_it(ranks):
+    random = np.random.default_rng(1)
+    last = np.eye(ranks)[random.integers(0, ranks, 60)]
+    late = random.normal(size=(60, ranks)) + 100 * last * (np.arange(60) % 6 == 0)[:, None]
+    split = split_steps(trace_of(Job(ranks=ranks)))[0][1]
+    steps = [{rank: replace(split, skew_ns=1000) for rank in range(ranks)}] * 60
+    found = arrivals._rare(late, steps)
+    assert (found.count, found.rank, found.cause) == (10, None, "")
+    _, jitter = arrivals._saved(late, [], found, steps)
+    assert jitter[::6] == pytest.approx(np.full(10, 100.0), rel=0.05)
+
+
+def test_long_steps_of_any_rank_are_told_with_what_takes_longer_in_them():
+    random = np.random.default_rng(1)
+    last = np.eye(4, dtype=bool)[random.integers(0, 4, 60)] & (np.arange(60) % 6 == 0)[:, None]
+    split = split_steps(trace_of(Job(ranks=4)))[0][1]
+    steps = [{r: replace(split, input_ns=90 if late else 0) for r, late in enumerate(row)} for row in last]
+    found = arrivals._rare(random.normal(size=(60, 4)) + 100 * last, steps)
+    assert (found.count, found.rank, found.cause) == (10, None, "input")
+    assert found.why.endswith("late by much more than usual, now one, now another: its input takes longer then.")
+
+
 def test_a_rank_that_is_late_each_time_too_few_times_may_be_so_by_chance():
     split = split_steps(trace_of(Job(blocks=2, block_steps=40)))[0][1]
     late = np.random.default_rng(1).normal(size=(60, 2)) + np.outer(np.arange(60) % 7 == 6, [0, 100])
     found = arrivals._rare(late, [dict.fromkeys(range(2), split)] * 60)
     assert (found.count, found.rank, found.perhaps) == (8, None, 1)
-    assert found.why.endswith("by much more than usual, each time rank 1; with so few steps that may be chance.")
+    assert found.why.endswith("by much more than usual, each time rank 1, which may be chance with so few steps.")
     assert found.look.startswith("Look at what rank 1 does")
 
 

@@ -47,6 +47,8 @@ SHORTEST_PART = 0.1
 CORRELATED = 0.1
 # If this part of the steps holds most of a wait, its interval is that of single delays.
 FEW_STEPS = 0.1
+# Of the delay of the steps in which a rank is late by much more than usual, this part may be of any rank.
+LITTLE = 0.05
 
 
 def _matched(trace: Trace) -> list[dict[int, Collective]]:
@@ -196,7 +198,8 @@ class Rare:
     """Steps in which a rank is late by much more than usual; the others wait then for most of what they wait at all.
 
     count: of these steps, of `steps`. rank: the one that is last in `times` of them, more than chance allows; None if
-    there is none. cause: what takes most of that time on it: "checkpoint", "evaluation", "input", or "" if not known.
+    there is none. cause: what takes most of that time on it, or on whoever is last: "checkpoint", "evaluation",
+    "input", or "" if not known.
     perhaps: the rank that is last in all of them, too few to exclude chance; None if several are, or if rank is set.
     """
 
@@ -211,16 +214,16 @@ class Rare:
     def why(self) -> str:
         """Sentences: how often, who, and what it does then."""
         often = f"In {self.count} of {self.steps} steps a rank is late by much more than usual"
-        if self.perhaps is not None:
-            return f"{often}, each time rank {self.perhaps}; with so few steps that may be chance."
-        if self.rank is None:
-            return f"{often}, now one, now another."
         does = {
             "checkpoint": "it writes a checkpoint then",
             "evaluation": "it evaluates then",
             "input": "its input takes longer then",
         }
         what = f": {does[self.cause]}" if self.cause else ""
+        if self.perhaps is not None:
+            return f"{often}, each time rank {self.perhaps}, which may be chance with so few steps{what}."
+        if self.rank is None:
+            return f"{often}, now one, now another{what}."
         return f"{often}, in {self.times} of these rank {self.rank}{what}."
 
     @property
@@ -580,8 +583,9 @@ def _mean(values: Floats) -> Estimate:
 
 
 def _latest(arrived: Floats) -> Floats:
-    """How much later than the typical rank the last one arrives, of each step."""
-    late: Floats = arrived.max(axis=1) - np.median(arrived, axis=1)
+    """How much later than the typical other rank the last one arrives, of each step."""
+    order = np.sort(arrived, axis=1)
+    late: Floats = order[:, -1] - np.median(order[:, :-1], axis=1)
     return late
 
 
@@ -612,11 +616,16 @@ def _so_many(times: int, count: int, chance: float) -> float:
 def _long(evened: Floats) -> NDArray[np.bool_]:
     """The steps in which a rank is late by much more than usual.
 
-    Usual is up to DELAYED times the distance of the 10th percentile from the median above the median.
+    Usual is up to DELAYED times the distance of the 10th percentile from the median above the median. Of the others,
+    the shortest do not count that hold the last LITTLE of the delay: a few are always above the limit by chance.
     """
     late = _latest(evened)
     low, usual = np.percentile(late, [10, 50])
-    long: NDArray[np.bool_] = late > usual + DELAYED * (usual - low)
+    delays = np.where(late > usual + DELAYED * (usual - low), late, 0.0)
+    order = np.sort(delays)[::-1]
+    held = np.cumsum(order)
+    least = order[np.searchsorted(held, (1 - LITTLE) * held[-1])]
+    long: NDArray[np.bool_] = (delays > 0) & (delays >= least)
     return long
 
 
@@ -629,11 +638,14 @@ def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> Rare | None:
     count, ranks = int(long.sum()), evened.shape[1]
     if not 0 < count <= len(late) / 2 or late[long].sum() <= late.sum() / 2:
         return None
-    last = evened[long].argmax(axis=1)
-    rank, times = Counter(last.tolist()).most_common(1)[0]
+    last, places = evened[long].argmax(axis=1).tolist(), np.flatnonzero(long).tolist()
+    rank, times = Counter(last).most_common(1)[0]
     if times < DELAYED_STEPS_MIN or ranks * _so_many(times, count, 1 / ranks) > CHANCE_MAX:
-        return Rare(count, len(late), None, 0, "", rank if times == count else None)
-    own = np.flatnonzero(long)[last == rank]
+        whoever = [steps[place][each] for place, each in zip(places, last, strict=True)]
+        typical = [split for step in steps for split in step.values()]
+        cause = _cause(whoever, typical, float(late[long].sum()))
+        return Rare(count, len(late), None, 0, cause, rank if times == count else None)
+    own = [place for place, each in zip(places, last, strict=True) if each == rank]
     cause = _cause([steps[place][rank] for place in own], [step[rank] for step in steps], float(late[own].sum()))
     return Rare(count, len(late), rank, times, cause)
 
@@ -650,10 +662,10 @@ def _saved(
     of_others = np.delete(waited, members, axis=1).mean(axis=1)
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
     jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
-    if rare is not None and rare.rank is not None:  # it alone is to be as fast as the typical rank then
-        own = _long(evened) & (evened.argmax(axis=1) == rare.rank)
-        alone = np.minimum(_latest(evened), np.delete(waited, rare.rank, axis=1).mean(axis=1))
-        jitter = np.where(own, alone, jitter)
+    if rare is not None:  # whoever is late in these steps is to be as fast as the typical other rank
+        last = np.eye(waited.shape[1], dtype=bool)[evened.argmax(axis=1)]
+        of_others = np.where(last, 0.0, waited).sum(axis=1) / (waited.shape[1] - 1)
+        jitter = np.where(_long(evened), np.minimum(_latest(evened), of_others), jitter)
     return persistent, jitter
 
 

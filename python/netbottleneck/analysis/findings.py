@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -128,7 +128,8 @@ class Findings:
 
     trace: the run, with uncertain clocks aligned by its operations. clock_error_ns: largest error of a time difference
     between two ranks. base: the arm that the verdict is about, or None if no step could be split into parts. share: the
-    exposed or waiting part of base's step. parts_ns: the parts of base's step that a verdict is about, with intervals.
+    exposed or waiting part of base's step. parts_ns: the parts of base's step that a verdict is about, with intervals;
+    of PHASES, on the rank where they take longest in a step, of those that are not late step after step.
     late_ns: by rank, how long the mean step of the other ranks waits for it. waiting_ns: by rank, how long its mean
     step waits for the last rank. cores_used: by rank, the cores that it keeps busy in base's steps. lateness: of the
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
@@ -216,12 +217,14 @@ def _parts(splits: Sequence[Split]) -> Parts:
     return Parts(**{name: mean(name) for name in names}, steps=len(splits))
 
 
-def _over_steps(splits: Iterable[Split], value: Callable[[Split], float]) -> list[float]:
-    """A value of each step in order of time, as the mean over its ranks."""
+def _over_steps(
+    splits: Iterable[Split], value: Callable[[Split], float], of_ranks: Callable[[list[float]], Any] = np.mean
+) -> list[float]:
+    """A value of each step in order of time. of_ranks: makes it of those of the step's ranks."""
     by_step: dict[tuple[int, int], list[float]] = defaultdict(list)
     for split in splits:
         by_step[split.block, split.index].append(value(split))
-    return [float(np.mean(values)) for _, values in sorted(by_step.items())]
+    return [float(of_ranks(values)) for _, values in sorted(by_step.items())]
 
 
 # The parts of a step with intervals, by name. late: of the exposed and waiting part, before the last rank arrived.
@@ -230,9 +233,9 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
     "idle": lambda s: s.exposed_ns + s.wait_ns,
     "late": lambda s: s.skew_ns,
     "moving": lambda s: s.exposed_ns + s.wait_ns - s.skew_ns,
-    "input": lambda s: s.input_ns,
-    "optimizer": lambda s: s.optimizer_ns,
 }
+# Those that a step saves at most if they take no time on any rank.
+PHASES: Mapping[str, Callable[[Split], float]] = {"input": lambda s: s.input_ns, "optimizer": lambda s: s.optimizer_ns}
 
 
 def _delays(splits: Sequence[Split]) -> Delays | None:
@@ -253,16 +256,19 @@ def _delays(splits: Sequence[Split]) -> Delays | None:
 
 def _input_delays(splits: Sequence[Split]) -> Delays | None:
     """By how much more than usual passes before the forward in single steps; None if too few or most have more."""
-    before, lengths = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("input", "step"))
+    before = np.asarray(_over_steps(splits, PHASES["input"], max))
+    lengths = np.asarray(_over_steps(splits, PARTS["step"]))
     later, _ = above_usual(before)
     if not DELAYED_STEPS_MIN <= np.count_nonzero(later) <= len(later) / 2:
         return None
     return Delays(mean_of_delays(later), float((lengths - later).mean()), mean_of_typical(before - later, lengths))
 
 
-def _of_typical(splits: Sequence[Split], value: Callable[[Split], float]) -> Estimate:
-    """The mean of a value over the middle half of the steps."""
-    return mean_of_typical(_over_steps(splits, value), _over_steps(splits, PARTS["step"]))
+def _of_typical(
+    splits: Sequence[Split], value: Callable[[Split], float], of_ranks: Callable[[list[float]], Any] = np.mean
+) -> Estimate:
+    """The mean of a value over the middle half of the steps. of_ranks: as in `_over_steps`."""
+    return mean_of_typical(_over_steps(splits, value, of_ranks), _over_steps(splits, PARTS["step"]))
 
 
 def _starved(rows: Sequence[Row]) -> Estimate | None:
@@ -282,8 +288,10 @@ def _starved(rows: Sequence[Row]) -> Estimate | None:
     return _of_typical(splits, lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
 
 
-def _parts_ns(splits: Sequence[Split]) -> dict[str, Estimate]:
-    return {name: _of_typical(splits, value) for name, value in PARTS.items()}
+def _parts_ns(splits: Sequence[Split], others: Sequence[Split]) -> dict[str, Estimate]:
+    """others: of the ranks that are not late. What these take longer than each other in a phase, a step waits for."""
+    parts = {name: _of_typical(splits, value) for name, value in PARTS.items()}
+    return parts | {name: _of_typical(others, value, max) for name, value in PHASES.items()}
 
 
 def _share(splits: Sequence[Split]) -> Estimate:
@@ -446,17 +454,19 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     steps = {(step.rank, step.index) for step, _, _ in rows}
     own = [c for c in trace.collectives if c.arm == base and not c.by_script and (c.rank, c.step) in steps]
     sampled = [step for step in trace.steps if step.arm == base]
+    late = None if common.not_matched else lateness(trace, base, splits)
+    others = splits if late is None else [split for split in splits if split.rank not in late.ranks]
     return replace(
         common,
         base=base,
         share=_share(splits),
-        parts_ns=_parts_ns(splits),
+        parts_ns=_parts_ns(splits, others),
         delays=_delays(splits),
-        input_delays=_input_delays(splits),
+        input_delays=_input_delays(others),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),
-        lateness=None if common.not_matched else lateness(trace, base, splits),
+        lateness=late,
         comparisons=_comparisons(common, base, warmup),
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),

@@ -442,7 +442,7 @@ RARE_NEXT = {
     "checkpoint": "Write checkpoints in the background (torch.distributed.checkpoint.async_save), less often, or on "
     "all ranks at once.",
     "evaluation": "Evaluate on all ranks, less often, or in another job.",
-    "input": "Look at that rank's data loader and disk: more workers, or prefetching.",
+    "input": "Look at the data loader and disk of a late rank: more workers, or prefetching.",
 }
 
 

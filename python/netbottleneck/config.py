@@ -68,7 +68,9 @@ def integer(low: int, high: int | None = None) -> Kind:
     return Kind(parse, f"a whole number, {low} to {high}" if high is not None else f"a whole number, at least {low}")
 
 
+MOST = 2**31 - 1  # the core counts steps and events in 32 bits
 MOST_S = 2_147_483  # the engine counts milliseconds in 32 bits
+MOST_GBPS = 1e6
 
 
 def seconds(low: float) -> Kind:
@@ -84,9 +86,9 @@ def seconds(low: float) -> Kind:
 
 
 def rate(text: str) -> float:
-    """Return a rate above zero."""
+    """Return a rate above zero, in Gbit/s."""
     value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < value <= MOST_GBPS:
         raise ValueError(text)
     return value
 
@@ -200,7 +202,7 @@ def cpus(text: str) -> tuple[int, ...]:
 
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
-GBPS = Kind(rate, "Gbit/s, above 0")
+GBPS = Kind(rate, f"Gbit/s, above 0, at most {MOST_GBPS:.0f}")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
 TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
@@ -370,9 +372,9 @@ class Settings:
         "1: process sets may be added and removed after init()",
         ("HOROVOD_DYNAMIC_PROCESS_SETS", horovod_boolean),
     )
-    start_step: int = _row("START_STEP", integer(0), 10, "first step that is recorded")
-    end_step: int = _row("END_STEP", integer(0), 0, "stop recording before this step; 0: never")
-    block_steps: int = _row("BLOCK_STEPS", integer(1), 10, "steps in a block, if TRANSPORT is a list; auto: 5")
+    start_step: int = _row("START_STEP", integer(0, MOST), 10, "first step that is recorded")
+    end_step: int = _row("END_STEP", integer(0, MOST), 0, "stop recording before this step; 0: never")
+    block_steps: int = _row("BLOCK_STEPS", integer(1, MOST), 10, "steps in a block, if TRANSPORT is a list; auto: 5")
     alternate: str = _row(
         "ALTERNATE",
         ALTERNATION,
@@ -381,7 +383,7 @@ class Settings:
         "first alone (not if all are stock or bare)",
     )
     sample_every: int = _row(
-        "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"
+        "SAMPLE_EVERY", integer(0, MOST), 20, "record forward times by module in one of N steps; 0: never"
     )
     link_gbps: float | None = _row(
         "LINK_GBPS", GBPS, None, "rate of each host's link, one way; default: what the interface states"
@@ -395,7 +397,7 @@ class Settings:
         "info; 0: none. Without a terminal and without this level, nothing unless it is set",
     )
     trace_events: int = _row(
-        "TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; of more, the first and the last"
+        "TRACE_EVENTS", integer(1, MOST), 1 << 20, "events in a ring file; of more, the first and the last"
     )
     nccl_events: str | None = _row(
         "NCCL_EVENTS",

@@ -132,11 +132,17 @@ def test_variables_of_horovod_that_are_followed_or_the_launchers_are_not_named()
     assert without_effect({**followed, **places, **server, **{f"HOROVOD_{name}": "1" for name in how}}) == []
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "ten"])
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "1e308", "nan", "ten"])
 def test_the_rate_of_the_link_is_above_zero(text: str) -> None:
     assert settings(environ={"NETBOTTLENECK_LINK_GBPS": "12.5"}).link_gbps == 12.5
     with pytest.raises(ValueError, match=f"NETBOTTLENECK_LINK_GBPS={text}: .*Gbit/s, above 0"):
         settings(environ={"NETBOTTLENECK_LINK_GBPS": text})
+
+
+@pytest.mark.parametrize("name", ["START_STEP", "END_STEP", "BLOCK_STEPS", "SAMPLE_EVERY", "TRACE_EVENTS"])
+def test_a_number_that_the_core_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"NETBOTTLENECK_{name}=99999999999999: .*to 2147483647"):
+        settings(environ={f"NETBOTTLENECK_{name}": "99999999999999"})
 
 
 def test_horovods_interface_is_an_exact_name() -> None:

@@ -100,6 +100,7 @@ def test_a_run_over_one_transport_of_ours_goes_on_after_a_join(
     assert "all further steps" not in output
     trace = Run(tmp_path / "run").trace
     assert trace.arms == ("tcp",)  # over which an unmeasured run sends its gradients, too
+    assert not any(rank.steps_unfinished for rank in trace.ranks)
     first, second = ({step.index for step in trace.steps if step.rank == rank} for rank in range(2))
     assert first == set(range(13))  # 4, 7 and 2 steps
     assert second == {*range(8), *range(11, 16)}  # 4 and 4, and 5 from the step on that rank 0 had reached

@@ -28,7 +28,7 @@ from netbottleneck import cli, report
 from netbottleneck.analysis.thresholds import STEPS_MIN
 from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import Change, Following, Part, Run, progress
+from netbottleneck.report import Change, Following, Part, Run, exporters, progress
 from netbottleneck.runtime.progress import LOG_EVERY, Progress
 from netbottleneck.trace import model, ring_file, ring_reader
 from netbottleneck.trace.transports import Arm
@@ -383,11 +383,28 @@ def test_bad_arguments_are_refused(fake: Path, bad: list[str], capsys: pytest.Ca
     assert bad[0] in capsys.readouterr().err
 
 
-def test_an_export_that_fails_at_first_ends_with_one_line(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_cannot_be_written_is_refused_before_the_first_frame(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = fake / "no folder" / "run.prom"
-    assert cli.main(["top", str(fake), "--line", "--export", f"prometheus={place}"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["top", str(fake), "--line", "--export", f"prometheus={place}"])
     printed = capsys.readouterr()
-    assert printed.err.startswith("netbottleneck: exporting to prometheus failed: FileNotFoundError")
+    assert f"--export prometheus {place}: must be a file in an existing folder" in printed.err
+    assert not printed.out
+
+
+def test_an_export_that_fails_at_first_ends_with_one_line(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporters, "write_text", full)
+    assert cli.main(["top", str(fake), "--line", "--export", "prometheus=run.prom"]) == 1
+    printed = capsys.readouterr()
+    assert "No space left on device" in printed.err
+    assert len(printed.err.splitlines()) == 1
     assert "waiting" not in printed.out
 
 

@@ -191,6 +191,7 @@ def _top(argv: Sequence[str]) -> int:
         live = [name for name, exporter in EXPORTERS.items() if exporter.live]
         if name not in live:
             parser.error(f"--export {name}: name one of {', '.join(live)}; the others take a run that has ended")
+    _check_targets(parser, None, None, args.export)
     from netbottleneck.report import WINDOW_STEPS, Following
 
     if not Path(args.run).is_dir():

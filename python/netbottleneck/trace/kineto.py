@@ -625,7 +625,8 @@ def _distinct(ranks: Sequence[_Recorded]) -> None:
         if not one.gpu and one.calls_nccl:
             raise ValueError(f"{one.path}: it has calls of NCCL and no kernel of a GPU: profile with {ACTIVITIES}")
         if one.lacks_nccl:
-            advice = f"profile with {ACTIVITIES} and schedule=torch.profiler.schedule(wait=1, warmup=1, active=20)"
+            plan = "torch.profiler.schedule(wait=1, warmup=1, active=20, repeat=1)"
+            advice = f"profile with {ACTIVITIES} and schedule={plan}"
             raise ValueError(f"{one.path}: it has calls of NCCL and kernels of a GPU, but no kernel of NCCL: {advice}")
         if one.size == 0 or ("rank" in one.missing and len(ranks) > 1):
             fields = " and ".join(f'"{name}"' for name in one.missing)

@@ -127,13 +127,16 @@ def _updates(step: _OpenStep, end_ns: int) -> tuple[tr.Interval, ...]:
 def rank_steps(
     events: Iterable[Event], rank: int, arms: Sequence[Arm], plan: str | None
 ) -> tuple[list[tr.Step], int, bool]:
-    """Return the finished steps of a rank's training thread, the number abandoned, and whether the last is open."""
+    """Return the finished steps of a rank's training thread, the number abandoned, and whether the last is open.
+
+    A step without a forward pass is not abandoned: hvd.join() leaves the one that the loop's end began.
+    """
     finished: list[tr.Step] = []
     current: _OpenStep | None = None
     unfinished = 0
     for event in events:
         if event.kind == "STEP_BEGIN":
-            unfinished += current is not None
+            unfinished += current is not None and bool(current.forward)
             current = _OpenStep(event)
         elif current is None:
             continue

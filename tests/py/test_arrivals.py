@@ -609,6 +609,22 @@ def test_what_ranks_are_late_by_at_a_barrier_and_at_the_gradients_adds_up():
     assert even.straggler is None
 
 
+def test_a_rank_that_waits_for_another_one_of_its_group_is_not_late_for_that():
+    """Rank 1 comes 12 ms late to a call of ranks 0 and 1, and both then as late to the gradients of all four."""
+    one = trace_of(Job(ranks=4)).collectives[0]
+    call = replace(one, phase="forward", ranks=2, bucket=None)
+    entered, released = (3, 15, 3, 3), (16, 16, 4, 4)
+    rows, waits = [], {}
+    for rank in range(4):
+        key = rank // 2
+        rows.append(replace(call, rank=rank, key=key, submit_ns=entered[rank] * MS, done_ns=released[rank] * MS))
+        times = {"submit_ns": (released[rank] + 20) * MS, "done_ns": 40 * MS}
+        rows.append(replace(one, rank=rank, key=9, **times))
+        waits[rank] = [(key, entered[rank] * MS, released[rank] * MS), (0, times["submit_ns"], 40 * MS)]
+    own = arrivals._own_work(rows, waits, 4)
+    assert [ns - min(own) for ns in own] == [0, 12 * MS, 0, 0]
+
+
 def test_a_call_for_which_no_rank_waits_is_no_place_to_be_late_at():
     assert findings.find(with_barriers([(20, 20), (2, 22)], 1, waits=False)).lateness.straggler is None
 

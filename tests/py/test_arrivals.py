@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from netbottleneck import units
 from netbottleneck.analysis import arrivals, bandwidth, findings, rule_facts, verdict
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.analysis.thresholds import CHANCE_MAX
@@ -607,6 +608,22 @@ def test_what_ranks_are_late_by_at_a_barrier_and_at_the_gradients_adds_up():
     assert late.persistent_ns.value == pytest.approx(26 * MS)
     even = findings.find(with_barriers([(20, 40), (22, 2)], 1)).lateness
     assert even.straggler is None
+
+
+def test_transfer_that_is_exposed_beside_uneven_steps_is_told_with_what_to_measure():
+    job = Job(ranks=4, jitter=0.2, block_steps=40, buckets=(32 * MIB,), flow_bps=5e9, link_known=False)
+    alone = findings.find(trace_of(job))
+    found = verdict.decide(alone)
+    assert found.code == "IMBALANCE"
+    moving = alone.parts_ns["moving"].value
+    assert f" No rule explains {units.ms(moving)} of exposed transfer" in found.next
+    assert found.next.endswith(
+        "NETBOTTLENECK_TRANSPORT=stock,tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
+    )
+    few = replace(job, flow_bps=1e10, buckets=(MIB,))
+    compared = replace(job, arms=("stock", "tcp"), blocks=8)
+    for other in (few, compared):
+        assert "No rule explains" not in verdict.decide(findings.find(trace_of(other))).next
 
 
 def test_a_rank_that_waits_for_another_one_of_its_group_is_not_late_for_that():

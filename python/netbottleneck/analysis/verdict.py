@@ -26,7 +26,7 @@ from netbottleneck.analysis.traffic import SAME_MTU, unproven, unseen
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
 from netbottleneck.trace.model import NOT_TIMED, STAYS
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
-from netbottleneck.units import listed, percent
+from netbottleneck.units import listed, ms, percent
 
 CODES = (
     "TRANSPORT_LIMITED",
@@ -205,13 +205,26 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     if doubt is not None:
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {doubt.share}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
-        return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
+        return Verdict("INCONCLUSIVE", why, f"{doubt.needs}{_rest(facts, evidence)}", evidence, doubt.more)
     small = max(share.high, typical) < limits.NETWORK_SHARE_MIN
     if small:
         return _small(facts, evidence, lost)
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
     return _unexplained(facts, evidence, lost)
+
+
+def _rest(facts: Facts, evidence: Sequence[RuleResult]) -> str:
+    """How much transfer is exposed beside the causes that fired, and how to find why; "" if one of them is of transfer.
+
+    Also "" if it is little, or not known, or if transports were compared.
+    """
+    f, moving = facts.f, facts.f.parts_ns["moving"].value
+    explained = any(one.fired and one.code in (*NETWORK_CODES, *COMPARED_CODES) for one in evidence)
+    if explained or f.lateness is None or f.comparisons or moving < limits.NETWORK_SHARE_MIN * facts.step_ns:
+        return ""
+    part = percent(moving / facts.step_ns)
+    return f" No rule explains {ms(moving)} of exposed transfer, {part} of the step. {_missing(facts)}"
 
 
 def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
@@ -346,4 +359,6 @@ def decide(
     facts = Facts(findings, base, predicted, hosts, others, connected, perhaps)
     evidence = judge(facts)
     first = evidence[0]
-    return Verdict(first.code, first.why, first.next, evidence) if first.fired else _nothing(facts, evidence)
+    if not first.fired:
+        return _nothing(facts, evidence)
+    return Verdict(first.code, first.why, f"{first.next}{_rest(facts, evidence)}", evidence)

@@ -461,9 +461,49 @@ def test_a_rank_without_a_description_is_read_with_the_others(tmp_path):
     (folder / "ranks" / "1.ofi.ring").write_bytes(b"torn")
     trace = ring_reader.load(folder)
     assert trace.parameters == whole.parameters
-    assert trace.steps == whole.steps
+    assert trace.steps == tuple(step for step in whole.steps if step.arm != "ofi")
+    assert {step.rank for step in trace.steps} == {0, 1}
     assert any("rank 0 left no description" in note for note in trace.notes)
-    assert any("1.ofi.ring" in note for note in trace.notes)
+    assert "steps over ofi are left out: ranks/1.ofi.ring cannot be read" in trace.notes
+
+
+@pytest.mark.parametrize("name", ["train", "ofi"])
+def test_a_missing_file_of_events_is_named_and_own_traces_are_read_instead(tmp_path, name):
+    folder = FakeRun(tmp_path, blocks=2).write()
+    whole = ring_reader.convert(folder)
+    (folder / "ranks" / f"1.{name}.ring").unlink()
+    trace = ring_reader.load(folder)
+    assert (trace.steps, trace.collectives) == (whole.steps, whole.collectives)
+    assert f"ranks/1.{name}.ring cannot be read: ranks/<rank>.jsonl.gz are read instead" in trace.notes
+    (folder / "ranks" / "1.jsonl.gz").unlink()
+    trace = ring_reader.load(folder)
+    if name == "train":
+        assert {step.rank for step in trace.steps} == {rank.rank for rank in trace.ranks} == {0}
+        assert "rank 1 is left out: ranks/1.train.ring cannot be read" in trace.notes
+    else:
+        assert {step.arm for step in trace.steps} == {step.arm for step in whole.steps} - {"ofi"}
+    (folder / "ranks" / "0.train.ring").unlink()
+    if name == "train":
+        with pytest.raises(FileNotFoundError, match=r"no rank has left a record of its steps: ranks/0\.train\.ring"):
+            ring_reader.load(folder)
+
+
+def test_a_rank_without_any_file_of_events_is_read_from_its_own_trace(tmp_path):
+    folder = FakeRun(tmp_path, blocks=2).write()
+    whole = ring_reader.convert(folder)
+    for path in (folder / "ranks").glob("1.*.ring"):
+        path.unlink()
+    assert ring_reader.load(folder).steps == whole.steps
+
+
+@pytest.mark.parametrize(("place", "value"), [(16, 2**60), (16, 0), (48, 2**60), (64, 2**62)])
+def test_a_damaged_header_is_named(tmp_path, place, value):
+    path = FakeRun(tmp_path, blocks=2).write() / "ranks" / "1.train.ring"
+    content = bytearray(path.read_bytes())
+    content[place : place + 8] = value.to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"1\.train\.ring: its header is damaged"):
+        ring_file.read_ring(path)
 
 
 def test_faults_name_the_missing_ranks(tmp_path):

@@ -209,7 +209,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     small = max(share.high, typical) < limits.NETWORK_SHARE_MIN
     if small:
         return _small(facts, evidence, lost)
-    if stock_is_as_good(f):
+    if stock_is_as_good(f) and not facts.missing:
         return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
     return _unexplained(facts, evidence, lost)
 

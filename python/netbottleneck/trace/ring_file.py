@@ -58,6 +58,7 @@ KIND, TIMES = 1 << 8, 1 << 24
 RUN = np.dtype([("changes", "<u8"), ("rows", "<u8"), ("stride", "<u8")])
 STEPS = np.dtype([("first", "<u4"), ("count", "<u4"), ("total_ns", "<u8"), ("longest_ns", "<u8"), ("waited_ns", "<u8")])
 STEPS_MOST = 1024
+COUNT_MOST = 1 << 48  # events of a file, far beyond what one can have
 READS = 10  # of rows that change meanwhile
 # The rest of the first page keeps lasting events that come later than the first ones.
 LASTING_MOST = 60
@@ -95,6 +96,9 @@ def _page(fd: int, name: object) -> tuple[Any, bytes]:
     head = np.frombuffer(raw, HEADER, 1)[0]
     if head["version"] not in RING_VERSIONS or head["event_bytes"] != EVENT.itemsize:
         raise ValueError(f"{name}: ring version {head['version']}; this netbottleneck reads versions {RING_VERSIONS}")
+    if not head["once"] <= head["capacity"] <= COUNT_MOST or head["taken"] > COUNT_MOST:
+        numbers = ", ".join(f"{key} {head[key]}" for key in ("capacity", "once", "taken"))
+        raise ValueError(f"{name}: its header is damaged ({numbers})")
     return head, raw
 
 

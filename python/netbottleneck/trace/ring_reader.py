@@ -28,7 +28,7 @@ from netbottleneck.trace.heartbeats import HEARTBEAT, clock_of
 from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING, Ring, read_ring
 from netbottleneck.trace.run_steps import between
-from netbottleneck.trace.transports import STOCK, Arm, backends
+from netbottleneck.trace.transports import NATIVE, STOCK, Arm, backends
 
 # Events of one rank by name, converted to steps, operations, faults and costs. Pure.
 
@@ -433,6 +433,11 @@ class _RankFiles:
         """Return wall clock minus monotonic clock, None without rings."""
         return next((r.opened_wall_ns - r.opened_mono_ns for r in self.rings.values()), None)
 
+    def lacks(self) -> list[str]:
+        """Return the transports whose files of events are missing, and TRAIN if that of the training thread is."""
+        opened = (name for name, info in self.described.transports.items() if info.streams_open is not None)
+        return [name for name in (TRAIN, *opened) if name in (TRAIN, *NATIVE) and name not in self.rings]
+
 
 def _clock(files: _RankFiles, reference_ns: int | None) -> tr.Clock:
     """Return this rank's clock relative to rank 0's."""
@@ -627,19 +632,51 @@ def _head(run: Mapping[str, Any], ranks: Sequence[_RankFiles]) -> tr.Trace:
 
 
 def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Callable[[Path], Ring]) -> tr.Trace:
+    """Read the ranks' files of events. Notes name what is left out where one is missing.
+
+    If all ranks left their own traces, these are read instead. Raises as `load`.
+    """
     everyone = [_rank_files(folder, rank, read) for rank in ranks]
+    lacking = [(files.rank, name) for files in everyone for name in files.lacks()]
+    told = _own_traces(folder).keys()
+    lost = [f"ranks/{rank}.{name}.ring" for rank, name in lacking]
+    lost += [f"ranks/{rank}.{TRAIN}.ring" for rank in sorted(told - set(ranks))]
+    if lost and told >= set(ranks):
+        whole = _from_traces(folder)
+        note = f"{', '.join(lost)} cannot be read: ranks/<rank>.jsonl.gz are read instead"
+        return replace(whole, notes=(*whole.notes, note))
+    out = {rank for rank, name in lacking if name == TRAIN}
+    if out == set(ranks):
+        raise FileNotFoundError(f"{folder.parent}: no rank has left a record of its steps: {', '.join(lost)}")
     with _of_file(folder.parent / RUN_FILE):
         head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
     parts: list[tr.Trace] = []
     gaps: list[_Gap] = []
     for files in everyone:
+        if files.rank in out:
+            continue
         clock = _clock(files, reference)
         named = {name: _named_events(ring, clock, of_steps=name != NCCL) for name, ring in files.rings.items()}
         parts.append(_rank_trace(head, files, clock, named, plan))
         gaps += [_gap(files.rank, name, ring) for name, ring in files.rings.items() if ring.gap and name != NCCL]
-    whole = replace(tr.merge(parts), epoch_wall_ns=reference or 0)
+    whole = _known(replace(tr.merge(parts), epoch_wall_ns=reference or 0), lacking)
     return _without(whole, gaps) if gaps else whole
+
+
+def _known(trace: tr.Trace, lacking: Sequence[tuple[int, str]]) -> tr.Trace:
+    """Return the trace without what is not known where files of events are missing. lacking: (rank, name) of each."""
+    notes = []
+    for rank, name in lacking:
+        what = f"rank {rank} is" if name == TRAIN else f"steps over {name} are"
+        notes.append(f"{what} left out: ranks/{rank}.{name}.ring cannot be read")
+    unknown = {name for _, name in lacking}
+    return replace(
+        trace,
+        steps=tuple(step for step in trace.steps if step.arm.transport not in unknown),
+        collectives=tuple(one for one in trace.collectives if one.arm.transport not in unknown),
+        notes=(*trace.notes, *notes),
+    )
 
 
 def _dropped(name: str, ring: Ring) -> int:
@@ -695,7 +732,7 @@ def _without(trace: tr.Trace, gaps: Sequence[_Gap]) -> tr.Trace:
 
 
 def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Trace:
-    """Load the trace of a run folder from its rings, or without rings from ranks/<rank>.jsonl.gz. Writes nothing.
+    """Load the trace of a run folder from its rings, or else from ranks/<rank>.jsonl.gz. Writes nothing.
 
     read: returns the ring of a file, such as a part of it. Raises FileNotFoundError for a folder without a run, and
     ValueError naming the file for an unknown version."""
@@ -711,10 +748,15 @@ def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Tr
     return _from_traces(ranks_dir)
 
 
+def _own_traces(folder: Path) -> dict[int, Path]:
+    """Return the ranks' own traces, by rank."""
+    names = {path: _TRACE_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl.gz")}
+    return {int(match[1]): path for path, match in names.items() if match is not None}
+
+
 def _from_traces(folder: Path) -> tr.Trace:
     """Read the ranks' own traces; an unreadable one becomes a note. Raises as load, ValueError if none can be read."""
-    names = {path: _TRACE_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl.gz")}
-    numbers = {int(match[1]): path for path, match in names.items() if match is not None}
+    numbers = _own_traces(folder)
     if not numbers:
         raise FileNotFoundError(f"{folder}: no rank has left a record")
     parts, errors = [], []

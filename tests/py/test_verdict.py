@@ -391,11 +391,13 @@ def test_a_share_that_single_steps_make_is_told_from_that_of_most(tmp_path):
 
 
 def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
-    v = verdict.decide(
-        findings_of(tmp_path, blocks=9, bare_ms=174, transfer_ms={"ofi": (35, 123)}, probe=[[1, 6_000_000, 10**8]])
-    )
+    alike = {"blocks": 9, "bare_ms": 174, "transfer_ms": {"ofi": (35, 123)}, "probe": [[1, 6_000_000, 10**8]]}
+    v = verdict.decide(findings_of(tmp_path / "known", **alike))
     assert v.code == "DO_NOTHING"
     assert v.next == "Do nothing: keep stock."
+    unknown = verdict.decide(findings_of(tmp_path / "unknown", run={"network": None}, **alike))
+    assert unknown.code == "DO_NOTHING"
+    assert unknown.next.startswith("Do nothing: keep stock. Set NETBOTTLENECK_LINK_GBPS to the link's speed")
 
 
 def gaining(tmp_path, value, low, high):

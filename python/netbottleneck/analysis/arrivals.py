@@ -217,7 +217,7 @@ class Rare:
         does = {
             "checkpoint": "it writes a checkpoint then",
             "evaluation": "it evaluates then",
-            "input": "its input takes longer then",
+            "input": "more time passes before its forward then",
         }
         what = f": {does[self.cause]}" if self.cause else ""
         if self.perhaps is not None:

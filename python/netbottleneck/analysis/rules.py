@@ -442,7 +442,7 @@ RARE_NEXT = {
     "checkpoint": "Write checkpoints in the background (torch.distributed.checkpoint.async_save), less often, or on "
     "all ranks at once.",
     "evaluation": "Evaluate on all ranks, less often, or in another job.",
-    "input": "Look at the data loader and disk of a late rank: more workers, or prefetching.",
+    "input": "Look at what a late rank does before its forward: its data loader and disk, or other code there.",
 }
 
 

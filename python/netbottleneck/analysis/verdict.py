@@ -210,7 +210,11 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     if small:
         return _small(facts, evidence, lost)
     if stock_is_as_good(f) and not facts.missing:
-        return Verdict("DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
+        large = f.parts_ns["moving"].value >= limits.NETWORK_SHARE_MIN * facts.step_ns
+        more = f" {LINK_SPEED}" if large and _is_link_unknown(facts) else ""
+        return Verdict(
+            "DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.{more}", evidence
+        )
     return _unexplained(facts, evidence, lost)
 
 
@@ -317,14 +321,18 @@ def _missing(facts: Facts) -> str:
     f = facts.f
     others = {arm for arm in f.trace.arms if arm.real and arm != f.base}
     if not f.trace.buckets:  # no transport of ours can move its gradients
-        asked = facts.link_bps is None and len({rank.host_id for rank in f.trace.ranks}) > 1
-        return LINK_SPEED if asked else QUIET
+        return LINK_SPEED if _is_link_unknown(facts) else QUIET
     if not others:
         arms = ",".join(beside(f, "tcp"))
         return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
     if others - {pair.other for pair in f.comparisons}:
         return SAME_ARMS
     return QUIET if NULL in f.trace.arms else without_traffic(f)
+
+
+def _is_link_unknown(facts: Facts) -> bool:
+    """Return True if there are several hosts, and the speed of their link is not known."""
+    return facts.link_bps is None and len({rank.host_id for rank in facts.f.trace.ranks}) > 1
 
 
 LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."

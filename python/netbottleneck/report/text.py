@@ -488,6 +488,8 @@ def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str,
     for host in hosts:
         first = host.busiest
         link = None if first == usage.LOOPBACK else link_bps
+        if not host.interfaces:  # its record is missing
+            put_row(table, f"{host.rank} -", host.arm, "-", "-", "-", *core_cells(host), retransmitted(host))
         for number, use in enumerate(use for use in host.interfaces if use.interface == first):
             cells = [
                 "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link:.0f}%" if link else "")

@@ -663,6 +663,13 @@ def test_an_error_names_the_variable_that_it_is_about_and_its_peer(
     assert (caught.value.strerror, caught.value.peer) == (named + text, 3)
 
 
+def test_an_error_names_the_variable_of_horovod_that_it_is_about() -> None:
+    chosen = settings(environ={"HOROVOD_GLOO_IFACE": "eth7"})
+    with pytest.raises(PeerError) as caught, connect._named_variable(chosen):
+        raise PeerError(5, "no interface that is up matches '=eth7'")
+    assert str(caught.value.strerror).startswith("NETBOTTLENECK_IFNAME==eth7 (from HOROVOD_GLOO_IFACE): no interface")
+
+
 class Exposed:
     """A channel that is exposed or not; all other ranks are on another machine."""
 

@@ -133,8 +133,10 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
         }
         for name, (value, words) in variables.items():
             if value and re.search(words, text):
+                source = settings.sources.get(name.lower(), "")
+                other = f" (from {source})" if source.startswith("HOROVOD") else ""
                 # Not a variable of this frame, which its traceback would keep, and a listener's port with it.
-                raise _with_text(error, f"NETBOTTLENECK_{name}={value}: {text}") from error
+                raise _with_text(error, f"NETBOTTLENECK_{name}={value}{other}: {text}") from error
         raise
 
 

@@ -413,7 +413,7 @@ def test_long_steps_of_any_rank_are_told_with_what_takes_longer_in_them():
     steps = [{r: replace(split, input_ns=90 if late else 0) for r, late in enumerate(row)} for row in last]
     found = arrivals._rare(random.normal(size=(60, 4)) + 100 * last, steps)
     assert (found.count, found.rank, found.cause) == (10, None, "input")
-    assert found.why.endswith(
+    assert found.why.endswith("usual, now one, now another: more time passes before its forward then.")
         "late by much more than usual, now one, now another: more time passes before its forward then."
     )
 

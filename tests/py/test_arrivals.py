@@ -414,8 +414,6 @@ def test_long_steps_of_any_rank_are_told_with_what_takes_longer_in_them():
     found = arrivals._rare(random.normal(size=(60, 4)) + 100 * last, steps)
     assert (found.count, found.rank, found.cause) == (10, None, "input")
     assert found.why.endswith("usual, now one, now another: more time passes before its forward then.")
-        "late by much more than usual, now one, now another: more time passes before its forward then."
-    )
 
 
 def test_a_rank_that_is_late_each_time_too_few_times_may_be_so_by_chance():

@@ -222,3 +222,39 @@ def test_an_optimizer_that_is_gone_takes_its_memory_along(warm_ranks: Ranks, tmp
         lines = [line for line in result.stdout.splitlines() if line.startswith("alive")]
         assert lines == ["alive 0"] * 2, result.stdout + result.stderr
     assert Run(tmp_path / "run").trace.steps
+
+
+TINY = """
+import hashlib, torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+compression = hvd.Compression.fp16 if {fp16} else hvd.Compression.none
+weight = torch.nn.Parameter(torch.zeros(1000))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, [("w", weight)], compression=compression, gradient_predivide_factor={predivide}
+)
+for _ in range(12):
+    optimizer.zero_grad()
+    (weight * torch.rand(1000) * {size}).sum().backward()
+    optimizer.step()
+print("weights", hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest())
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("predivide", [1.0, 3.0])
+@pytest.mark.parametrize("fp16", [False, True])
+def test_an_average_over_stock_has_the_bits_of_ours_where_gradients_are_tiny(
+    warm_ranks: Ranks, tmp_path: Path, fp16: bool, predivide: float
+) -> None:
+    """Half of a float16 below 6e-5, or of a float32 below 1e-38, is rounded: before the sum or behind it."""
+    source = TINY.format(fp16=fp16, predivide=predivide, size=1e-6 if fp16 else 1e-43)
+    compared = {**ENV, "NETBOTTLENECK_TRANSPORT": "stock,tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    results = [result for env in ({}, compared) for result in warm_ranks(2, source, env)]
+    weights = [line for result in results for line in result.stdout.splitlines() if line.startswith("weights")]
+    assert len(weights) == 4
+    assert len(set(weights)) == 1
+    assert {step.arm for step in Run(tmp_path / "run").trace.steps} == {"stock", "tcp"}

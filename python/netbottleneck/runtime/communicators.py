@@ -161,18 +161,36 @@ class Null:
         return
 
 
-class _StockWork:
-    """A bucket in flight over torch.distributed."""
+def scales(factors: tuple[bool, float, int | None], ranks: int) -> tuple[float, float]:
+    """Return the factors before and after a sum over so many ranks, of the arithmetic given to `target`."""
+    average, predivide, _ = factors
+    return 1.0 / predivide, predivide / (ranks if average else 1)
 
-    def __init__(self, work: Any, name: str) -> None:
+
+def _scale(flat: Any, factor: float) -> None:
+    """Multiply a tensor in place, with the bits of the core's kernels: integers in float64, and truncated."""
+    if factor != 1 and flat.is_floating_point():
+        flat.mul_(factor)
+    elif factor != 1:
+        flat.copy_(flat.double().mul_(factor))
+
+
+class _StockWork:
+    """A bucket in flight over torch.distributed. after: factor of its sum."""
+
+    def __init__(self, work: Any, name: str, flat: Any, after: float) -> None:
         self._work = work
         self._name = name
+        self._flat = flat
+        self._after = after
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(0, f"{self._name} over torch.distributed: {error}") from error
+        _scale(self._flat, self._after)
+        self._after = 1.0
 
 
 class Stock:
@@ -197,7 +215,8 @@ class Stock:
 
     def target(self, gradients: FlatBuckets) -> None:
         average, predivide, op = gradients.factors
-        gradients.target(self._sink(gradients, average, op), average, predivide=predivide, op=op)
+        before, after = scales(gradients.factors, self._size)
+        gradients.target(self._sink(gradients, before, after, op), average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
         quietly(self._group.barrier).wait()
@@ -239,7 +258,7 @@ class Stock:
             del self._works[0]
         return work
 
-    def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], Any]:
+    def _sink(self, gradients: FlatBuckets, before: float, after: float, op: int | None) -> Callable[[int], Any]:
         made: list[tuple[int, list[Any]]] = []
 
         def send(index: int) -> Any:
@@ -250,12 +269,11 @@ class Stock:
                 made[:] = [(gradients.version, [gradients.flat(i) for i in range(len(gradients.buckets))])]
             bucket, flat = gradients.buckets[index], made[0][1][index]
             done = self._submitted(bucket.name, index, bucket.nbytes)
-            if average:
-                flat.div_(self._size)  # before the sum, as DDP does
+            _scale(flat, before)
             work = self.reduce(flat, op)
             if done is not None:
                 done(work)
-            return _StockWork(work, bucket.name)
+            return _StockWork(work, bucket.name, flat, after)
 
         return send
 

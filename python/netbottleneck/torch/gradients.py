@@ -16,6 +16,7 @@ import torch
 from netbottleneck import config
 from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import Members
+from netbottleneck.runtime.communicators import scales
 from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.whatif import plan
 
@@ -194,8 +195,7 @@ class GradientSink:
 
     def scales(self, ranks: int) -> tuple[float, float]:
         """Return the factors before and after a sum over so many ranks."""
-        average, predivide, _ = self._factors
-        return 1.0 / predivide, predivide / (ranks if average else 1)
+        return scales(self._factors, ranks)
 
     def flush(self) -> None:
         """Send the gradients that are not sent yet. Nothing where DDP or Horovod sends them."""

@@ -156,18 +156,20 @@ def test_a_stated_rate_is_not_used_if_more_moved_over_whole_steps(tmp_path, part
     assert any("stated rate" in note for note in numbers.trace.notes) != believed
 
 
-@pytest.mark.parametrize(("provider", "believed"), [("gloo", True), ("nccl", False)])
-def test_the_rate_of_an_interface_that_nccl_may_not_use_is_not_that_of_faster_transfers(tmp_path, provider, believed):
+@pytest.mark.parametrize("provider", ["gloo", "nccl"])
+@pytest.mark.parametrize(("times", "believed"), [(1.45, True), (1.51, False)])
+def test_a_stated_rate_is_not_that_of_much_faster_transfers(tmp_path, provider, times, believed):
+    """Of NCCL, which may use another interface, a rate is not believed without readings of that one."""
     settings = {"transports": ("stock",), "run": {"network": None}, "blocks": 1, "block_steps": 12, "probe": []}
     settings |= {"transfer_ms": {"stock": (2, 30)}}
     moved = findings_of(tmp_path / "free", **settings).achieved[Arm("stock")]
-    stated = int(moved.active_bps / 1.51)
+    stated = int(moved.active_bps / times)
     assert stated > moved.average_bps
     about = {"stock": {"link_bps": stated, "interface": "eth0", "provider": provider}}
     numbers = findings_of(tmp_path / "stated", about=about, **settings)
     assert (numbers.link_bps is not None) == believed
     assert any("between hosts in transfer" in note for note in numbers.trace.notes) != believed
-    assert (verdict.decide(numbers).code == "LINK_LIMITED") == believed
+    assert (verdict.decide(numbers).code == "LINK_LIMITED") == (believed and provider == "gloo")
 
 
 def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):

@@ -375,18 +375,17 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
 def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
     """Return the rate of the link that an arm uses, None if not known, and a note if a stated one is too low.
 
-    moved: the arm's bandwidth. More than an interface's rate over whole steps disproves that rate. If the arm may not
-    use the interface, so does much more in transfer, as far as any algorithm sends it between hosts.
+    moved: the arm's bandwidth. More than an interface's rate over whole steps disproves that rate, and so does much
+    more in transfer, as far as any algorithm sends it between hosts.
     """
     rate = stated_link_bps(trace, arm)
     if trace.network is not None or rate is None or arm is None or moved is None:
         return rate, ""
     hosts = len({rank.host_id for rank in trace.ranks})
-    infos = [info for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
     between = moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
     if moved.average_bps > LINK_EXCEEDED * rate:
         seen = f"{gbit(moved.average_bps)} over whole steps"
-    elif between > LINK_EXCEEDED_AT_TIMES * rate and not all(info.interface_known for info in infos):
+    elif between > LINK_EXCEEDED_AT_TIMES * rate:
         seen = f"{gbit(between)} between hosts in transfer"
     else:
         return rate, ""

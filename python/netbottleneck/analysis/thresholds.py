@@ -10,7 +10,7 @@ NETWORK_SHARE_MIN = 0.10
 LINK_UTILISATION = 0.80
 # Above this, a stated rate of the link is wrong: rate over whole steps, over the link's. No burst lasts that long.
 LINK_EXCEEDED = 1.05
-# So is that of an interface which the stock path may not use, above this: rate in transfer between hosts, over it.
+# So is it above this, as a burst of a shaper is short: rate in transfer between hosts, over the link's.
 LINK_EXCEEDED_AT_TIMES = 1.50
 # The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
 PROBE_RATIO = 1.30

@@ -795,6 +795,17 @@ def test_the_report_has_the_worst_connections_and_the_total_of_each_arm(unexplai
     assert text.CONNECTIONS_TITLE not in html.page(unexplained, judged) + text.text(unexplained, judged)
 
 
+def test_a_host_without_a_record_of_its_connections_is_named_and_lanes_to_it_stay_lanes() -> None:
+    lane, gloo = both_ends((40000, LANE), 2, **SENT), both_ends((40001, GLOO), 0, **SENT)
+    samples = samples_of(*lane, *gloo)
+    whole = usage.connections(run_of(), samples, warmup=0)
+    assert not whole.missing
+    part = usage.connections(run_of(), [samples[0], replace(samples[1], tcp=None)], warmup=0)
+    assert [(end.arm, end.remote) for end in part.ends] == [(end.arm, end.remote) for end in whole.ends]
+    assert part.missing == (1,)
+    assert text.connection_lines(part)[-1] == "Connections of rank 1's host were not recorded."
+
+
 def test_connections_that_were_not_recorded_are_counted() -> None:
     ends = both_ends((40001, GLOO), 0, **SENT)
     for row in ends[0]:

@@ -613,6 +613,23 @@ def test_a_run_without_steps_names_the_reason(
     assert f": no step was recorded: {reason}" in caplog.text
 
 
+def test_a_run_whose_file_of_events_had_no_room_for_a_step_says_so(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRACE_EVENTS": "5"}
+    source = """
+import netbottleneck, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    results = warm_ranks(2, source, env)
+    assert "no step was recorded: " in results[0].stderr
+    assert "(NETBOTTLENECK_TRACE_EVENTS)" in results[0].stderr
+
+
 def test_an_exception_without_a_message_is_recorded_by_its_type() -> None:
     assert words(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert words(RuntimeError("boom")) == "RuntimeError: boom"

@@ -501,10 +501,14 @@ def _end_of(one: Connection, peer: Connection | None, arm: Arm, spans: Intervals
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The ends of the ranks' connections, by arm. left_out: most connections at one time that were not recorded."""
+    """The ends of the ranks' connections, by arm. left_out: most connections at one time that were not recorded.
+
+    missing: the first ranks of hosts whose connections were not recorded, while those of others were.
+    """
 
     ends: tuple[ConnectionUse, ...] = ()
     left_out: int = 0
+    missing: tuple[int, ...] = ()
 
 
 NO_CONNECTIONS = Connected()
@@ -533,9 +537,13 @@ class _Arms:
         return self._seconds[rank, arm]
 
     def _by_port(self, one: Connection, peer: Connection | None) -> str | None:
-        """Return the transport that accepted a connection at the port of a lane; None if none did."""
-        there = {} if peer is None else self._ports.get(peer.rank, {})
-        return self._ports.get(one.rank, {}).get(one.local[1]) or there.get(one.remote[1])
+        """Return the transport that accepted a connection at the port of a lane; None if none did.
+
+        Without a record of the other end, it may be any other rank's.
+        """
+        others = [rank for rank in self._ports if rank != one.rank] if peer is None else [peer.rank]
+        there = (self._ports[rank].get(one.remote[1]) for rank in others if rank in self._ports)
+        return self._ports.get(one.rank, {}).get(one.local[1]) or next(filter(None, there), None)
 
     def _by_bytes(self, one: Connection) -> str | None:
         """Return the transport without known ports in whose steps a connection carried the most bytes a second."""
@@ -605,7 +613,8 @@ def connections(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> Co
     for end in ends:
         sent[end.rank, end.arm] += end.sent_bytes
     kept = [end for end in ends if end.sent_bytes > SIGNIFICANT * sent[end.rank, end.arm]]
-    return Connected(tuple(sorted(kept, key=lambda end: trace.arms.index(end.arm))), left_out)
+    missing = tuple(sorted(sample.rank for sample in samples if sample.tcp is None)) if kept else ()
+    return Connected(tuple(sorted(kept, key=lambda end: trace.arms.index(end.arm))), left_out, missing)
 
 
 RECEIVER, BUFFER = "receive window", "send buffer"

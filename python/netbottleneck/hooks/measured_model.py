@@ -688,7 +688,8 @@ def _write(session: Session, show: bool) -> None:
 
     run = Run(session.folder)
     if not run.trace.steps:
-        why = "a step ends where a torch optimizer updates weights"
+        unread = next((note for note in run.trace.notes if "left out" in note), "")
+        why = unread or "a step ends where a torch optimizer updates weights"
         if 0 < session.step <= session.settings.start_step:
             why = f"the run has {session.step} steps, and NETBOTTLENECK_START_STEP={session.settings.start_step}"
         if session.stays is not None:

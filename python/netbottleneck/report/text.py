@@ -577,6 +577,8 @@ def connection_lines(connected: Connected) -> list[str]:
     found = [line for line in losses if line]
     if connected.left_out:
         found.append(f"{connected.left_out} connections with the fewest bytes were not recorded.")
+    if connected.missing:
+        found.append(f"Connections of rank {listed(connected.missing)}'s host were not recorded.")
     return found
 
 

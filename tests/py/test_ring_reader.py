@@ -496,6 +496,14 @@ def test_a_rank_without_any_file_of_events_is_read_from_its_own_trace(tmp_path):
     assert ring_reader.load(folder).steps == whole.steps
 
 
+def test_a_folder_in_place_of_a_file_of_events_is_left_out(tmp_path):
+    folder = FakeRun(tmp_path, blocks=2).write()
+    path = folder / "ranks" / "1.ofi.ring"
+    path.unlink()
+    path.mkdir()
+    assert f"left out: {path}: Is a directory" in ring_reader.load(folder).notes
+
+
 @pytest.mark.parametrize(("place", "value"), [(16, 2**60), (16, 0), (48, 2**60), (64, 2**62)])
 def test_a_damaged_header_is_named(tmp_path, place, value):
     path = FakeRun(tmp_path, blocks=2).write() / "ranks" / "1.train.ring"

@@ -430,6 +430,21 @@ def test_an_export_that_fails_later_is_a_line_of_the_frame(
     assert "exporting to prometheus failed" in lines[-1]
 
 
+def test_what_a_follower_waits_for_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", pause)
+    assert cli.main(["top", str(tmp_path), "--line"]) == 0
+    assert capsys.readouterr().out.count("no run.json here") == 1
+
+
 def test_a_process_number_of_another_pid_namespace_is_not_judged(tmp_path: Path) -> None:
     def state(name: str, **meta: str) -> list[str]:
         about = {"hostname": platform.node(), "finished": False, **meta}

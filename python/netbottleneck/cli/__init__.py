@@ -202,6 +202,9 @@ def _top(argv: Sequence[str]) -> int:
     return _once(following, args) if args.once else _follow(following, args)
 
 
+WAITING = "waiting: "
+
+
 def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -> tuple[RenderableType, bool]:
     """Look once and export; return what to show, and True if nothing more will come.
 
@@ -216,7 +219,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     except FileNotFoundError as error:  # the ranks have not begun
         if args.once:
             raise
-        return Text(f"waiting: {error}"), False
+        return Text(f"{WAITING}{error}"), False
     state = following.about(run)
     if state[0] != "in progress":  # perhaps since the rings were read: their last steps may be missing
         run = following.look()
@@ -256,14 +259,16 @@ def _follow(following: Following, args: argparse.Namespace) -> int:
     screen = text.screen()
     live = Live(console=screen, screen=True, auto_refresh=False) if screen.is_terminal and not args.line else None
     shown: RenderableType = ""
+    waiting = ""
     with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
         ended, exported = False, set[str]()
         while not ended:
             shown, ended = _drawn(following, args, exported)
             if live is not None:
                 live.update(shown, refresh=True)
-            else:
+            elif not waiting or str(shown) != waiting:
                 screen.print(shown, *([] if args.line else [""]), soft_wrap=args.line)
+            waiting = str(shown) if str(shown).startswith(WAITING) else ""  # such a line comes once
             if not ended:
                 time.sleep(args.refresh)
     if live is not None:

@@ -656,7 +656,12 @@ def render(
     trace = findings.trace
     console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
     console.print()
-    about = [f"{trace.size} ranks", trace.model, trace.network.how if trace.network else "", trace.origin]
+    about = [
+        f"{trace.size} rank{'s' if trace.size != 1 else ''}",
+        trace.model,
+        trace.network.how if trace.network else "",
+        trace.origin,
+    ]
     error_ns = device_error_ns(trace)
     if error_ns is not None:
         about.append(f"times of the GPUs, within {short(error_ns)} of the hosts' clocks")

@@ -16,8 +16,8 @@ def whole_file(path: Path | str) -> Generator[BinaryIO]:
     """Open a file for bytes that replaces `path` at the end. If the body raises, `path` stays as it was.
 
     A symbolic link stays, and its target is replaced; an existing file keeps its mode. A device, a pipe or a standard
-    stream of this process is written directly. Raises OSError if the folder of `path` does not exist or cannot be
-    written.
+    stream of this process is written directly. Raises OSError, which names `path`, if its folder does not exist, cannot
+    be written or is full.
     """
     status = None
     with suppress(FileNotFoundError):
@@ -38,8 +38,10 @@ def whole_file(path: Path | str) -> Generator[BinaryIO]:
                 os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
             yield file
         scratch.replace(target)
-    except BaseException:
+    except BaseException as error:
         scratch.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(scratch)):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

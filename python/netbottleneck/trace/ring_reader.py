@@ -531,6 +531,8 @@ def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankF
             rings[path.name.split(".", 1)[1].removesuffix(".ring")] = read(path)
         except ValueError as error:
             notes.append(f"left out: {error}")
+        except OSError as error:
+            notes.append(f"left out: {path}: {error.strerror}")
     return _RankFiles(rank, meta, described, rings, tuple(notes))
 
 

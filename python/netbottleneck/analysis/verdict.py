@@ -218,17 +218,24 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     return _unexplained(facts, evidence, lost)
 
 
-def _rest(facts: Facts, evidence: Sequence[RuleResult]) -> str:
-    """How much transfer is exposed beside the causes that fired, and how to find why; "" if one of them is of transfer.
+# What a rule of these explains of exposed transfer is its saving alone. Others in NETWORK_CODES explain all of it.
+PARTIAL_CODES = ("BUCKET_SIZES", "LATENCY_LIMITED", "PACKET_LOSS", "OTHER_TRAFFIC")
 
-    Also "" if it is little, or not known, or if transports were compared.
+
+def _rest(facts: Facts, evidence: Sequence[RuleResult]) -> str:
+    """How much transfer is exposed beside the causes that fired, and how to find why; "" if these explain it.
+
+    Also "" if it is little, or not known, or if what tells more was measured.
     """
-    f, moving = facts.f, facts.f.parts_ns["moving"].value
-    explained = any(one.fired and one.code in (*NETWORK_CODES, *COMPARED_CODES) for one in evidence)
-    if explained or f.lateness is None or f.comparisons or moving < limits.NETWORK_SHARE_MIN * facts.step_ns:
+    f, moving, fired = facts.f, facts.f.parts_ns["moving"].value, [one for one in evidence if one.fired]
+    if any(one.code in (*NETWORK_CODES, *COMPARED_CODES) and one.code not in PARTIAL_CODES for one in fired):
         return ""
-    part = percent(moving / facts.step_ns)
-    return f" No rule explains {ms(moving)} of exposed transfer, {part} of the step. {_missing(facts)}"
+    saved = sum(one.saving.high for one in fired if one.saving is not None and one.code in PARTIAL_CODES)
+    how = _missing(facts) if not f.comparisons else LINK_SPEED if _is_link_unknown(facts) else ""
+    if f.lateness is None or not how or moving - saved < limits.NETWORK_SHARE_MIN * facts.step_ns:
+        return ""
+    rest = moving - saved
+    return f" No rule explains {ms(rest)} of exposed transfer, {percent(rest / facts.step_ns)} of the step. {how}"
 
 
 def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:

@@ -369,7 +369,8 @@ def savings(
         if best[0].value - off_ns < least_ns <= best[0].value:
             why = f"no prediction: another size may save {ms(best[0].value)}; the simulated step is off by {ms(off_ns)}"
             return Predicted(saved, no_buckets=why, costs=_costs(found))
-        return Predicted({**saved, "buckets": best[0]}, buckets=best[1], costs=_costs(found))
+        other = replace(best[0], low=best[0].low - off_ns, high=best[0].high + off_ns)
+        return Predicted({**saved, "buckets": other}, buckets=best[1], costs=_costs(found))
     except ValueError as error:
         return Predicted(refused=str(error))
 

@@ -368,6 +368,20 @@ def test_input_saves_at_most_its_time_on_the_rank_where_it_takes_longest():
     assert rule.saving == found.input_delays.mean_ns
 
 
+def test_a_straggler_is_told_with_every_phase_that_takes_much_longer():
+    found = findings.find(trace_of(Job(ranks=2, input_of_ms={1: 30.0}, saves_ms={1: 20.0}, sleeps_ms={1: 3.0})))
+    judged = verdict.decide(found)
+    assert judged.code == "STRAGGLER"
+    longer = found.lateness.longer
+    assert f" Its input takes {units.ms(longer['input'])} longer than on the other ranks" in judged.why
+    assert judged.why.endswith(f", its checkpoint {units.ms(longer['checkpoint'])}.")
+    assert judged.next.endswith("its data loader and disk, where its checkpoints go.")
+    other = replace(found.lateness, longer=dict.fromkeys(longer, 0.0) | {"other": found.lateness.persistent_ns.value})
+    judged = verdict.decide(replace(found, lateness=other))
+    assert " Its other code takes " in judged.why
+    assert judged.next.endswith("what its code does outside of forward, backward and optimizer.")
+
+
 def test_what_the_input_of_a_straggler_takes_longer_is_not_counted_twice():
     found = findings.find(trace_of(Job(ranks=2, input_ms=2, input_of_ms={1: 50.0}, block_steps=40)))
     assert found.parts_ns["input"].value == pytest.approx(2 * MS, rel=0.1)

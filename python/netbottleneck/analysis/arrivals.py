@@ -242,8 +242,8 @@ class Lateness:
     differ as much. persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if
     all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. Both are
     differences at the last operation of a step, see _arrivals. random_ns: the wait of the mean rank for any rank but
-    `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank the
-    input, compute and optimizer of `ranks` are, in ns a step; own_ns: the same of all that is not communication.
+    `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank
+    each of PHASES of `ranks` is, in ns a step; own_ns: the same of all that is not communication.
     step_ns: of the mean step. rare: if most of the wait is in single steps; left_out: the number of these steps, if
     they are too few to support a claim. since: the first of `steps`, if `ranks` are late from there on; None: steps of
     the whole record.
@@ -310,7 +310,8 @@ class Lateness:
         return f"{follows}, and not by {its} own work: {its} communication ends later" if self.straggler is None else ""
 
 
-PHASES = ("input", "compute", "optimizer")
+# Of a step, what a rank does itself: see Split.phases.
+PHASES = ("input", "compute", "optimizer", "evaluation", "checkpoint", "other")
 OWN = "own"
 
 
@@ -553,11 +554,10 @@ def _longer(splits: Sequence[Split], ranks: Sequence[int], first: int) -> dict[s
     """
     means: dict[str, dict[int, float]] = defaultdict(dict)
     for member in {split.rank for split in splits}:
-        own = [split for split in splits if split.rank == member and split.index >= first]
-        means["input"][member] = float(np.mean([s.input_ns for s in own]))
-        means["optimizer"][member] = float(np.mean([s.optimizer_ns for s in own]))
-        means["compute"][member] = float(np.mean([s.compute_ns - s.optimizer_ns for s in own]))
-        means[OWN][member] = float(np.mean([s.compute_ns + s.other_ns for s in own]))
+        own = [split.phases() for split in splits if split.rank == member and split.index >= first]
+        for phase in PHASES:
+            means[phase][member] = float(np.mean([phases[phase] for phases in own]))
+        means[OWN][member] = sum(means[phase][member] for phase in PHASES)
     return {
         phase: float(np.median([means[phase][rank] for rank in ranks]))
         - float(np.median([ns for other, ns in means[phase].items() if other not in ranks]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -385,6 +385,36 @@ def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
     return replace(saving, low=min(saving.low, max(0.0, saving.low - error_ns)), high=saving.high + error_ns)
 
 
+# Where to look for what takes longer on a rank, by phase.
+PLACES = {
+    "input": "{its} data loader and disk",
+    "compute": "{its} clock speed and cores, what else runs there",
+    "optimizer": "{its} clock speed and cores, what else runs there",
+    "evaluation": "what {its} evaluation does",
+    "checkpoint": "where {its} checkpoints go",
+    "other": "what {its} code does outside of forward, backward and optimizer",
+}
+
+
+def _longer_phases(late: Lateness) -> list[str]:
+    """The phases that take longer on the late ranks, the largest first; [] if they do not explain half of the wait."""
+    by_size = sorted(late.longer, key=lambda phase: -late.longer[phase])
+    found = [phase for phase in by_size if late.longer[phase] > late.persistent_ns.value / 4]
+    explained = sum(late.longer[phase] for phase in found)
+    return found if 2 * explained > late.persistent_ns.value else []
+
+
+def _longer(late: Lateness, phases: Sequence[str]) -> str:
+    """Sentence, with a space before it: what takes longer on the late ranks; "" if nothing is known."""
+    if not phases:
+        return ""
+    names = ["other code" if phase == "other" else phase for phase in phases]
+    whose = f"The {names[0]} of {'these' if late.several else 'its'} ranks" if late.ranks[1:] else f"Its {names[0]}"
+    its = "their" if late.ranks[1:] else "its"
+    rest = [f"{its} {name} {ms(late.longer[phase])}" for name, phase in zip(names[1:], phases[1:], strict=True)]
+    return f" {whose} takes {', '.join([f'{ms(late.longer[phases[0]])} longer than on the other ranks', *rest])}."
+
+
 def straggler(facts: Facts) -> RuleResult:
     """Some ranks, or all ranks of some hosts, arrive last, step after step."""
     f, late = facts.f, facts.f.lateness
@@ -395,14 +425,12 @@ def straggler(facts: Facts) -> RuleResult:
     error_ns = _clock_error_ns(f)
     unsure = _unsure_wait(facts, late.persistent_ns)
     saving = _beside_clocks(late.persistent_ns, error_ns)
-    phase, more = max(late.longer.items(), key=lambda row: row[1])
-    its = f"The {phase} of {'these' if late.several else 'its'} ranks" if late.ranks[1:] else f"Its {phase}"
-    cause = f" {its} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
+    phases = _longer_phases(late)
     names = ", ".join(dict.fromkeys(r.hostname for r in f.trace.ranks if r.rank in late.ranks and r.hostname))
     whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
     where = late.who if late.hosts else f"{whose}{f' ({names})' if names else ''}"
     its = "their" if late.several else "its"
-    look = f"{its} data loader and disk" if phase == "input" else f"{its} clock speed and cores, what else runs there"
+    look = ", ".join(dict.fromkeys(PLACES[phase].format(its=its) for phase in phases or ("compute",)))
     return facts.evidence(
         "straggler",
         "STRAGGLER",
@@ -412,7 +440,7 @@ def straggler(facts: Facts) -> RuleResult:
         source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.counted}",
         why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
-        f"({late.counted}; chance {late.chance:.0e}).{cause}",
+        f"({late.counted}; chance {late.chance:.0e}).{_longer(late, phases)}",
         next=f"Look at {where}: {look}.",
         **facts.more_steps(late.persistent_ns, error_ns),
     )

@@ -624,6 +624,27 @@ def test_what_ranks_are_late_by_at_a_barrier_and_at_the_gradients_adds_up():
     assert even.straggler is None
 
 
+def test_a_wait_for_a_rank_that_still_receives_is_for_the_network():
+    """Rank 0 is done with its broadcast at once. Rank 1 has it after 50 ms, and computes for 10 ms more."""
+    plain = trace_of(Job(blocks=1, block_steps=3))
+    one = plain.collectives[0]
+    rows = []
+    for rank, (done, submit) in enumerate([(1, 20), (50, 60)]):
+        call = replace(one, key=7, rank=rank, step=0, phase="forward", kind="broadcast", bucket=None)
+        rows.append(replace(call, submit_ns=0, agreed_ns=0, start_ns=0, done_ns=done * MS))
+        rows.append(
+            replace(one, key=8, rank=rank, step=0, submit_ns=submit * MS, start_ns=submit * MS, done_ns=90 * MS)
+        )
+    steps = [next(step for step in plain.steps if step.rank == rank) for rank in (0, 1)]
+    waits = (((7, 0, MS),), ((7, 0, 50 * MS), (8, 60 * MS, 90 * MS)))
+    times = {"index": 0, "begin_ns": 0, "end_ns": 95 * MS, "forward": ((0, 2 * MS),), "grad_ready": (), "optimizer": ()}
+    steps = [replace(step, **times, waits=own) for step, own in zip(steps, waits, strict=True)]
+    trace = replace(plain, steps=tuple(steps), collectives=tuple(rows))
+    first, second = (split for _, split, _ in split_steps(trace, 0))
+    assert first.late_ns == {1: 10 * MS}
+    assert (first.skew_ns, second.skew_ns) == (10 * MS, 0)
+
+
 def test_transfer_that_is_exposed_beside_uneven_steps_is_told_with_what_to_measure():
     job = Job(ranks=4, jitter=0.2, block_steps=40, buckets=(32 * MIB,), flow_bps=5e9, link_known=False)
     alone = findings.find(trace_of(job))

@@ -373,18 +373,19 @@ def _points(rows: Sequence[Collective], waits: Waits, size: int) -> list[dict[in
 def _own_work(rows: Sequence[Collective], waits: Waits, size: int) -> list[int] | None:
     """When each rank comes to the last of the points of a step, without what it waits from the first of them on.
 
-    Nor does it count what it waits before for calls of some ranks, which others may delay. It is then late by what it
-    works longer than others. None: there is no such point.
+    Nor does it count what it waits before for other calls, as others may delay those, or the network. It is then late
+    by what it works longer than others. None: there is no such point.
     """
     points = [point for point in _points(rows, waits, size) if len(point) == size]
     if not points:
         return None
     first, last = (choose(points, key=lambda point: sum(point.values())) for choose in (min, max))
     gradients, arrived = _gradients(rows), []
-    of_some = {(one.rank, one.key) for one in rows if one.by_script and one.ranks not in (None, size)}
+    common = {(one.rank, one.match) for own in _common_calls(rows, size) for one in own}
+    others = {(one.rank, one.key) for one in rows if one.by_script and (one.rank, one.match) not in common}
     for rank in range(size):
         own = waits.get(rank, ())
-        before = [(begin, min(end, first[rank])) for key, begin, end in own if (rank, key) in of_some]
+        before = [(begin, min(end, first[rank])) for key, begin, end in own if (rank, key) in others]
         still = intervals([*((begin, end) for _, begin, end in own), gradients.get(rank, (0, 0))])
         within = intersection(still, intervals([(first[rank], last[rank])]))
         arrived.append(last[rank] - total(within) - total(intervals([one for one in before if one[0] < one[1]])))

@@ -218,7 +218,10 @@ def is_split(step: Step) -> bool:
     return step.arm != BARE and bool(step.forward or step.grad_ready or step.optimizer)
 
 
-def last_entries(trace: Trace) -> dict[tuple[Arm, int, int, int], tuple[int, int]]:
+Entries = Mapping[tuple[Arm, int, int, int], tuple[int, int]]  # see last_entries
+
+
+def last_entries(trace: Trace) -> Entries:
     """For each operation that all ranks of its group submitted: (time of the last submission, rank that made it).
 
     Left out: the operations of groups that have the same key and are not the same group.
@@ -278,16 +281,46 @@ def _share_exposed(operations: Iterable[tuple[Collective, Spans]], exposed: Inte
     return tuple(shares)
 
 
+def _receiving(trace: Trace, last: Entries) -> dict[int, Intervals]:
+    """By rank: when its training thread waits for a call that all of its ranks have submitted.
+
+    The others may be done with it, as the root of a broadcast, and wait then for the network, not for that rank.
+    """
+    waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for step in trace.steps:
+        for key, begin, end in step.waits if not trace.recorder else ():
+            waits[step.rank, key].append((begin, end))
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for call in trace.collectives:
+        if call.by_script and call.finished and call.match in last:
+            begin_ns, done_ns = last[call.match][0], call.done_ns or 0
+            own = waits.get((call.rank, call.key), ())
+            spans[call.rank] += [(max(begin, begin_ns), min(end, done_ns)) for begin, end in own]
+    return {rank: intervals(span for span in own if span[0] < span[1]) for rank, own in spans.items()}
+
+
+def _near(a: Intervals, b: Intervals) -> Intervals:
+    """The intervals of `a` from the begin of `b` to its end."""
+    return a[np.searchsorted(a[:, 1], b[0, 0]) : np.searchsorted(a[:, 0], b[-1, 1])]
+
+
 def _late(
-    operations: Sequence[Collective], last: Mapping[tuple[Arm, int, int, int], tuple[int, int]], idle: Intervals
+    operations: Sequence[Collective], last: Entries, receiving: Mapping[int, Intervals], idle: Intervals
 ) -> tuple[int, dict[int, int]]:
-    """(ns of `idle` before the last rank submitted the same operation, these ns by the rank that was last)."""
+    """(ns of `idle` before the last rank submitted the same operation, these ns by the rank that was last).
+
+    Without those in which that rank was itself `receiving`.
+    """
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for operation in operations:
         at, last_rank = last.get(operation.match, (0, operation.rank))
         if last_rank != operation.rank:
             spans[last_rank].append((operation.submit_ns, at))
-    by_rank = {last_rank: intersection(intervals(pairs), idle) for last_rank, pairs in spans.items()}
+    by_rank = {
+        last_rank: subtraction(found, _near(receiving.get(last_rank, NOTHING), found))
+        for last_rank, pairs in spans.items()
+        if len(found := intersection(intervals(pairs), idle))
+    }
     return total(union(*by_rank.values())), {
         last_rank: total(found) for last_rank, found in by_rank.items() if len(found)
     }
@@ -350,9 +383,7 @@ def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
     return [c for c in operations if c.known_bytes > 0 and (stock or not c.by_script)]
 
 
-def _transfer(
-    step: Step, operation: Collective, last: Mapping[tuple[Arm, int, int, int], tuple[int, int]]
-) -> tuple[int, int]:
+def _transfer(step: Step, operation: Collective, last: Entries) -> tuple[int, int]:
     """From the last rank's submission, or the start if later, to done.
 
     A gradient is there before the step ends, though a callback may stamp its end after a pause of the process.
@@ -369,11 +400,12 @@ def _bus_bytes(operation: Collective, size: int, hosts: int | None) -> float:
 def _split(
     step: Step,
     operations: _Operations,
-    last: Mapping[tuple[Arm, int, int, int], tuple[int, int]],
+    entered: tuple[Entries, Mapping[int, Intervals]],
     size: int,
     hosts: int | None,
     awaited: frozenset[int] | None,
 ) -> tuple[Split, Exposed]:
+    """entered: last_entries, and when ranks are _receiving."""
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
     compute, evaluation, saving = _work(step, near, whole)
@@ -384,7 +416,7 @@ def _split(
     moving = intersection(intervals(chain.from_iterable(spans for _, spans in running)), whole)
     exposed = subtraction(moving, busy)
     wait = subtraction(subtraction(intersection(felt.queued(near), whole), busy), moving)
-    skew_ns, late = _late(near, last, union(exposed, wait))
+    skew_ns, late = _late(near, *entered, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
     moved, unsized = _moved(step, own), sum(c.tensor_bytes is None for c in own)
     bus_bytes = partial(_bus_bytes, size=size, hosts=hosts)
@@ -409,7 +441,7 @@ def _split(
         checkpoint_ns=total(saving),
         skew_ns=skew_ns,
         late_ns=late,
-        transfer_ns=total(intervals(_transfer(step, c, last) for c in moved)),
+        transfer_ns=total(intervals(_transfer(step, c, entered[0]) for c in moved)),
         tensor_bytes=sum(c.known_bytes for c in moved),
         bus_bytes=0.0 if unsized else sum(map(bus_bytes, moved)),
         step_bus_bytes=0.0 if unsized else sum(map(bus_bytes, own)),
@@ -451,12 +483,13 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     operations = {rank: _Operations(rows) for rank, rows in by_rank.items()}
     nothing = _Operations([])
     last, hosts = last_entries(trace), host_count(trace)
+    entered = last, _receiving(trace, last)
     ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
     awaited = _awaited(trace)
     found = []
     for step in filter(is_split, counted(trace, warmup)):
         near = operations.get(step.rank, nothing)
-        split, exposed = _split(step, near, last, trace.size, hosts, None if awaited is None else awaited[step.rank])
+        split, exposed = _split(step, near, entered, trace.size, hosts, None if awaited is None else awaited[step.rank])
         before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
         own_ns = 0 if trace.recorder else max(0, step.begin_ns - before_ns)
         found.append((step, replace(split, own_ns=own_ns), exposed))

@@ -641,8 +641,10 @@ def test_a_wait_for_a_rank_that_still_receives_is_for_the_network():
     steps = [replace(step, **times, waits=own) for step, own in zip(steps, waits, strict=True)]
     trace = replace(plain, steps=tuple(steps), collectives=tuple(rows))
     first, second = (split for _, split, _ in split_steps(trace, 0))
-    assert first.late_ns == {1: 10 * MS}
-    assert (first.skew_ns, second.skew_ns) == (10 * MS, 0)
+    assert first.late_ns == second.late_ns == {}
+    assert (first.skew_ns, second.skew_ns) == (0, 0)
+    alone = replace(trace, steps=tuple(replace(step, waits=()) for step in trace.steps))
+    assert [split.late_ns for _, split, _ in split_steps(alone, 0)] == [{1: 40 * MS}, {}]
 
 
 def test_transfer_that_is_exposed_beside_uneven_steps_is_told_with_what_to_measure():
@@ -679,6 +681,14 @@ def test_a_rank_that_waits_for_another_one_of_its_group_is_not_late_for_that():
         waits[rank] = [(key, entered[rank] * MS, released[rank] * MS), (0, times["submit_ns"], 40 * MS)]
     own = arrivals._own_work(rows, waits, 4)
     assert [ns - min(own) for ns in own] == [0, 12 * MS, 0, 0]
+    # Ranks 2 and 3 wait for rank 0, if it comes last, and it was held by rank 1.
+    later = [replace(c, submit_ns=c.submit_ns + MS // 2) if (c.rank, c.key) == (0, 9) else c for c in rows]
+    times = {"index": 0, "begin_ns": 0, "end_ns": 41 * MS, "forward": ((0, MS),), "grad_ready": (), "optimizer": ()}
+    first = {step.rank: step for step in reversed(trace_of(Job(ranks=4, blocks=1, block_steps=3)).steps)}
+    steps = tuple(replace(step, **times, waits=tuple(waits[rank])) for rank, step in sorted(first.items()))
+    trace = replace(trace_of(Job(ranks=4)), steps=steps, collectives=tuple(replace(c, step=0) for c in later))
+    late = {split.rank: split.late_ns for _, split, _ in split_steps(trace, 0)}
+    assert late[2] == late[3] == {1: 12 * MS, 0: MS // 2}
 
 
 def test_a_call_for_which_no_rank_waits_is_no_place_to_be_late_at():

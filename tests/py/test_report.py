@@ -120,7 +120,7 @@ def test_what_single_steps_add_is_in_the_opening_sentences(first):
     (line,) = [one for one in text.sentences(found) if "Single" in one]
     assert line.startswith("Single steps are much longer: the mean of all steps is 293 ms, with 100")
     assert " ms more checkpoints" in line
-    assert " ms more exposed communication" in line
+    assert " ms more exposed communication (most of it waiting for the slowest rank)" in line
     assert line.endswith(" (measured).")
     assert not any("Single" in one for one in text.sentences(findings.find(trace_of(Job(blocks=6)))))
 

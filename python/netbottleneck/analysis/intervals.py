@@ -281,46 +281,69 @@ def _share_exposed(operations: Iterable[tuple[Collective, Spans]], exposed: Inte
     return tuple(shares)
 
 
-def _receiving(trace: Trace, last: Entries) -> dict[int, Intervals]:
-    """By rank: when its training thread waits for a call that all of its ranks have submitted.
+NETWORK = -1  # in place of a rank
+Held = Mapping[int, Mapping[int, Intervals]]
 
-    The others may be done with it, as the root of a broadcast, and wait then for the network, not for that rank.
+
+def _held(trace: Trace, last: Entries) -> Held:
+    """By rank and what holds it: when its training thread waits for a call of the script.
+
+    Until the last rank of the call submits it, that rank holds the others. Then the network does. Who is held may come
+    late to other operations for that: the root of a broadcast is done with it first, and waits there.
     """
     waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for step in trace.steps:
         for key, begin, end in step.waits if not trace.recorder else ():
             waits[step.rank, key].append((begin, end))
-    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    spans: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for call in trace.collectives:
         if call.by_script and call.finished and call.match in last:
-            begin_ns, done_ns = last[call.match][0], call.done_ns or 0
-            own = waits.get((call.rank, call.key), ())
-            spans[call.rank] += [(max(begin, begin_ns), min(end, done_ns)) for begin, end in own]
-    return {rank: intervals(span for span in own if span[0] < span[1]) for rank, own in spans.items()}
+            at, last_rank = last[call.match]
+            for begin, end in waits.get((call.rank, call.key), ()):
+                spans[call.rank][last_rank].append((max(begin, call.submit_ns), min(end, at)))
+                spans[call.rank][NETWORK].append((max(begin, at), min(end, call.done_ns or 0)))
+    return {rank: {holder: intervals(own) for holder, own in of.items()} for rank, of in spans.items()}
 
 
-def _near(a: Intervals, b: Intervals) -> Intervals:
-    """The intervals of `a` from the begin of `b` to its end."""
-    return a[np.searchsorted(a[:, 1], b[0, 0]) : np.searchsorted(a[:, 0], b[-1, 1])]
+def _total_within(a: Intervals, begin_ns: int, end_ns: int) -> int:
+    """Ns of a set in a window."""
+    near = a[np.searchsorted(a[:, 1], begin_ns) : np.searchsorted(a[:, 0], end_ns)]
+    return int(np.maximum(np.minimum(near[:, 1], end_ns) - np.maximum(near[:, 0], begin_ns), 0).sum())
+
+
+def _cut(a: Intervals, ns: int) -> tuple[Intervals, Intervals]:
+    """The first `ns` of a set, and the rest."""
+    before = np.concatenate([[0], np.cumsum(a[:, 1] - a[:, 0])[:-1]]) if len(a) else np.empty(0, np.int64)
+    at = a[:, 0] + np.clip(ns - before, 0, a[:, 1] - a[:, 0])
+    return intervals(zip(a[:, 0], at, strict=True)), intervals(zip(at, a[:, 1], strict=True))
 
 
 def _late(
-    operations: Sequence[Collective], last: Entries, receiving: Mapping[int, Intervals], idle: Intervals
+    step: Step, operations: Sequence[Collective], entered: tuple[Entries, Held], idle: Intervals
 ) -> tuple[int, dict[int, int]]:
     """(ns of `idle` before the last rank submitted the same operation, these ns by the rank that was last).
 
-    Without those in which that rank was itself `receiving`.
+    As long as that rank was held before in the step, more than this one, it is the rank that held it, and none where
+    the network did.
     """
+    last, held = entered
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for operation in operations:
         at, last_rank = last.get(operation.match, (0, operation.rank))
         if last_rank != operation.rank:
             spans[last_rank].append((operation.submit_ns, at))
-    by_rank = {
-        last_rank: subtraction(found, _near(receiving.get(last_rank, NOTHING), found))
-        for last_rank, pairs in spans.items()
-        if len(found := intersection(intervals(pairs), idle))
-    }
+    by_rank: dict[int, Intervals] = {}
+    mine = held.get(step.rank, {})
+    for last_rank, pairs in spans.items():
+        found = intersection(intervals(pairs), idle)
+        for holder, when in held.get(last_rank, {}).items():
+            if len(found) and holder != step.rank:
+                window = step.begin_ns, int(found[-1, 1])
+                longer = _total_within(when, *window) - _total_within(mine.get(holder, NOTHING), *window)
+                part, found = _cut(found, max(0, longer))
+                if holder != NETWORK:
+                    by_rank[holder] = union(by_rank.get(holder, NOTHING), part)
+        by_rank[last_rank] = union(by_rank.get(last_rank, NOTHING), found)
     return total(union(*by_rank.values())), {
         last_rank: total(found) for last_rank, found in by_rank.items() if len(found)
     }
@@ -400,12 +423,12 @@ def _bus_bytes(operation: Collective, size: int, hosts: int | None) -> float:
 def _split(
     step: Step,
     operations: _Operations,
-    entered: tuple[Entries, Mapping[int, Intervals]],
+    entered: tuple[Entries, Held],
     size: int,
     hosts: int | None,
     awaited: frozenset[int] | None,
 ) -> tuple[Split, Exposed]:
-    """entered: last_entries, and when ranks are _receiving."""
+    """entered: last_entries, and when ranks are _held."""
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
     compute, evaluation, saving = _work(step, near, whole)
@@ -416,7 +439,7 @@ def _split(
     moving = intersection(intervals(chain.from_iterable(spans for _, spans in running)), whole)
     exposed = subtraction(moving, busy)
     wait = subtraction(subtraction(intersection(felt.queued(near), whole), busy), moving)
-    skew_ns, late = _late(near, *entered, union(exposed, wait))
+    skew_ns, late = _late(step, near, entered, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
     moved, unsized = _moved(step, own), sum(c.tensor_bytes is None for c in own)
     bus_bytes = partial(_bus_bytes, size=size, hosts=hosts)
@@ -483,7 +506,7 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     operations = {rank: _Operations(rows) for rank, rows in by_rank.items()}
     nothing = _Operations([])
     last, hosts = last_entries(trace), host_count(trace)
-    entered = last, _receiving(trace, last)
+    entered = last, _held(trace, last)
     ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
     awaited = _awaited(trace)
     found = []

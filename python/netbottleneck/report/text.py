@@ -104,7 +104,9 @@ def _single_steps(findings: Findings, usual: Parts) -> list[str]:
     }
     most = sorted(longer_ns, key=lambda name: -longer_ns[name])
     most = [name for name in most if longer_ns[name] >= LONGER_PART * whole.step_ns]
-    more = ", ".join(f"{ms(longer_ns[name])} more {name}" for name in most)
+    waits = 2 * (whole.skew_ns - usual.skew_ns) >= longer_ns["exposed communication"]
+    of_it = {"exposed communication": " (most of it waiting for the slowest rank)" if waits else ""}
+    more = ", ".join(f"{ms(longer_ns[name])} more {name}{of_it.get(name, '')}" for name in most)
     mean = f"the mean of all steps is {ms(mean_ns)}" + (f", with {more}" if most else "")
     longer = mean_ns - whole.step_ns >= LONGER_PART * mean_ns
     bare = f". Most of that is in steps of the untouched script ({BARE}), whose parts are not known" if longer else ""

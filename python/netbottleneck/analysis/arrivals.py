@@ -370,25 +370,34 @@ def _points(rows: Sequence[Collective], waits: Waits, size: int) -> list[dict[in
     return [*points, {rank: submit for rank, (submit, _) in gradients.items()}]
 
 
+def _held_before(rows: Sequence[Collective], waits: Waits, first: Mapping[int, int]) -> list[int]:
+    """How long each rank waits before the first point of a step for calls that are none of the points.
+
+    Others may delay those, or the network.
+    """
+    common = {(one.rank, one.match) for own in _common_calls(rows, len(first)) for one in own}
+    others = {(one.rank, one.key) for one in rows if one.by_script and (one.rank, one.match) not in common}
+    return [
+        total(intervals((begin, min(end, at)) for key, begin, end in waits.get(rank, ()) if (rank, key) in others))
+        for rank, at in sorted(first.items())
+    ]
+
+
 def _own_work(rows: Sequence[Collective], waits: Waits, size: int) -> list[int] | None:
     """When each rank comes to the last of the points of a step, without what it waits from the first of them on.
 
-    Nor does it count what it waits before for other calls, as others may delay those, or the network. It is then late
-    by what it works longer than others. None: there is no such point.
+    Nor does it count what held it before. It is then late by what it works longer than others. None: there is no such
+    point.
     """
     points = [point for point in _points(rows, waits, size) if len(point) == size]
     if not points:
         return None
     first, last = (choose(points, key=lambda point: sum(point.values())) for choose in (min, max))
     gradients, arrived = _gradients(rows), []
-    common = {(one.rank, one.match) for own in _common_calls(rows, size) for one in own}
-    others = {(one.rank, one.key) for one in rows if one.by_script and (one.rank, one.match) not in common}
-    for rank in range(size):
-        own = waits.get(rank, ())
-        before = [(begin, min(end, first[rank])) for key, begin, end in own if (rank, key) in others]
-        still = intervals([*((begin, end) for _, begin, end in own), gradients.get(rank, (0, 0))])
+    for rank, before_ns in enumerate(_held_before(rows, waits, first)):
+        still = intervals([*((begin, end) for _, begin, end in waits.get(rank, ())), gradients.get(rank, (0, 0))])
         within = intersection(still, intervals([(first[rank], last[rank])]))
-        arrived.append(last[rank] - total(within) - total(intervals([one for one in before if one[0] < one[1]])))
+        arrived.append(last[rank] - total(within) - before_ns)
     return arrived
 
 

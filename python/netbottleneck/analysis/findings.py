@@ -445,6 +445,11 @@ def _there(values: Mapping[Arm, T | None]) -> dict[Arm, T]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _of_others(splits: Sequence[Split], late: Lateness | None) -> Sequence[Split]:
+    """The steps of the ranks that are not late step after step."""
+    return splits if late is None else [split for split in splits if split.rank not in late.ranks]
+
+
 def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Findings:
     """`common` plus the numbers of `base`, whose counted steps are `rows`."""
     trace = common.trace
@@ -454,7 +459,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     own = [c for c in trace.collectives if c.arm == base and not c.by_script and (c.rank, c.step) in steps]
     sampled = [step for step in trace.steps if step.arm == base]
     late = None if common.not_matched else lateness(trace, base, splits)
-    others = splits if late is None else [split for split in splits if split.rank not in late.ranks]
+    others = _of_others(splits, late)
     return replace(
         common,
         base=base,

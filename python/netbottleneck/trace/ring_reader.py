@@ -640,30 +640,45 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
     """
     everyone = [_rank_files(folder, rank, read) for rank in ranks]
     lacking = [(files.rank, name) for files in everyone for name in files.lacks()]
-    told = _own_traces(folder).keys()
-    lost = [f"ranks/{rank}.{name}.ring" for rank, name in lacking]
-    lost += [f"ranks/{rank}.{TRAIN}.ring" for rank in sorted(told - set(ranks))]
-    if lost and told >= set(ranks):
-        whole = _from_traces(folder)
-        note = f"{', '.join(lost)} cannot be read: ranks/<rank>.jsonl.gz are read instead"
-        return replace(whole, notes=(*whole.notes, note))
+    whole = _instead(folder, set(ranks), lacking)
+    if whole is not None:
+        return whole
     out = {rank for rank, name in lacking if name == TRAIN}
     if out == set(ranks):
-        raise FileNotFoundError(f"{folder.parent}: no rank has left a record of its steps: {', '.join(lost)}")
+        lost = ", ".join(f"ranks/{rank}.{TRAIN}.ring" for rank in ranks)
+        raise FileNotFoundError(f"{folder.parent}: no rank has left a record of its steps: {lost}")
     with _of_file(folder.parent / RUN_FILE):
         head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
-    parts: list[tr.Trace] = []
-    gaps: list[_Gap] = []
-    for files in everyone:
-        if files.rank in out:
-            continue
-        clock = _clock(files, reference)
-        named = {name: _named_events(ring, clock, of_steps=name != NCCL) for name, ring in files.rings.items()}
-        parts.append(_rank_trace(head, files, clock, named, plan))
-        gaps += [_gap(files.rank, name, ring) for name, ring in files.rings.items() if ring.gap and name != NCCL]
-    whole = _known(replace(tr.merge(parts), epoch_wall_ns=reference or 0), lacking)
-    return _without(whole, gaps) if gaps else whole
+    kept = [files for files in everyone if files.rank not in out]
+    parts = [_part(head, files, reference, plan) for files in kept]
+    gaps = [gap for files in kept for gap in _gaps(files)]
+    known = _known(replace(tr.merge(parts), epoch_wall_ns=reference or 0), lacking)
+    return _without(known, gaps) if gaps else known
+
+
+def _part(run: tr.Trace, files: _RankFiles, reference_ns: int | None, plan: str | None) -> tr.Trace:
+    """Return the trace of one rank, on the clock of the reference."""
+    clock = _clock(files, reference_ns)
+    named = {name: _named_events(ring, clock, of_steps=name != NCCL) for name, ring in files.rings.items()}
+    return _rank_trace(run, files, clock, named, plan)
+
+
+def _gaps(files: _RankFiles) -> list[_Gap]:
+    """Return the steps that are left out for gaps in a rank's files."""
+    return [_gap(files.rank, name, ring) for name, ring in files.rings.items() if ring.gap and name != NCCL]
+
+
+def _instead(folder: Path, ranks: set[int], lacking: Sequence[tuple[int, str]]) -> tr.Trace | None:
+    """Return what the ranks' own traces tell, if files of events are missing and all ranks left one. Raises as load."""
+    told = _own_traces(folder).keys()
+    lost = [f"ranks/{rank}.{name}.ring" for rank, name in (*lacking, *((rank, TRAIN) for rank in sorted(told - ranks)))]
+    if not lost or not told >= ranks:
+        return None
+    whole = _from_traces(folder)
+    return replace(
+        whole, notes=(*whole.notes, f"{', '.join(lost)} cannot be read: ranks/<rank>.jsonl.gz are read instead")
+    )
 
 
 def _known(trace: tr.Trace, lacking: Sequence[tuple[int, str]]) -> tr.Trace:

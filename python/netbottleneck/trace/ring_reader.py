@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -643,17 +643,16 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
     whole = _instead(folder, set(ranks), lacking)
     if whole is not None:
         return whole
-    out = {rank for rank, name in lacking if name == TRAIN}
-    if out == set(ranks):
+    kept = [files for files in everyone if TRAIN in files.rings]
+    if not kept:
         lost = ", ".join(f"ranks/{rank}.{TRAIN}.ring" for rank in ranks)
         raise FileNotFoundError(f"{folder.parent}: no rank has left a record of its steps: {lost}")
     with _of_file(folder.parent / RUN_FILE):
         head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
-    kept = [files for files in everyone if files.rank not in out]
     parts = [_part(head, files, reference, plan) for files in kept]
-    gaps = [gap for files in kept for gap in _gaps(files)]
     known = _known(replace(tr.merge(parts), epoch_wall_ns=reference or 0), lacking)
+    gaps = list(chain.from_iterable(map(_gaps, kept)))
     return _without(known, gaps) if gaps else known
 
 

@@ -125,7 +125,8 @@ def _ranks_table(findings: Findings) -> tuple[str, Table]:
         own = [ms(values.get(rank.rank, 0.0)) if known else "-" for values in (findings.waiting_ns, late)]
         put_row(table, str(rank.rank), rank.hostname, *own, "-" if used is None else f"{used:.1f} of {len(rank.cores)}")
     more = len(ranks) - TOP_ROWS
-    busy = "" if findings.cores_busy is None else f"; cores of the busiest host {percent(findings.cores_busy)} busy"
+    share = findings.cores_busy
+    busy = "" if share is None else f"; the ranks keep {percent(share)} of the busiest host's cores busy"
     return "Waiting in a step" + (f"; {more} more ranks" if more > 0 else "") + busy, table
 
 

@@ -20,15 +20,13 @@ from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import ms
 
 BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first of them is not counted
-# Part of a block's steps that a block of a trial's first cycle has: what is much slower costs less.
-FIRST_PART = 0.6
-TRIAL_BLOCKS = 39  # of all arms together, at most
+TRIAL_BLOCKS = 38  # of all arms together, at most
 CONFIRMED = 3  # consecutive cycles that must find a candidate slower, or all candidates equal
-# A candidate is slower in a cycle whose blocks differ by SEPARATE. It leaves after its first block if its fastest step
-# exceeds another's slowest step by FIRST_SEPARATE. Stock and the arm kept so far must be surely slower instead, or have
-# been slower by SEPARATE in HELD_CONFIRMED consecutive cycles. Equal arms are so in 1 of 32 cases at most, if cycles
-# are independent.
-SEPARATE, FIRST_SEPARATE = 1.2, 1.5
+# A candidate is slower in a cycle whose blocks differ by this factor. It leaves after one block if its fastest step
+# exceeds another's slowest step by it. Stock and the arm kept so far must be surely slower instead, or have been slower
+# by this factor in HELD_CONFIRMED consecutive cycles. Equal arms are so in 1 of 32 cases at most, if cycles are
+# independent.
+SEPARATE = 1.2
 HELD_CONFIRMED = 5
 DEAR_STEPS = 15  # a candidate of slower blocks leaves if its steps have cost so many of the best one's
 EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
@@ -123,7 +121,7 @@ class Auto(Deciding):
         else:
             self._end = step + self._until_look(block.median)
         if self._trial is not None:
-            self._arm, self._end = self._turns.pop(0), step + self._steps(self._cycle)
+            self._arm, self._end = self._turns.pop(0), step + self.length
         return line
 
     def unfinished(self, step: int) -> str:
@@ -176,7 +174,7 @@ class Auto(Deciding):
         """Remove slower candidates."""
         if self._cycle == 1:
             found = {arm: self._found[arm][0] for arm in self._candidates}
-            most = FIRST_SEPARATE * min(block.slowest for block in found.values())
+            most = SEPARATE * min(block.slowest for block in found.values())
             self._candidates = [arm for arm, block in found.items() if self._is_held(arm) or block.fastest <= most]
         best = self._best()
         self._candidates = [arm for arm in self._candidates if arm == best or not self._is_out(arm, best)]
@@ -291,11 +289,7 @@ class Auto(Deciding):
         By the mean of the other's blocks: what disturbs all arms alike is no cost of the trial.
         """
         own = mean(block.median for block in self._found[best].values())
-        return sum(self._steps(cycle) * (block.median - own) for cycle, block in self._found[arm].items())
-
-    def _steps(self, cycle: int) -> int:
-        """Return the number of steps in a block of a trial's cycle."""
-        return self.length if cycle else math.ceil(FIRST_PART * self.length)
+        return self.length * sum(block.median - own for block in self._found[arm].values())
 
     def _is_dear(self, arm: Arm, best: Arm) -> bool:
         """Return True if an arm is much slower than the best one in most cycles, and its steps have cost too much."""

@@ -273,6 +273,18 @@ def test_the_first_trial_ends_before_it_costs_more_than_2_percent_of_a_run_of_20
     assert set(trial.again) == set(ARMS)
 
 
+def test_a_first_trial_of_short_steps_may_cost_2_percent_of_30_seconds() -> None:
+    """As above, with steps a hundredth as long: 2000 of them are no run that anyone would tune."""
+
+    def step_ms(arm: Arm, step: int, _rank: int) -> float:
+        return 2.5 if arm == TCP and step % 30 >= 15 else 0.5
+
+    job = job_of(step_ms).run(300)
+    (trial,) = job.plans[0].trials
+    assert trial.why.startswith(f"after {auto.TRIAL_BLOCKS - 2} blocks of steps")
+    assert 2 * auto.LEAST_RUN < trial.least_steps <= auto.LEAST_RUN_S * 1000 / 0.5
+
+
 def test_the_line_names_what_was_measured() -> None:
     job = job_of(steady(4, {STOCK: 60.0, TCP: 50.0, OFI: 61.0})).run(300)
     (line,) = job.lines

@@ -45,5 +45,5 @@ def test_trials_that_cost_too_much_do_not_pass() -> None:
     cheap, dear = one((1.0, 1.0, 1.0)), one((1.0, 1.0, 1.0), cost=0.021)
     assert auto.summary([cheap] * 20)[1]
     found, passed = auto.summary([cheap] * 19 + [dear])
-    assert "at most 2 % of 2000 steps in 19 of 20" in found
+    assert "at most 2 % of a run of 2000 steps or 30 s in 19 of 20" in found
     assert not passed

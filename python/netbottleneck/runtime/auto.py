@@ -39,9 +39,15 @@ CHANGED = 1.15  # factor of the step time that counts as a change of the network
 LOOKS = 2  # consecutive looks that must see a change
 AGAIN = 3  # the next trial of arms that a trial could not tell apart begins at this multiple of the trial's last step
 # Of the run's time: the cost of trials so far, before another one begins and while it runs. For the first trial the run
-# counts as LEAST_RUN steps long: what tells two arms apart costs more than that part of the few steps that have run.
+# counts as LEAST_RUN steps long, and as LEAST_RUN_S: what tells two arms apart costs more than that part of the few
+# steps that have run.
 COST_BEFORE, COST_MAX = 0.01, 0.02
-LEAST_RUN = 2000
+LEAST_RUN, LEAST_RUN_S = 2000, 30.0
+
+
+def least_run_steps(step_ns: float) -> int:
+    """Return the steps of the shortest run that a first trial is for: LEAST_RUN, or those of LEAST_RUN_S if more."""
+    return max(LEAST_RUN, math.ceil(LEAST_RUN_S * 1e9 / max(step_ns, 1)))
 
 
 @dataclass(slots=True)
@@ -231,7 +237,8 @@ class Auto(Deciding):
             if self.trials:
                 return f"trials have cost {COST_MAX:.0%} of the run"
             self._trial.again = [str(arm) for arm in self._candidates]
-            return f"another round would cost more than {100 * COST_MAX:.0f} % of a run of {LEAST_RUN} steps"
+            steps = least_run_steps(self._step_ns(self._best()))
+            return f"another round would cost more than {100 * COST_MAX:.0f} % of a run of {steps} steps"
         return ""
 
     def _is_spent(self) -> bool:
@@ -245,9 +252,9 @@ class Auto(Deciding):
         spent = self.cost_ns + self._cost_of(best)
         if self.trials:
             return spent > COST_MAX * self.elapsed_ns
-        cycle = sum(self._excess(arm, best) for arm in self._candidates) / self._cycle
+        cycle, step_ns = sum(self._excess(arm, best) for arm in self._candidates) / self._cycle, self._step_ns(best)
         is_blind = best != self._kept and self._cycle < PAIRS_MIN
-        return not is_blind and spent + cycle > COST_MAX * LEAST_RUN * self._step_ns(best)
+        return not is_blind and spent + cycle > COST_MAX * least_run_steps(step_ns) * step_ns
 
     def _over(self, step: int, why: str) -> str:
         """End the trial. The arm kept so far stays, unless it has left or another one is probably faster."""

@@ -360,6 +360,14 @@ def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does(ranks):
         assert 0 < late.jitter_ns.low < late.jitter_ns.high
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_long_steps_of_one_rank_do_not_hide_that_another_is_always_late(ranks):
+    job = Job(ranks=ranks, slower={1: 1.05}, saves_ms={0: 300.0}, every=10, blocks=12, block_steps=10)
+    late = findings.find(trace_of(job)).lateness
+    assert (late.straggler, late.rare.rank) == (1, 0)
+    assert late.own_ns == pytest.approx(0.05 * (job.forward_ms + job.backward_ms) * MS, rel=0.05)
+
+
 def test_input_saves_at_most_its_time_on_the_rank_where_it_takes_longest():
     job = Job(ranks=2, input_ms=2, input_of_ms={1: 50.0}, every=5, block_steps=40)
     found = findings.find(trace_of(job))

@@ -510,6 +510,14 @@ def test_a_late_rank_is_named_in_the_sentence(tmp_path):
     assert found.summary["late"] == [{"rank": 2, "others_wait_s": pytest.approx(0.04, rel=0.1)}]
 
 
+def test_what_the_others_wait_for_any_rank_is_told_if_it_is_more():
+    trace = trace_of(Job(slower={1: 1.05}, saves_ms={0: 60.0}, every=10, blocks=12, block_steps=10))
+    found = findings.find(trace)
+    assert "Rank 1 makes the others wait 3.99 ms; for whichever rank is last in a step, 6.17 ms more (measured)." in (
+        text.sentences(found)
+    )
+
+
 def test_all_files_are_written_and_hold_the_same_numbers(run):
     written = {path.name for path in run.write_all()}
     assert written == {

@@ -243,7 +243,7 @@ class Lateness:
     all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. Both are
     differences at the last operation of a step, see _arrivals. random_ns: the wait of the mean rank for any rank but
     `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank
-    each of PHASES of `ranks` is, in ns a step; own_ns: the same of all that is not communication.
+    each of PHASES of `ranks` is, in ns a step that is not `rare`; own_ns: the same of all that is not communication.
     step_ns: of the mean step. rare: if most of the wait is in single steps; left_out: the number of these steps, if
     they are too few to support a claim. since: the first of `steps`, if `ranks` are late from there on; None: steps of
     the whole record.
@@ -557,14 +557,14 @@ def _columns(groups: Sequence[Sequence[int]]) -> list[int]:
     return sorted(column for own in groups for column in own)
 
 
-def _longer(splits: Sequence[Split], ranks: Sequence[int], first: int) -> dict[str, float]:
+def _longer(steps: Sequence[Mapping[int, Split]], ranks: Sequence[int]) -> dict[str, float]:
     """By phase, and of OWN, all but communication: how much longer the median of `ranks` is than that of the others.
 
-    In ns a step, from the step `first` on.
+    In ns a step.
     """
     means: dict[str, dict[int, float]] = defaultdict(dict)
-    for member in {split.rank for split in splits}:
-        own = [split.phases() for split in splits if split.rank == member and split.index >= first]
+    for member in steps[0]:
+        own = [step[member].phases() for step in steps]
         for phase in PHASES:
             means[phase][member] = float(np.mean([phases[phase] for phases in own]))
         means[OWN][member] = sum(means[phase][member] for phase in PHASES)
@@ -713,9 +713,10 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         kept = ~_long(evened)
         left_out, rare = rare.count, None
         arrived, steps = arrived[kept], list(compress(steps, kept))
+    usual = steps if rare is None else list(compress(steps, ~_long(evened)))
     persistent, jitter = _saved(arrived, last, rare, steps)
     others = [float(np.mean([_for_others(split, last) for split in step.values()])) for step in steps]
-    longer = _longer(splits, last, first) if last else {}
+    longer = _longer(usual, last) if last else {}
     return Lateness(
         len(steps),
         max(last, key=lambda rank: float(arrived[:, rank].mean()), default=None),

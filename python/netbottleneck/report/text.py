@@ -65,12 +65,21 @@ def sentences(findings: Findings) -> list[str]:
     texts += _comparison(findings)
     cost = own_cost(findings)
     texts += [cost] if cost else []
-    late = findings.lateness
-    if late is not None and late.straggler is not None:
-        waited_ns = late.persistent_ns.value
-        if waited_ns >= max(LATE_SHARE_MIN * parts.step_ns, findings.clock_error_ns):
-            texts.append(f"{late.waited} ({findings.label}).")
+    late = _late(findings, parts)
+    texts += [late] if late else []
     return texts
+
+
+def _late(findings: Findings, parts: Parts) -> str:
+    """Who makes the others wait, step after step, and what they wait more in single steps; "" if it is negligible."""
+    late = findings.lateness
+    if late is None or late.straggler is None:
+        return ""
+    waited_ns, others_ns = late.persistent_ns.value, late.random_ns.value
+    if waited_ns < max(LATE_SHARE_MIN * parts.step_ns, findings.clock_error_ns):
+        return ""
+    more = f"; for whichever rank is last in a step, {ms(others_ns)} more" if others_ns > waited_ns else ""
+    return f"{late.waited}{more} ({findings.label})."
 
 
 def _unrecorded_ns(parts: Parts) -> float:

@@ -6,8 +6,8 @@ One run for each network: first auto, up to the end of its first trial; then all
 steps, over the same connections, which shows the best one (from run to run the same transport may differ by 10 %). The
 arm that auto kept is right if the turns show that it is surely not slower than the best one by more than 2 %, the
 difference that auto takes for none, and wrong if it surely is; else it is undecided. Prints a row for each network.
-Exit code 0 only if 19 of 20 are right, and trials cost at most 2 % of a run of 2000 steps, or of 30 s if that is longer,
-in all.
+Exit code 0 only if 19 of 20 are right, and in all of them trials cost at most 2 % of a run of 2000 steps, or of 30 s if
+that is longer.
 """
 
 from __future__ import annotations

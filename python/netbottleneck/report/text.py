@@ -63,11 +63,7 @@ def sentences(findings: Findings) -> list[str]:
     if predicted is not None and predicted < parts.step_ns:
         texts.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
     texts += _comparison(findings)
-    cost = own_cost(findings)
-    texts += [cost] if cost else []
-    late = _late(findings, parts)
-    texts += [late] if late else []
-    return texts
+    return texts + [one for one in (own_cost(findings), _late(findings, parts)) if one]
 
 
 def _late(findings: Findings, parts: Parts) -> str:

@@ -3,8 +3,9 @@
 // at about the same time. A segment is never so short that handling it costs more than sending it. The bytes ahead of a
 // lane are those in flight and those sent but still held by this host; on a slow interface the latter may be more.
 //
-// A rate is that of bytes which had to wait. The first ones after a pause go into the kernel's buffers at once, and the
-// bytes of a time with pauses follow from the lane's share: a rate from either would confirm any share, a wrong one too.
+// A rate is that of bytes which had to wait. The first ones after a pause go into the buffers of the kernel and of the
+// network at once, and the bytes of a time with pauses follow from the lane's share: a rate from either would confirm any
+// share, a wrong one too. So a rate is measured only once a lane was busy for a while.
 // Where many lanes share little data, requests of some lanes never wait. The rates of all lanes are then those at which
 // backlogs in the kernel's buffers shrink, as long as they last. Of a lane whose backlogs are soon gone, no rate is known,
 // and it counts as the fastest. There the other kind of rate is an upper limit: a request that waits for the kernel's
@@ -22,14 +23,15 @@
 enum {
     KNOWN_BYTES = 512 * 1024,     // a smaller sample measures buffers, not the network
     KNOWN_NS = 2 * 1000 * 1000,   // a shorter sample measures how many requests finish in one pass
-    BUFFERED_BYTES = 256 * 1024,  // of the bytes after a pause, those that may have gone into the kernel's buffers
+    BUFFERED_BYTES = 256 * 1024,  // of the bytes after a pause, those that may have gone into buffers
+    BUSY_NS = 2 * 1000 * 1000,    // the same of its time: buffers may take more bytes, but soon
     PAUSE_NS = 20 * 1000,         // minimum length of a pause: less goes by while the thread handles other lanes
     IDLE_NS = 1000 * 1000,        // the same where a library sends on its own what it has taken
     HELD_NS = 1000 * 1000,        // minimum interval between queries of what a lane still holds
     STAY_LEAST = 4 * 1024,        // of a smaller backlog, a few late packets may be left
     STAYS = 4,                    // looks in a row that find a backlog: one alone finds a peer that was not running
     STAY_BYTES = 64 * 1024,       // of a smaller sample, a single packet of the largest size is a large part
-    GONE_BYTES = 4 * 1024 * 1024, // after so many bytes of backlogs that are soon gone, a lane is as fast as others
+    GONE_BYTES = 4 * 1024 * 1024, // after so many bytes of backlogs that are soon gone, a lane's rates are forgotten
     HANDLING_NS = 100 * 1000,     // minimum duration of a segment at the rate of all lanes together
     SEGMENT_LEAST = 16 * 1024,
     SEGMENT_UNKNOWN = 64 * 1024 // minimum segment while a lane's rate is unknown
@@ -48,6 +50,7 @@ void nb_rate_posted(const struct nb_lanes *lanes, struct path *path, size_t byte
         int64_t now = nb_now_ns();
         if (now - rate->sent_ns > (is_buffered(lanes) ? PAUSE_NS : IDLE_NS)) {
             rate->since_ns = now;
+            rate->begun_ns = now;
             rate->since_pause = 0;
         }
     }
@@ -69,11 +72,11 @@ void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes)
     struct lane_rate *rate = &path->rate;
     int64_t now = nb_now_ns();
     double ns = (double)(now - rate->since_ns);
+    bool waited = rate->since_pause >= BUFFERED_BYTES && rate->since_ns - rate->begun_ns >= BUSY_NS;
     path->in_flight -= bytes;
     rate->sent_ns = now;
     rate->since_ns = now;
     if (is_buffered(lanes)) {
-        bool waited = rate->since_pause >= BUFFERED_BYTES;
         rate->held += bytes;
         rate->since_pause += bytes;
         rate->backlog.bytes += now - rate->backlog.since_ns < HELD_NS ? bytes : 0;
@@ -196,6 +199,11 @@ static void backlog_gone(struct lane_rate *rate, double ns) {
     }
     backlog->stays -= backlog->stays > 0;
     backlog->gone_bytes += backlog->bytes;
+    if (backlog->gone_bytes >= GONE_BYTES) { // its rate may be that of a moment in which the network or the peer paused
+        rate->bytes_per_ns = 0;
+        rate->bytes = 0;
+        rate->ns = 0;
+    }
     bool known = backlog->bytes_per_ns > 0;
     if (known ? backlog->gone_bytes < GONE_BYTES : backlog->stays > 0) {
         return;

@@ -51,7 +51,8 @@ struct path {
     struct lane_rate {
         int64_t since_ns;    // last time that a request finished, or the end of a pause since
         int64_t sent_ns;     // last time that a request finished
-        size_t since_pause;  // bytes that finished since the last pause
+        int64_t begun_ns;    // end of the last pause
+        size_t since_pause;  // bytes that finished since then
         double bytes;        // bytes that had to wait
         double ns;           // their time
         double bytes_per_ns; // 0: unknown

@@ -374,7 +374,8 @@ class Settings:
     )
     start_step: int = _row("START_STEP", integer(0, MOST), 10, "first step that is recorded")
     end_step: int = _row("END_STEP", integer(0, MOST), 0, "stop recording before this step; 0: never")
-    block_steps: int = _row("BLOCK_STEPS", integer(1, MOST), 10, "steps in a block, if TRANSPORT is a list; auto: 5")
+    # Nine has no factor in common with the usual periods of a script's work: 5, 8, 10, 20, 50, 64, 100 steps.
+    block_steps: int = _row("BLOCK_STEPS", integer(1, MOST), 9, "steps in a block, if TRANSPORT is a list; auto: 5")
     alternate: str = _row(
         "ALTERNATE",
         ALTERNATION,

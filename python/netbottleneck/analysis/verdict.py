@@ -120,7 +120,7 @@ def _no_counted_step(f: Findings) -> Verdict | None:
     """The verdict if steps of transports were recorded, and none of them counts."""
     why = uncounted(f.trace)
     if why == ONE_STEP:
-        return Verdict("INCONCLUSIVE", f"No step counts: {why}", "Set NETBOTTLENECK_BLOCK_STEPS=10.")
+        return Verdict("INCONCLUSIVE", f"No step counts: {why}", "Set NETBOTTLENECK_BLOCK_STEPS=9.")
     return _too_few(f"No step counts: {why}", limits.STEPS_MIN) if why else None
 
 

@@ -135,7 +135,7 @@ class Session:
     def sampled(self) -> bool:
         """True for steps in which each module is stamped."""
         every = self.settings.sample_every
-        # Never the first step of a block of ten, which the comparison of arms drops.
+        # Soon after the usual START_STEP, and not always at the same place of a block.
         return every > 0 and self.counted and self.step % every == (every // 2 + 1) % every
 
     @property

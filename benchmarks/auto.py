@@ -38,9 +38,10 @@ from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import STOCK, Arm
 
 RANK = Path(__file__).with_name("auto_rank.py")
-BY_STEP, TURNS_STEPS = 200, 2400
+BY_STEP = 200
 LINKS_MBIT, FLOWS, WIDTHS = (500, 1000, 2000, 5000, 10000), (1, 2, 4), (128, 256, 512)
-LIMIT_S = 900.0  # 2600 steps over a link of 500 Mbit/s take longer than 480 s
+TURNS_STEPS = {128: 9600, 256: 4800, 512: 2400}  # by width: short steps are noisy
+LIMIT_S = 900.0  # the steps of a wide model over a link of 500 Mbit/s take longer than 480 s
 RIGHT = 0.95
 
 
@@ -121,7 +122,8 @@ def measured(network: str, width: int) -> tuple[Trace, dict[str, Any]]:
             "NETBOTTLENECK_START_STEP": str(BY_STEP),
             "NETBOTTLENECK_INSECURE": "1",  # the network is the lab's own
         }
-        command = [sys.executable, "-m", "netbottleneck", "run", str(RANK), str(BY_STEP + TURNS_STEPS), str(width)]
+        steps = BY_STEP + TURNS_STEPS[width]
+        command = [sys.executable, "-m", "netbottleneck", "run", str(RANK), str(steps), str(width)]
         ranks = [lab.popen(rank, command, env=environ, stdout=subprocess.DEVNULL) for rank in range(lab.size)]
         codes = [process.wait(LIMIT_S) for process in ranks]
         if any(codes):

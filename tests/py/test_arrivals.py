@@ -720,3 +720,18 @@ def test_a_two_level_all_reduce_counts_what_crosses_the_link():
     )
     achieved = findings.find(trace_of(replace(job, latency_ms=0.0))).achieved["tcp"]
     assert achieved.active_bps == pytest.approx(2e9, rel=0.01)
+
+
+@pytest.mark.parametrize("flow_gbps", [10.0, 2.0, 0.8])
+def test_a_straggler_saves_no_more_than_transfers_leave(flow_gbps):
+    """Beside slow transfers, which its work hides in part, or wholly. The truth: the same job without it."""
+    job = Job(ranks=3, slower={1: 1.4}, flow_bps=flow_gbps * 1e9, link_bps=flow_gbps * 1e9, noise=0.0)
+
+    def step_ns(of):
+        return float(np.mean([step.end_ns - step.begin_ns for step in trace_of(of).steps]))
+
+    late = findings.find(trace_of(job)).lateness
+    truth = step_ns(job) - step_ns(replace(job, slower={}))
+    assert late.persistent_ns.value == pytest.approx(0.4 * (job.forward_ms + job.backward_ms) * MS, rel=0.01)
+    assert late.saved_ns.value == pytest.approx(truth, rel=0.02, abs=0.1 * MS)
+    assert (late.saved_ns.value < 0.95 * late.persistent_ns.value) == (flow_gbps < 10)

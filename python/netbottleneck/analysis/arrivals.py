@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, last_shift, mean_of_delays, mean_of_steps
 from netbottleneck.analysis.intervals import Split, host_count, intersection, intervals, total
+from netbottleneck.analysis.on_time import Waits, saved_ns
 from netbottleneck.analysis.thresholds import (
     CHANCE_MAX,
     DELAYED,
@@ -239,8 +240,9 @@ class Lateness:
 
     last: the latest of the ranks that arrive last persistently, None if there is none. ranks: these ranks; hosts: if
     they are whole hosts of several ranks, the name and the ranks of each. chance: probability that ranks of equal speed
-    differ as much. persistent_ns: saved if `ranks` were as fast as the typical other rank; jitter_ns: saved on top if
-    all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. Both are
+    differ as much. persistent_ns: how long the others wait for `ranks`, beyond the typical other rank; saved_ns: what a
+    step saves without that, less where transfers then last longer than the work; jitter_ns: saved on top if
+    all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. All are
     differences at the last operation of a step, see _arrivals. random_ns: the wait of the mean rank for any rank but
     `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank
     each of PHASES of `ranks` is, in ns a step that is not `rare`; own_ns: the same of all that is not communication.
@@ -253,6 +255,7 @@ class Lateness:
     last: int | None
     chance: float
     persistent_ns: Estimate
+    saved_ns: Estimate
     jitter_ns: Estimate
     random_ns: Estimate
     longer: Mapping[str, float]
@@ -318,9 +321,6 @@ OWN = "own"
 def _unmatched(trace: Trace) -> set[int | None]:
     """The steps of a profile whose operations are not matched between ranks."""
     return {one.step for one in trace.collectives if one.key >= ALONE} if trace.recorder else set()
-
-
-Waits = Mapping[int, Sequence[tuple[int, int, int]]]  # of the training threads in a step, by rank
 
 
 def _is_awaited(calls: Sequence[Collective], waits: Waits) -> bool:
@@ -684,6 +684,20 @@ def _saved(
     return persistent, jitter
 
 
+def _on_time(
+    trace: Trace, arm: Arm, steps: Sequence[Mapping[int, Split]], late_ns: Mapping[int, float]
+) -> NDArray[np.float64]:
+    """By step: ns saved if the ranks of late_ns were on time, by their transfers; infinite if these do not tell."""
+    rows: dict[int | None, list[Collective]] = defaultdict(list)
+    for one in trace.collectives:
+        if one.arm == arm:
+            rows[one.step].append(one)
+    waits = _waits(trace, arm)
+    indices = [next(iter(step.values())).index for step in steps]
+    told = late_ns and not trace.recorder
+    return np.array([saved_ns(rows[at], waits.get(at, {}), late_ns) if told else math.inf for at in indices])
+
+
 def _common(trace: Trace, arm: Arm, splits: Sequence[Split]) -> tuple[list[dict[int, Split]], Floats]:
     """(the steps that all ranks recorded, by rank; when each rank arrived in them, against their mean)."""
     by_step: dict[int, dict[int, Split]] = defaultdict(dict)
@@ -717,11 +731,13 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     persistent, jitter = _saved(arrived, last, rare, steps)
     others = [float(np.mean([_for_others(split, last) for split in step.values()])) for step in steps]
     longer = _longer(usual, last) if last else {}
+    late_ns = dict(zip(last, _delays(arrived, last).tolist(), strict=True)) if last else {}
     return Lateness(
         len(steps),
         max(last, key=lambda rank: float(arrived[:, rank].mean()), default=None),
         chance,
         mean_of_steps(persistent),
+        mean_of_steps(np.minimum(persistent, _on_time(trace, arm, steps, late_ns))),
         _mean(jitter),
         _mean(np.maximum(others, jitter)),
         {phase: longer[phase] for phase in PHASES if last},

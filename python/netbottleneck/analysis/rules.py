@@ -424,7 +424,13 @@ def straggler(facts: Facts) -> RuleResult:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
     error_ns = _clock_error_ns(f)
     unsure = _unsure_wait(facts, late.persistent_ns)
-    saving = _beside_clocks(late.persistent_ns, error_ns)
+    saving, waited = (_beside_clocks(ns, error_ns) for ns in (late.saved_ns, late.persistent_ns))
+    less = late.saved_ns.value < limits.STRAGGLER_SAVES * late.persistent_ns.value
+    hidden = (
+        f" On time, transfers would last longer than the work: the step would be {facts.share(saving)} shorter."
+        if less
+        else ""
+    )
     phases = _longer_phases(late)
     names = ", ".join(dict.fromkeys(r.hostname for r in f.trace.ranks if r.rank in late.ranks and r.hostname))
     whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
@@ -439,10 +445,10 @@ def straggler(facts: Facts) -> RuleResult:
         saving=saving,
         source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.counted}",
-        why=f"{late.waited} ({ms(saving.low)} to {ms(saving.high)}) a step, step after step "
-        f"({late.counted}; chance {late.chance:.0e}).{_longer(late, phases)}",
+        why=f"{late.waited} ({ms(waited.low)} to {ms(waited.high)}) a step, step after step "
+        f"({late.counted}; chance {late.chance:.0e}).{_longer(late, phases)}{hidden}",
         next=f"Look at {where}: {look}.",
-        **facts.more_steps(late.persistent_ns, error_ns),
+        **facts.more_steps(late.saved_ns, error_ns),
     )
 
 

@@ -935,6 +935,7 @@ def few_steps(_: Draw) -> Case[Job]:
 
 @case
 def straggler_on_a_full_link(draw: Draw) -> Case[Job]:
+    # The transfers take so long that the step is as long without the straggler.
     job = replace(_big(draw), link_bps=2.5e9, sleeps_ms={1: draw.uniform(20, 30)})
     return Case(
         "full link, and a straggler",
@@ -942,7 +943,7 @@ def straggler_on_a_full_link(draw: Draw) -> Case[Job]:
         ("LINK_LIMITED",),
         replace(job, link_bps=1e13, flow_bps=1e13),
         "LINK_LIMITED",
-        also=("STRAGGLER",),
+        never=("STRAGGLER",),
         saves=True,
     )
 

@@ -22,15 +22,8 @@ def saved_ns(rows: Sequence[Collective], waits: Waits, late_ns: Mapping[int, flo
     once it is on time. Infinite if the record does not tell: operations that do not end on all ranks at once, or ranks
     that wait before they submit the last one, which then depends on those before.
     """
-    groups: dict[object, dict[int, Collective]] = defaultdict(dict)
-    for one in rows:
-        groups[one.match][one.rank] = one
-    ranks = {one.rank for one in rows}
-    calls = sorted(groups.values(), key=lambda own: max(one.submit_ns for one in own.values()))
-    if not calls or not all(own.keys() == ranks and all(map(_is_common, own.values())) for own in calls):
-        return math.inf
-    last = {rank: calls[-1][rank].submit_ns for rank in ranks}
-    if any(begin < last[rank] for rank in ranks for _, begin, _ in waits.get(rank, ())):
+    calls = _calls(rows)
+    if not calls or _waits_before(calls[-1], waits):
         return math.inf
     done = earlier = -math.inf
     for own in calls:
@@ -41,6 +34,22 @@ def saved_ns(rows: Sequence[Collective], waits: Waits, late_ns: Mapping[int, flo
         lasts = max(0.0, end - max(*submits.values(), done))
         earlier, done = max(*moved, earlier) + lasts, max(done, end)
     return done - earlier
+
+
+def _calls(rows: Sequence[Collective]) -> list[dict[int, Collective]]:
+    """The operations of a step, by rank, in the order of their last arrivals; [] if not all are of all ranks."""
+    groups: dict[object, dict[int, Collective]] = defaultdict(dict)
+    for one in rows:
+        groups[one.match][one.rank] = one
+    ranks = {one.rank for one in rows}
+    if not all(own.keys() == ranks and all(map(_is_common, own.values())) for own in groups.values()):
+        return []
+    return sorted(groups.values(), key=lambda own: max(one.submit_ns for one in own.values()))
+
+
+def _waits_before(last: Mapping[int, Collective], waits: Waits) -> bool:
+    """True if a rank waits in the step before it submits its last operation."""
+    return any(begin < one.submit_ns for rank, one in last.items() for _, begin, _ in waits.get(rank, ()))
 
 
 def _is_common(one: Collective) -> bool:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, last_shift, mean_of_delays, mean_of_steps
+from netbottleneck.analysis.hidden import saved_by_punctual
 from netbottleneck.analysis.intervals import Split, host_count, intersection, intervals, total
-from netbottleneck.analysis.on_time import Waits, saved_ns
 from netbottleneck.analysis.thresholds import (
     CHANCE_MAX,
     DELAYED,
@@ -313,6 +313,7 @@ class Lateness:
         return f"{follows}, and not by {its} own work: {its} communication ends later" if self.straggler is None else ""
 
 
+Waits = Mapping[int, Sequence[tuple[int, int, int]]]  # (key, begin, end) of the training threads in a step, by rank
 # Of a step, what a rank does itself: see Split.phases.
 PHASES = ("input", "compute", "optimizer", "evaluation", "checkpoint", "other")
 OWN = "own"
@@ -684,20 +685,6 @@ def _saved(
     return persistent, jitter
 
 
-def _on_time(
-    trace: Trace, arm: Arm, steps: Sequence[Mapping[int, Split]], late_ns: Mapping[int, float]
-) -> NDArray[np.float64]:
-    """By step: ns saved if the ranks of late_ns were on time, by their transfers; infinite if these do not tell."""
-    rows: dict[int | None, list[Collective]] = defaultdict(list)
-    for one in trace.collectives:
-        if one.arm == arm:
-            rows[one.step].append(one)
-    waits = _waits(trace, arm)
-    indices = [next(iter(step.values())).index for step in steps]
-    told = late_ns and not trace.recorder
-    return np.array([saved_ns(rows[at], waits.get(at, {}), late_ns) if told else math.inf for at in indices])
-
-
 def _common(trace: Trace, arm: Arm, splits: Sequence[Split]) -> tuple[list[dict[int, Split]], Floats]:
     """(the steps that all ranks recorded, by rank; when each rank arrived in them, against their mean)."""
     by_step: dict[int, dict[int, Split]] = defaultdict(dict)
@@ -737,7 +724,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         max(last, key=lambda rank: float(arrived[:, rank].mean()), default=None),
         chance,
         mean_of_steps(persistent),
-        mean_of_steps(np.minimum(persistent, _on_time(trace, arm, steps, late_ns))),
+        mean_of_steps(np.minimum(persistent, saved_by_punctual(trace, arm, steps, late_ns))),
         _mean(jitter),
         _mean(np.maximum(others, jitter)),
         {phase: longer[phase] for phase in PHASES if last},

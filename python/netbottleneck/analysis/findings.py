@@ -40,6 +40,7 @@ from netbottleneck.analysis.comparisons import (
     step_times,
     travels,
 )
+from netbottleneck.analysis.hidden import saved_by_undisturbed
 from netbottleneck.analysis.intervals import (
     WARMUP_STEPS,
     Exposed,
@@ -133,7 +134,8 @@ class Findings:
     late_ns: by rank, how long the mean step of the other ranks waits for it. waiting_ns: by rank, how long its mean
     step waits for the last rank. cores_used: by rank, the cores that it keeps busy in base's steps. lateness: of the
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
-    headroom: base against no communication. slowed: forward and backward without communication against those of base.
+    headroom: base against no communication. slowed: forward and backward without communication against those of base;
+    undisturbed: what base's step saves without that, None if the record does not tell.
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
     achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
@@ -167,6 +169,7 @@ class Findings:
     handicap: Paired | None = None
     headroom: Paired | None = None
     slowed: Paired | None = None
+    undisturbed: Estimate | None = None
     script_ns: float = 0.0
     latency_share: Estimate | None = None
     gradient_operations: float = 0.0
@@ -460,6 +463,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     sampled = [step for step in trace.steps if step.arm == base]
     late = None if common.not_matched else lateness(trace, base, splits)
     others = _of_others(splits, late)
+    slowed = _slowed(trace, base, warmup)
     return replace(
         common,
         base=base,
@@ -474,7 +478,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         comparisons=_comparisons(common, base, warmup),
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),
-        slowed=_slowed(trace, base, warmup),
+        slowed=slowed,
+        undisturbed=saved_by_undisturbed(trace, base, splits, slowed),
         script_ns=_script_ns(middle),
         latency_share=latency_share(own, last_entries(trace)),
         gradient_operations=len(own) / len(rows),

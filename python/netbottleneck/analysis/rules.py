@@ -294,12 +294,28 @@ def _busy_cores(facts: Facts, slowed: Estimate | None) -> tuple[Estimate | None,
         return None, f"{rests}, but traffic does not slow compute: {spin}"
     # Compute without a core is longer, and so is part of the difference to steps without traffic.
     lost = max(lacks, key=lambda one: one.value)
+    surely = lost.low if slowed is None or f.undisturbed is None else min(lost.low, f.undisturbed.low)
     # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
     least = max(0.0, 1 - (1 - min(busy, 1.0)) * facts.step_ns / idle.value) if idle.value > 0 else 0.0
     sure = any(one.low > limit for one in lacks)
-    low = lost.low + idle.low * least * sure
+    low = surely + idle.low * least * sure
     saving = Estimate(lost.value + idle.value * (1 + least) / 2, low, lost.high + idle.high)
     return saving, rests if sure else f"{rests}: {spin}"
+
+
+def _hides(f: Findings, slowed: Estimate | None, busy: Estimate | None) -> bool:
+    """True if the time that compute loses to traffic is longer than what a step saves without that."""
+    if busy is not None or slowed is None or f.undisturbed is None:
+        return False
+    return f.undisturbed.value < limits.HIDDEN_LESS * slowed.value
+
+
+def _host_saving(f: Findings, slowed: Estimate | None, busy: Estimate | None) -> tuple[Estimate, str]:
+    """(what a step saves with enough cores, whether that is measured)."""
+    if busy is not None:
+        return busy, "predicted"
+    saving = slowed if slowed is None or f.undisturbed is None else f.undisturbed
+    return saving or NOTHING_SAVED, "predicted" if _hides(f, slowed, busy) else f.label
 
 
 def _host_reasons(f: Findings, slowed: Estimate | None, busy: Estimate | None) -> list[str]:
@@ -310,6 +326,8 @@ def _host_reasons(f: Findings, slowed: Estimate | None, busy: Estimate | None) -
             f"Forward and backward take {ms(slowed.value)} longer ({ms(slowed.low)} to {ms(slowed.high)}) while "
             "gradients travel than without."
         )
+    if _hides(f, slowed, busy):
+        reasons.append("Transfers that this work hides would show.")
     if busy is not None:
         waits = "" if f.starved is None else f"; compute waits {ms(f.starved.value)} a step for a core"
         reasons.append(
@@ -328,14 +346,14 @@ def host(facts: Facts) -> RuleResult:
     reasons = _host_reasons(f, slowed, busy)
     sources = [] if pair is None else [f"{f.label}: {pair.pairs} pairs with {NULL}"]
     sources += [rests] if rests else []
-    saving = busy or slowed or NOTHING_SAVED
+    saving, source = _host_saving(f, slowed, busy)
     enough = f"With enough cores the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}"
     return facts.evidence(
         "host contention",
         "HOST_LIMITED",
         applies=bool(reasons),
         saving=saving if reasons else None,
-        source="predicted" if busy is not None else f.label,
+        source=source,
         rests="; ".join(sources)
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
         why=" ".join([*reasons, enough]) if reasons else "",
@@ -425,7 +443,7 @@ def straggler(facts: Facts) -> RuleResult:
     error_ns = _clock_error_ns(f)
     unsure = _unsure_wait(facts, late.persistent_ns)
     saving, waited = (_beside_clocks(ns, error_ns) for ns in (late.saved_ns, late.persistent_ns))
-    less = late.saved_ns.value < limits.STRAGGLER_SAVES * late.persistent_ns.value
+    less = late.saved_ns.value < limits.HIDDEN_LESS * late.persistent_ns.value
     hidden = (
         f" On time, transfers would last longer than the work: the step would be {facts.share(saving)} shorter."
         if less

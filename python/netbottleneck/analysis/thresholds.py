@@ -63,8 +63,8 @@ FIT_SIZES_RATIO_MIN = 2.0
 CHANCE_MAX = 0.001
 # Ranks that are last are stragglers only if their own work is longer by at least this part of the wait for them.
 STRAGGLER_OWN = 0.5
-# Below this part of the wait for a straggler, its reason tells what a step saves: transfers that its work hides show.
-STRAGGLER_SAVES = 0.95
+# Below this part of the time that work takes longer, its rule tells that the step saves less: transfers hide behind it.
+HIDDEN_LESS = 0.95
 # Each of several stragglers is late by at least this part of the wait for the latest one.
 STRAGGLER_LEAST = 0.5
 # Fewest steps for the test of a persistent straggler.

@@ -735,3 +735,28 @@ def test_a_straggler_saves_no_more_than_transfers_leave(flow_gbps):
     assert late.persistent_ns.value == pytest.approx(0.4 * (job.forward_ms + job.backward_ms) * MS, rel=0.01)
     assert late.saved_ns.value == pytest.approx(truth, rel=0.02, abs=0.1 * MS)
     assert (late.saved_ns.value < 0.95 * late.persistent_ns.value) == (flow_gbps < 10)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("cause", "removed"),
+    [
+        ({"jitter": 0.05}, {"jitter": 0.0}),
+        ({"saves_ms": {0: 50.0}, "every": 5}, {"saves_ms": {}}),
+        ({"saves_ms": {1: 50.0}, "every": 5}, {"saves_ms": {}}),
+    ],
+    ids=["jitter", "checkpoints of another rank", "checkpoints of the straggler"],
+)
+def test_imbalance_beside_a_straggler_saves_what_that_one_leaves(ranks, cause, removed):
+    """The truth: the same job without the cause, where the straggler is as late as before."""
+    job = Job(ranks=ranks, blocks=48, block_steps=13, slower={1: 1.1}, noise=0.0, link_bps=1e11, flow_bps=1e11, **cause)
+
+    def step_ns(of):
+        return float(np.mean([step.end_ns - step.begin_ns for step in trace_of(of).steps]))
+
+    late = findings.find(trace_of(job)).lateness
+    truth = step_ns(job) - step_ns(replace(job, **removed))
+    assert late.last == 1
+    assert late.jitter_ns.value == pytest.approx(truth, rel=0.05, abs=0.7 * MS)
+    assert truth < (2 if "jitter" in cause else 12) * MS
+    assert late.random_ns.value > late.jitter_ns.value or "saves_ms" in cause

@@ -241,8 +241,8 @@ class Lateness:
     last: the latest of the ranks that arrive last persistently, None if there is none. ranks: these ranks; hosts: if
     they are whole hosts of several ranks, the name and the ranks of each. chance: probability that ranks of equal speed
     differ as much. persistent_ns: how long the others wait for `ranks`, beyond the typical other rank; saved_ns: what a
-    step saves without that, less where transfers then last longer than the work; jitter_ns: saved on top if
-    all steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. All are
+    step saves without that, less where transfers then last longer than the work; jitter_ns: saved if, but for that, all
+    steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. All are
     differences at the last operation of a step, see _arrivals. random_ns: the wait of the mean rank for any rank but
     `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank
     each of PHASES of `ranks` is, in ns a step that is not `rare`; own_ns: the same of all that is not communication.
@@ -669,19 +669,25 @@ def _rare(evened: Floats, steps: Sequence[Mapping[int, Split]]) -> Rare | None:
 def _saved(
     arrived: Floats, members: Sequence[int], rare: Rare | None, steps: Sequence[Mapping[int, Split]]
 ) -> tuple[Floats, Floats]:
-    """(ns of each step that are saved without the lateness of `members`, the same on top without any other).
+    """(ns of each step that are saved without the lateness of `members`, the same without any other lateness).
 
-    A step saves at most the idle time in which its ranks waited for the last one.
+    A step saves at most the idle time in which its ranks waited for the last one, and without one lateness no more than
+    the other one leaves.
     """
     evened = _evened(arrived, members)
     waited = np.array([[step[rank].skew_ns for rank in sorted(step)] for step in steps], np.float64)
     of_others = np.delete(waited, members, axis=1).mean(axis=1)
     persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
-    jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
+    typical = evened.mean(axis=1)
+    jitter = np.minimum(evened.max(axis=1) - typical, waited.mean(axis=1))
     if rare is not None:  # whoever is late in these steps is to be as fast as the typical other rank
         last = np.eye(waited.shape[1], dtype=bool)[evened.argmax(axis=1)]
         of_others = np.where(last, 0.0, waited).sum(axis=1) / (waited.shape[1] - 1)
-        jitter = np.where(_long(evened), np.minimum(_latest(evened), of_others), jitter)
+        long, late = _long(evened), _latest(evened)
+        jitter = np.where(long, np.minimum(late, of_others), jitter)
+        typical = np.where(long, evened.max(axis=1) - late, typical)
+    if members:
+        jitter = np.minimum(jitter, arrived.max(axis=1) - typical - _delays(arrived, members).max())
     return persistent, jitter
 
 

@@ -474,12 +474,14 @@ def _random_wait(facts: Facts, late: Lateness) -> tuple[Estimate, dict[str, Any]
     """The saving of imbalance, and `needs` and `more` of its rule.
 
     What equal ranks surely save is their difference at the last operation of a step. A wait inside a step counts up to
-    the upper end alone: it may be for communication that ends later on one rank, and more steps do not tell.
+    the upper end alone: it may be for communication that ends later on one rank, and more steps do not tell. Beside a
+    persistent straggler the value is that difference, too: most waits go on without the others' lateness.
     """
     jitter, error_ns = late.jitter_ns, _clock_error_ns(facts.f)
     low = 0.0 if _unsure_wait(facts, jitter) else jitter.low
     short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
-    saving = replace(late.random_ns, low=min(low, 0.0) if short > 0 else low)
+    value = late.random_ns.value if late.last is None else jitter.value
+    saving = Estimate(value, min(low, 0.0) if short > 0 else low, late.random_ns.high)
     needs = facts.more_steps(jitter, error_ns)
     if short > 0:
         needs = {"needs": MORE_STEPS, "more": short * len(facts.f.trace.arms)}
@@ -507,11 +509,14 @@ def imbalance(facts: Facts) -> RuleResult:
     inside_ns = late.random_ns.value - late.jitter_ns.value
     inside = f", {ms(inside_ns)} of it evens out within the step" if ms(inside_ns) != ms(0) else ""
     each = f"{ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)})"
-    if late.rare is None:
-        why = f"The ranks' steps differ in length, and each waits for the last: {each} a step"
-        why += ". No rank is last persistently." if late.last is None else f", beside the wait for {late.who}."
-    else:
+    if late.last is not None:
+        what = "The ranks' steps differ in length, too." if late.rare is None else late.rare.why
+        why = f"{what} Without that, and with {late.who} as late as now, the mean step would be {each} shorter."
+    elif late.rare is not None:
         why = f"{late.rare.why} The others wait: {each} in the mean of all steps."
+    else:
+        why = f"The ranks' steps differ in length, and each waits for the last: {each} a step. "
+        why += "No rank is last persistently."
     return facts.evidence(
         "imbalance",
         "IMBALANCE",

@@ -41,3 +41,20 @@ def test_without_the_operations_of_all_ranks_compute_saves_what_it_loses():
     own = findings.find(replace(trace, collectives=tuple(replace(one, ranks=2) for one in trace.collectives)))
     assert own.undisturbed is None
     assert host_rule(own).saving == own.slowed.difference_ns
+
+
+@pytest.mark.parametrize(("gbps", "hidden"), [(10.0, False), (1.0, True), (0.6, True)])
+@pytest.mark.parametrize(
+    ("cause", "removed"),
+    [({"jitter": 0.05}, {"jitter": 0.0}), ({"sleeps_ms": {0: 40.0}, "every": 5}, {"sleeps_ms": {}})],
+    ids=["jitter", "a rank sleeps in every fifth step"],
+)
+def test_imbalance_saves_no_more_than_transfers_leave(cause, removed, gbps, hidden):
+    job = Job(ranks=3, blocks=40, block_steps=13, noise=0.0, flow_bps=gbps * 1e9, link_bps=gbps * 1e9, **cause)
+    found = findings.find(trace_of(job))
+    truth, late = step_ns(job) - step_ns(replace(job, **removed)), found.lateness
+    rule = next(one for one in verdict.decide(found).evidence if one.code == "IMBALANCE")
+    assert late.jitter_ns.value == pytest.approx(truth, rel=0.08, abs=0.3 * MS)
+    assert rule.saving.value <= truth + 1 * MS
+    assert hidden == (late.even_ns.value < 0.95 * late.random_ns.value)
+    assert hidden == ("transfers would last longer than the work" in rule.why)

@@ -503,7 +503,7 @@ def test_a_wait_between_ranks_is_as_uncertain_as_their_clocks(tmp_path):
         tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
     )
     wait = Estimate(40e6, 39e6, 41e6)
-    random = replace(numbers.lateness, last=None, jitter_ns=wait, random_ns=wait, steps=30)
+    random = replace(numbers.lateness, last=None, jitter_ns=wait, even_ns=wait, random_ns=wait, steps=30)
 
     def saving(code, lateness, error_ms):
         found = replace(numbers, clock_error_ns=error_ms * 1e6, lateness=lateness)

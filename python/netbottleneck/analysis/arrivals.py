@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, last_shift, mean_of_delays, mean_of_steps
-from netbottleneck.analysis.hidden import saved_by_punctual
+from netbottleneck.analysis.hidden import saved_by_even, saved_by_punctual
 from netbottleneck.analysis.intervals import Split, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import (
     CHANCE_MAX,
@@ -243,7 +243,8 @@ class Lateness:
     differ as much. persistent_ns: how long the others wait for `ranks`, beyond the typical other rank; saved_ns: what a
     step saves without that, less where transfers then last longer than the work; jitter_ns: saved if, but for that, all
     steps of all ranks were equally long, or the rank of `rare` as fast as the typical one in its steps. All are
-    differences at the last operation of a step, see _arrivals. random_ns: the wait of the mean rank for any rank but
+    differences at the last operation of a step, see _arrivals. even_ns: jitter_ns, and without a straggler the waits
+    that even out within a step, which may be saved, too. random_ns: the wait of the mean rank for any rank but
     `ranks`, at all operations of a step, at least jitter_ns. longer: how much longer than on the typical other rank
     each of PHASES of `ranks` is, in ns a step that is not `rare`; own_ns: the same of all that is not communication.
     step_ns: of the mean step. rare: if most of the wait is in single steps; left_out: the number of these steps, if
@@ -257,6 +258,7 @@ class Lateness:
     persistent_ns: Estimate
     saved_ns: Estimate
     jitter_ns: Estimate
+    even_ns: Estimate
     random_ns: Estimate
     longer: Mapping[str, float]
     own_ns: float
@@ -589,6 +591,13 @@ def _for_others(split: Split, ranks: Sequence[int]) -> int:
     return max(0, split.skew_ns - sum(split.late_ns.get(rank, 0) for rank in ranks))
 
 
+def _inside(steps: Sequence[Mapping[int, Split]], last: Sequence[int], jitter: Floats) -> Floats:
+    """How much longer than `jitter` the mean rank waits for ranks but `last` in each step: it evens out within it."""
+    others = [float(np.mean([_for_others(split, last) for split in step.values()])) for step in steps]
+    inside: Floats = np.maximum(others - jitter, 0.0)
+    return inside
+
+
 def _mean(values: Floats) -> Estimate:
     """The mean of a wait over the steps. It is at least 0, and few steps may hold most of it."""
     most = np.sort(values)[-math.ceil(len(values) * FEW_STEPS) :]
@@ -722,17 +731,19 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
         arrived, steps = arrived[kept], list(compress(steps, kept))
     usual = steps if rare is None else list(compress(steps, ~_long(evened)))
     persistent, jitter = _saved(arrived, last, rare, steps)
-    others = [float(np.mean([_for_others(split, last) for split in step.values()])) for step in steps]
     longer = _longer(usual, last) if last else {}
     late_ns = dict(zip(last, _delays(arrived, last).tolist(), strict=True)) if last else {}
+    long = [False] * len(steps) if rare is None else _long(evened).tolist()
+    even = np.minimum(jitter, saved_by_even(trace, arm, steps, late_ns, long))
     return Lateness(
         len(steps),
         max(last, key=lambda rank: float(arrived[:, rank].mean()), default=None),
         chance,
         mean_of_steps(persistent),
         mean_of_steps(np.minimum(persistent, saved_by_punctual(trace, arm, steps, late_ns))),
-        _mean(jitter),
-        _mean(np.maximum(others, jitter)),
+        _mean(even),
+        _mean(even if last else even + _inside(steps, last, jitter)),
+        _mean(jitter + _inside(steps, last, jitter)),
         {phase: longer[phase] for phase in PHASES if last},
         longer.get(OWN, 0.0),
         last,

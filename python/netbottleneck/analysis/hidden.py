@@ -10,6 +10,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 
 import numpy as np
 
@@ -30,18 +31,51 @@ def saved_by_punctual(
     steps: each by rank. late_ns: by rank, how much earlier it submits its operations at most; never earlier than the
     median of the other ranks. Infinite for a step of which the record does not tell, see _calls_of.
     """
+    if not late_ns:
+        return np.array([math.inf for _ in steps])
+    return _saved(trace, arm, steps, [lambda submits: _punctual(submits, late_ns)])
 
-    def moved(submits: Submits) -> Submits:
-        others = float(np.median([at for rank, at in submits.items() if rank not in late_ns]))
-        return {rank: at - min(max(at - others, 0.0), late_ns.get(rank, 0.0)) for rank, at in submits.items()}
 
-    def saved(calls: Sequence[Call]) -> float:
-        done, earlier = _ends(calls, moved)
-        return done - earlier
+def saved_by_even(
+    trace: Trace,
+    arm: Arm,
+    steps: Iterable[Mapping[int, Split]],
+    late_ns: Mapping[int, float],
+    long: Sequence[bool],
+) -> Floats:
+    """The same if all ranks were equally late, but for those of late_ns, which stay late.
 
-    by_step = _calls_of(trace, arm) if late_ns else {}
-    indices = [next(iter(step.values())).index for step in steps]
-    return np.array([saved(by_step[at]) if by_step.get(at) else math.inf for at in indices])
+    In steps that are `long` only the last rank is earlier: as early as the median of the others.
+    """
+
+    def even(submits: Submits) -> Submits:
+        evened = _punctual(submits, late_ns)
+        typical = float(np.mean([*evened.values()]))
+        return {rank: at - evened[rank] + typical for rank, at in submits.items()}
+
+    def without_last(submits: Submits) -> Submits:
+        evened = _punctual(submits, late_ns)
+        last = max(evened, key=lambda rank: evened[rank])
+        others = float(np.median([at for rank, at in evened.items() if rank != last]))
+        return {**submits, last: submits[last] - evened[last] + others}
+
+    return _saved(trace, arm, steps, [without_last if one else even for one in long])
+
+
+def _punctual(submits: Submits, late_ns: Mapping[int, float]) -> Submits:
+    """Times of submission, if some ranks were less late: see saved_by_punctual."""
+    others = float(np.median([at for rank, at in submits.items() if rank not in late_ns]))
+    return {rank: at - min(max(at - others, 0.0), late_ns.get(rank, 0.0)) for rank, at in submits.items()}
+
+
+def _saved(
+    trace: Trace, arm: Arm, steps: Iterable[Mapping[int, Split]], moved: Sequence[Callable[[Submits], Submits]]
+) -> Floats:
+    """By step: ns by which its last operation would end earlier, with other times of submission."""
+    by_step = _calls_of(trace, arm)
+    calls = [by_step.get(next(iter(step.values())).index, ()) for step in steps]
+    ends = [_ends(own, move) if own else (math.inf, 0.0) for own, move in zip(calls, cycle(moved))]
+    return np.array([done - earlier for done, earlier in ends])
 
 
 def saved_by_undisturbed(trace: Trace, arm: Arm, splits: Sequence[Split], slowed: Paired | None) -> Estimate | None:

@@ -433,6 +433,13 @@ def _longer(late: Lateness, phases: Sequence[str]) -> str:
     return f" {whose} takes {', '.join([f'{ms(late.longer[phases[0]])} longer than on the other ranks', *rest])}."
 
 
+def _hidden(facts: Facts, saving: Estimate, wait: Estimate) -> str:
+    """Sentence, with a space before it, on transfers that the work of late ranks hides; "" if none."""
+    if saving.value >= limits.HIDDEN_LESS * wait.value:
+        return ""
+    return f" On time, transfers would last longer than the work: the step would be {facts.share(saving)} shorter."
+
+
 def straggler(facts: Facts) -> RuleResult:
     """Some ranks, or all ranks of some hosts, arrive last, step after step."""
     f, late = facts.f, facts.f.lateness
@@ -443,12 +450,6 @@ def straggler(facts: Facts) -> RuleResult:
     error_ns = _clock_error_ns(f)
     unsure = _unsure_wait(facts, late.persistent_ns)
     saving, waited = (_beside_clocks(ns, error_ns) for ns in (late.saved_ns, late.persistent_ns))
-    less = late.saved_ns.value < limits.HIDDEN_LESS * late.persistent_ns.value
-    hidden = (
-        f" On time, transfers would last longer than the work: the step would be {facts.share(saving)} shorter."
-        if less
-        else ""
-    )
     phases = _longer_phases(late)
     names = ", ".join(dict.fromkeys(r.hostname for r in f.trace.ranks if r.rank in late.ranks and r.hostname))
     whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
@@ -464,7 +465,7 @@ def straggler(facts: Facts) -> RuleResult:
         source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.counted}",
         why=f"{late.waited} ({ms(waited.low)} to {ms(waited.high)}) a step, step after step "
-        f"({late.counted}; chance {late.chance:.0e}).{_longer(late, phases)}{hidden}",
+        f"({late.counted}; chance {late.chance:.0e}).{_longer(late, phases)}{_hidden(facts, saving, waited)}",
         next=f"Look at {where}: {look}.",
         **facts.more_steps(late.saved_ns, error_ns),
     )
@@ -474,14 +475,12 @@ def _random_wait(facts: Facts, late: Lateness) -> tuple[Estimate, dict[str, Any]
     """The saving of imbalance, and `needs` and `more` of its rule.
 
     What equal ranks surely save is their difference at the last operation of a step. A wait inside a step counts up to
-    the upper end alone: it may be for communication that ends later on one rank, and more steps do not tell. Beside a
-    persistent straggler the value is that difference, too: most waits go on without the others' lateness.
+    the upper end alone: it may be for communication that ends later on one rank, and more steps do not tell.
     """
     jitter, error_ns = late.jitter_ns, _clock_error_ns(facts.f)
     low = 0.0 if _unsure_wait(facts, jitter) else jitter.low
     short = limits.IMBALANCE_STEPS_MIN - late.steps  # of fewer steps, it may be a straggler
-    value = late.random_ns.value if late.last is None else jitter.value
-    saving = Estimate(value, min(low, 0.0) if short > 0 else low, late.random_ns.high)
+    saving = replace(late.even_ns, low=min(low, 0.0) if short > 0 else low)
     needs = facts.more_steps(jitter, error_ns)
     if short > 0:
         needs = {"needs": MORE_STEPS, "more": short * len(facts.f.trace.arms)}
@@ -506,17 +505,18 @@ def imbalance(facts: Facts) -> RuleResult:
     if late is None:
         return facts.evidence("imbalance", "IMBALANCE", rests=facts.no_lateness)
     unsure, (saving, needs) = _unsure_wait(facts, late.random_ns), _random_wait(facts, late)
-    inside_ns = late.random_ns.value - late.jitter_ns.value
+    inside_ns = late.even_ns.value - late.jitter_ns.value
     inside = f", {ms(inside_ns)} of it evens out within the step" if ms(inside_ns) != ms(0) else ""
-    each = f"{ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)})"
+    wait = late.random_ns
+    each = f"{ms(wait.value)} ({ms(wait.low)} to {ms(wait.high)})"
     if late.last is not None:
         what = "The ranks' steps differ in length, too." if late.rare is None else late.rare.why
-        why = f"{what} Without that, and with {late.who} as late as now, the mean step would be {each} shorter."
+        why = f"{what} Without that, and with {late.who} as late as now, a step would be {facts.share(saving)} shorter."
     elif late.rare is not None:
-        why = f"{late.rare.why} The others wait: {each} in the mean of all steps."
+        why = f"{late.rare.why} The others wait: {each} in the mean of all steps.{_hidden(facts, saving, wait)}"
     else:
         why = f"The ranks' steps differ in length, and each waits for the last: {each} a step. "
-        why += "No rank is last persistently."
+        why += f"No rank is last persistently.{_hidden(facts, saving, wait)}"
     return facts.evidence(
         "imbalance",
         "IMBALANCE",

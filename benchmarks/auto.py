@@ -40,7 +40,7 @@ from netbottleneck.trace.transports import STOCK, Arm
 RANK = Path(__file__).with_name("auto_rank.py")
 BY_STEP = 200
 LINKS_MBIT, FLOWS, WIDTHS = (500, 1000, 2000, 5000, 10000), (1, 2, 4), (128, 256, 512)
-TURNS_STEPS = {128: 9600, 256: 4800, 512: 2400}  # by width: short steps are noisy
+TURNS_STEPS = {128: 28800, 256: 9600, 512: 2400}  # by width: short steps are noisy
 LIMIT_S = 900.0  # the steps of a wide model over a link of 500 Mbit/s take longer than 480 s
 RIGHT = 0.95
 

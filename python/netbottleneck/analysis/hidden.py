@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
+from statistics import fmean, median
 
 import numpy as np
 
@@ -50,13 +51,13 @@ def saved_by_even(
 
     def even(submits: Submits) -> Submits:
         evened = _punctual(submits, late_ns)
-        typical = float(np.mean([*evened.values()]))
+        typical = fmean(evened.values())
         return {rank: at - evened[rank] + typical for rank, at in submits.items()}
 
     def without_last(submits: Submits) -> Submits:
         evened = _punctual(submits, late_ns)
         last = max(evened, key=lambda rank: evened[rank])
-        others = float(np.median([at for rank, at in evened.items() if rank != last]))
+        others = median(at for rank, at in evened.items() if rank != last)
         return {**submits, last: submits[last] - evened[last] + others}
 
     return _saved(trace, arm, steps, [without_last if one else even for one in long])
@@ -64,7 +65,7 @@ def saved_by_even(
 
 def _punctual(submits: Submits, late_ns: Mapping[int, float]) -> Submits:
     """Times of submission, if some ranks were less late: see saved_by_punctual."""
-    others = float(np.median([at for rank, at in submits.items() if rank not in late_ns]))
+    others = median(at for rank, at in submits.items() if rank not in late_ns)
     return {rank: at - min(max(at - others, 0.0), late_ns.get(rank, 0.0)) for rank, at in submits.items()}
 
 

@@ -416,13 +416,14 @@ static PyObject *operation_started(PyObject *object, PyObject *args) {
     const struct core_operation *self = (struct core_operation *)object;
     struct stamp done = {.kind = NB_EV_OP_DONE, .key = self->key, .value = {self->turn}};
     int blocked = 0;
-    if (!PyArg_ParseTuple(args, "|pp:started", &done.host, &blocked)) {
+    unsigned long long moved = 0;
+    if (!PyArg_ParseTuple(args, "|ppK:started", &done.host, &blocked, &moved)) {
         return NULL;
     }
     int64_t now_ns = blocked ? self->submitted_ns : nb_now_ns();
     uint64_t call_ns = (uint64_t)(now_ns - self->submitted_ns);
-    stamp_at(self->recorder, &(struct stamp){.kind = NB_EV_OP_START, .key = self->key, .value = {self->turn, call_ns}},
-             now_ns);
+    stamp_at(self->recorder,
+             &(struct stamp){.kind = NB_EV_OP_START, .key = self->key, .value = {self->turn, call_ns, moved}}, now_ns);
     return stamper_new(self->recorder, &done, true);
 }
 
@@ -600,9 +601,10 @@ PyTypeObject *core_operation_type(PyObject *module) {
         {"submitted", operation_submitted, METH_NOARGS,
          "submitted($self)\n--\n\nStamp OP_SUBMIT with the next turn; return its time in ns."},
         {"started", operation_started, METH_VARARGS,
-         "started($self, host=False, blocked=False, /)\n--\n\n"
+         "started($self, host=False, blocked=False, moved=0, /)\n--\n\n"
          "Stamp OP_START; return an awaited stamper of OP_DONE. host: the end is stamped with the host's time. "
-         "blocked: it started when it was submitted."},
+         "blocked: it started when it was submitted. moved: 1 + the tensor bytes that travel; 0: those of the "
+         "operation; 1: unknown."},
         {0},
     };
     static const PyType_Slot slots[] = {

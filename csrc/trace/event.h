@@ -26,7 +26,8 @@ enum nb_event_kind {
     NB_EV_OP_SUBMIT = 10,
     NB_EV_OP_AGREED = 11,     // key, a: round
     NB_EV_OP_START = 12,      // key, a: round; handed to the transport (stock: call returned), b: of a stock call, its
-                              // ns on the host, 0: unknown, e: as of a step
+                              // ns on the host, 0: unknown, c: 1 + tensor bytes that a communication hook moved
+                              // instead of those submitted, 0: these, 1: not seen, e: as of a step
     NB_EV_OP_FIRST_BYTE = 13, // key, a: round; first byte from a peer
     NB_EV_OP_DONE = 14,       // key, a: round, b: bytes sent, c: bytes received, d: algorithm, e: error code (0: none)
     NB_EV_OP_LANE = 15,   // key, a: round, b: lane (64: shared memory, 65: control), c: bytes sent, d: bytes received

@@ -257,8 +257,10 @@ class Operation:
     def submitted(self) -> int:
         """Record OP_SUBMIT of the next turn; return its time in ns."""
 
-    def started(self, host: bool = False, blocked: bool = False, /) -> Callable[..., None]:
-        """Record OP_START of this turn; return an awaited stamper of its OP_DONE. blocked: at the time of OP_SUBMIT."""
+    def started(self, host: bool = False, blocked: bool = False, moved: int = 0, /) -> Callable[..., None]:
+        """Record OP_START of this turn; return an awaited stamper of its OP_DONE. blocked: at the time of OP_SUBMIT.
+
+        moved: 1 + the tensor bytes that travel; 0: those of the operation; 1: unknown."""
 
 @final
 class Work:

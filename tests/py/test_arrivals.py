@@ -340,6 +340,18 @@ def test_few_long_steps_do_not_hide_the_others():
     assert late.jitter_ns.value == pytest.approx(plain.jitter_ns.value, rel=0.1)
 
 
+def test_late_steps_that_are_too_few_ask_for_more_steps():
+    """Not for another transport: most of what is exposed is the wait for a rank."""
+    job = Job(blocks=2, block_steps=40, link_bps=2e10, flow_bps=2e10, saves_ms={0: 900.0}, every=20)
+    found = findings.find(trace_of(job))
+    assert found.lateness.left_out == 4
+    decided = verdict.decide(replace(found, share=comparisons.Estimate(0.12, 0.06, 0.18)))
+    assert decided.code == "INCONCLUSIVE"
+    assert "In 4 of 78 steps a rank is late by much more than usual, too few steps to find a cause." in decided.why
+    assert decided.next == f"Measure {decided.more} more steps (a longer training)."
+    assert 0 < decided.more < 80
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_is_late_now_and_then_is_named_with_what_it_does(ranks):
     job = Job(ranks=ranks, jitter=0.01, blocks=2, block_steps=40, every=5)

@@ -26,8 +26,9 @@ from netbottleneck.analysis.intervals import counted
 from netbottleneck.lab import Lab, LabError
 from netbottleneck.report import Run, html, summary, text
 from netbottleneck.runtime import sampler
-from netbottleneck.trace import model, ring_reader
-from netbottleneck.trace.model import Clock, Collective, Network, Rank, Samples, Step, Trace, TransportInfo
+from netbottleneck.trace import counter_files, ring_reader
+from netbottleneck.trace.counter_files import Samples
+from netbottleneck.trace.model import Clock, Collective, Network, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
@@ -96,8 +97,8 @@ def test_an_answer_has_both_ends_the_queues_and_the_kernels_struct() -> None:
     assert (first.inode, first.unread_bytes, first.queued_bytes, first.info) == (5, 11, 22, info)
     assert (second.inode, second.info) == (6, b"")
     assert first.ends == second.ends
-    assert [model._address(*first.ends[:2]), first.ends[2]] == ["10.0.0.1", 5000]
-    assert [model._address(*first.ends[3:5]), first.ends[5]] == ["10.0.0.2", 6000]
+    assert [counter_files._address(*first.ends[:2]), first.ends[2]] == ["10.0.0.1", 5000]
+    assert [counter_files._address(*first.ends[3:5]), first.ends[5]] == ["10.0.0.2", 6000]
     values = dict(zip(NAMES, sampler.tcp_info(info), strict=True))
     assert (values["acked_bytes"], values["resent_segments"], values["app_limited"]) == (1 << 40, 3, 1)
 
@@ -436,7 +437,7 @@ def test_a_host_without_sock_diag_records_all_else(
     printed = recorded(tmp_path, monkeypatch, 30, capsys)
     assert printed.count("\n") == 1
     assert printed.startswith("netbottleneck: TCP connections are not recorded: ")
-    assert len(model.read_samples(tmp_path / "0.net.counters").time_ns) > 30
+    assert len(counter_files.read_samples(tmp_path / "0.net.counters").time_ns) > 30
     assert not (tmp_path / "0.tcp.counters").exists()
 
 
@@ -456,8 +457,8 @@ def test_an_error_of_the_kernel_ends_only_the_connections(
     assert (
         printed == "netbottleneck: TCP connections are not recorded: [Errno 2] sock_diag: No such file or directory\n"
     )
-    assert len(model.read_samples(tmp_path / "0.net.counters").time_ns) > 100
-    assert len(model.read_samples(tmp_path / "0.tcp.counters").time_ns) > 0
+    assert len(counter_files.read_samples(tmp_path / "0.net.counters").time_ns) > 100
+    assert len(counter_files.read_samples(tmp_path / "0.tcp.counters").time_ns) > 0
 
 
 @pytest.mark.parametrize(("share", "readings"), [(1e-9, 0), (1e9, 22)])
@@ -470,7 +471,7 @@ def test_readings_are_as_far_apart_as_their_share_of_a_core_asks(
 ) -> None:
     with pair():
         assert recorded(tmp_path, monkeypatch, 200, capsys, share=share) == ""
-    assert len(set(model.read_samples(tmp_path / "0.tcp.counters").time_ns.tolist())) == readings
+    assert len(set(counter_files.read_samples(tmp_path / "0.tcp.counters").time_ns.tolist())) == readings
 
 
 def test_a_full_file_keeps_whole_readings(
@@ -478,24 +479,24 @@ def test_a_full_file_keeps_whole_readings(
 ) -> None:
     with pair(), pair(), pair():
         assert recorded(tmp_path, monkeypatch, 900, capsys, limit=8192) == ""
-    found = model.read_samples(tmp_path / "0.tcp.counters")
+    found = counter_files.read_samples(tmp_path / "0.tcp.counters")
     assert (tmp_path / "0.tcp.counters").stat().st_size <= 8192
     times, rows = np.unique(found.time_ns, return_counts=True)
     assert len(times) > 2
     assert set(rows.tolist()) == {6}
 
 
-def rows_of(*rows: Mapping[str, int]) -> model.Counters:
+def rows_of(*rows: Mapping[str, int]) -> counter_files.Counters:
     """Return counters of connections; what a row leaves out is 0."""
     values = np.array([[row.get(name, 0) for name in sampler.CONNECTION] for row in rows], np.int64)
     times = np.array([row["time_ns"] for row in rows], np.int64)
-    return model.Counters("h", "i", 0, 100, 100, sampler.CONNECTION, times, values)
+    return counter_files.Counters("h", "i", 0, 100, 100, sampler.CONNECTION, times, values)
 
 
 def test_rows_become_connections_with_nan_for_what_is_absent() -> None:
     low = int.from_bytes(b"\xff\xff" + bytes((10, 0, 0, 1)), "big")
     one = {"rank": 1, "inode": 5, "local_low": low, "local_port": 70, "remote_high": -1, "remote_low": -1}
-    found = model.connections(
+    found = counter_files.connections(
         rows_of(
             {**one, "time_ns": 1, "sent_segments": (1 << 32) - 1, "rtt_us": -1, "acked_bytes": 3},
             {"rank": 2, "inode": 6, "time_ns": 1},
@@ -513,14 +514,14 @@ def test_rows_become_connections_with_nan_for_what_is_absent() -> None:
 
 def test_columns_that_a_file_lacks_are_unknown_and_those_that_name_a_connection_are_required() -> None:
     whole = rows_of({"rank": 1, "time_ns": 1, "acked_bytes": 3}, {"rank": 1, "time_ns": 2, "acked_bytes": 4})
-    (one,) = model.connections(without(whole, "rtt_us"))
+    (one,) = counter_files.connections(without(whole, "rtt_us"))
     assert np.isnan(one.readings["rtt_us"]).all()
     assert one.readings["acked_bytes"].tolist() == [3, 4]
     with pytest.raises(ValueError, match=r"rank 0: TCP connections without a column of .*remote_port"):
-        model.connections(without(whole, "remote_port"))
+        counter_files.connections(without(whole, "remote_port"))
 
 
-def without(counters: model.Counters, column: str) -> model.Counters:
+def without(counters: counter_files.Counters, column: str) -> counter_files.Counters:
     """Return counters without a column."""
     at = counters.columns.index(column)
     columns = (*counters.columns[:at], *counters.columns[at + 1 :])
@@ -528,7 +529,7 @@ def without(counters: model.Counters, column: str) -> model.Counters:
 
 
 def test_the_reader_knows_every_value_that_the_sampler_writes() -> None:
-    assert set(model.READINGS) == {*NAMES, "unread_bytes", "queued_bytes"}
+    assert set(counter_files.READINGS) == {*NAMES, "unread_bytes", "queued_bytes"}
 
 
 # Use of the connections, and what a report says of them. Two ranks on two hosts; rank 1's clock is 5 s ahead.
@@ -822,14 +823,14 @@ import netbottleneck
 import torch, torch.distributed as dist
 from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel
-from netbottleneck.trace import model
+from netbottleneck.trace import counter_files
 
 counters = Path(os.environ["NETBOTTLENECK_DIR"], "ranks", "0.tcp.counters")
 
 
 def rows():
     try:
-        return len(set(model.read_samples(counters).time_ns.tolist()))
+        return len(set(counter_files.read_samples(counters).time_ns.tolist()))
     except (FileNotFoundError, ValueError):
         return 0
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from netbottleneck.trace import ring_file
+from netbottleneck.trace.counter_files import Counters
 from netbottleneck.trace.heartbeats import clock_of
-from netbottleneck.trace.model import Clock, Counters
+from netbottleneck.trace.model import Clock
 
 S = 10**9
 US = 1000

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 from netbottleneck.hooks import horovod
 from netbottleneck.report import Run
+from netbottleneck.whatif.plan import travelling_bytes
 
 SCRIPT = Path(__file__).parent / "scripts" / "hvd_measured.py"
 STEPS = 8  # of the script
@@ -67,6 +68,7 @@ def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
             assert c.submit_ns <= c.done_ns
     moved = {c.arm for c in trace.collectives if c.bucket is not None}
     assert moved == set(trace.arms)
+    assert list(travelling_bytes(trace)) == [p.bytes // parts for p in trace.parameters]
 
 
 @pytest.mark.parametrize(

@@ -631,6 +631,15 @@ def test_a_field_that_has_no_number_is_named_with_its_file(known, tmp_path, fiel
     assert said in line
 
 
+def test_a_distributed_info_of_another_shape_is_named_with_its_file(known, tmp_path, capsys):
+    folder = edited(
+        write(tmp_path / "k", known.trace, gpu_events, (0,)), lambda whole: whole.update(distributedInfo=[1])
+    )
+    assert cli.main(["report", str(folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith('damaged trace of torch.profiler: "distributedInfo" is [1], not an object')
+
+
 def test_operations_of_an_unknown_type_are_counted(known, tmp_path):
     def events(trace, rank):
         for one in gpu_events(trace, rank):

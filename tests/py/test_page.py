@@ -21,7 +21,7 @@ from netbottleneck.report import Run, plots, progress, text, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.report.whole_run import LEVELS_MOST, RANK_KINDS, whole_run
-from netbottleneck.trace.model import Counters, Samples
+from netbottleneck.trace.counter_files import Counters, Samples
 from netbottleneck.trace.run_steps import RunSteps
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, percent

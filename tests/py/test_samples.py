@@ -27,8 +27,9 @@ from netbottleneck.launch import connect
 from netbottleneck.report import Run
 from netbottleneck.runtime import monitor, sampler
 from netbottleneck.runtime.session import open_session
-from netbottleneck.trace import model
-from netbottleneck.trace.model import Clock, Collective, Counters, Rank, Samples, Step, Trace
+from netbottleneck.trace import counter_files
+from netbottleneck.trace.counter_files import Counters, Samples
+from netbottleneck.trace.model import Clock, Collective, Rank, Step, Trace
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
@@ -76,7 +77,7 @@ def sampling(folder: Path) -> list[int]:
 def rows(folder: Path, kind: str = "net") -> int:
     """Return the number of rows."""
     try:
-        return len(model.read_samples(folder / f"0.{kind}.counters").time_ns)
+        return len(counter_files.read_samples(folder / f"0.{kind}.counters").time_ns)
     except (FileNotFoundError, ValueError):
         return 0
 
@@ -91,7 +92,10 @@ def test_counters_rise_at_true_times_until_the_rank_ends_it(tmp_path: Path) -> N
     wait_for(lambda: min(rows(tmp_path), rows(tmp_path, "host")) > 20, "rows")
     end()
     assert sampling(tmp_path) == []
-    net, host = model.read_samples(tmp_path / "0.net.counters"), model.read_samples(tmp_path / "0.host.counters")
+    net, host = (
+        counter_files.read_samples(tmp_path / "0.net.counters"),
+        counter_files.read_samples(tmp_path / "0.host.counters"),
+    )
     assert "lo" in net.owners("rx_bytes")
     assert len(host.owners("softirq")) == os.cpu_count()
     assert "tcp:retransmitted_segments" in host.columns
@@ -120,7 +124,7 @@ def test_what_the_loopback_carries_is_counted(tmp_path: Path) -> None:
                     got += len(came.recv(1 << 16))
                 left -= 1 << 16
     end()
-    net = model.read_samples(tmp_path / "0.net.counters")
+    net = counter_files.read_samples(tmp_path / "0.net.counters")
     assert net.column("lo:tx_bytes")[-1] - net.column("lo:tx_bytes")[0] >= payload
 
 
@@ -320,11 +324,11 @@ def test_a_full_file_keeps_every_second_row_over_the_complete_time(tmp_path: Pat
     wait_for(path.exists, "the file")
     first = path.stat().st_ino
     wait_for(lambda: rows(tmp_path) > 0, "rows")
-    opened = model.read_samples(path).time_ns[0]
+    opened = counter_files.read_samples(path).time_ns[0]
     wait_for(lambda: path.stat().st_ino != first, "a thinner file")
     end()
     assert path.stat().st_size <= limit
-    assert model.read_samples(path).time_ns[0] == opened
+    assert counter_files.read_samples(path).time_ns[0] == opened
 
 
 DEV = "Inter-|   Receive |  Transmit\n face |bytes packets\n"
@@ -381,6 +385,9 @@ def test_training_continues_if_the_host_cannot_be_recorded(tmp_path: Path, caplo
     assert "not recorded" in caplog.text
 
 
+COLUMNS = ["time_ns", "eth0:rx_bytes", "eth0:rx_packets", "eth0:tx_bytes", "eth0:tx_packets"]
+
+
 def written(path: Path, about: dict[str, Any] | None = None, body: bytes = b"", version: int = 1) -> Path:
     """Write a file of counters."""
     head = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": ["time_ns", "a:b"]}
@@ -390,7 +397,9 @@ def written(path: Path, about: dict[str, Any] | None = None, body: bytes = b"", 
 
 
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    found = model.read_samples(written(tmp_path / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4) + b"1234567"))
+    found = counter_files.read_samples(
+        written(tmp_path / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4) + b"1234567")
+    )
     assert found.time_ns.tolist() == [1, 3]
     assert found.column("a:b").tolist() == [2, 4]
 
@@ -398,9 +407,9 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 def test_the_end_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
     rows = b"".join(struct.pack("<2q", at, 2 * at) for at in range(9))
     path = written(tmp_path / "0.net.counters", body=rows + b"cut")
-    assert model.read_samples(path).time_ns.tolist() == list(range(9))
-    assert model.read_samples(path, 3 * 16 + 5).time_ns.tolist() == [6, 7, 8]
-    assert model.read_samples(path, 10**6).column("a:b").tolist() == [2 * at for at in range(9)]
+    assert counter_files.read_samples(path).time_ns.tolist() == list(range(9))
+    assert counter_files.read_samples(path, 3 * 16 + 5).time_ns.tolist() == [6, 7, 8]
+    assert counter_files.read_samples(path, 10**6).column("a:b").tolist() == [2 * at for at in range(9)]
 
 
 def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
@@ -416,7 +425,7 @@ def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
     ):
         make()
         with pytest.raises(ValueError, match=message) as raised:
-            model.read_samples(path)
+            counter_files.read_samples(path)
         assert str(path) in str(raised.value)
 
 
@@ -426,22 +435,41 @@ def test_a_report_is_made_without_counters_that_cannot_be_read(tmp_path: Path) -
     damaged[0].write_bytes(b"")
     written(damaged[1], version=2)
     damaged[2].write_bytes(written(damaged[2]).read_bytes()[:40])
-    written(ranks / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4))
+    written(ranks / "0.net.counters", {"columns": COLUMNS}, struct.pack("<10q", *range(1, 11)))
     run = Run(tmp_path)
     run.write_all()
     notes = [note for note in run.summary["notes"] if note.startswith("left out: ")]
     assert sorted(note.split(": ")[1] for note in notes) == sorted(map(str, damaged))
-    (sample,) = model.of_run(tmp_path)
+    (sample,) = counter_files.of_run(tmp_path)
     assert (sample.rank, sample.host, sample.tcp) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "missing"),
+    [
+        ("net", ["lo:rx_dropped", "lo:rx_dropqed", *COLUMNS[1:]], "eth0:rx_dropped"),
+        ("net", [*COLUMNS[1:4], "eth0:ux_packets"], "eth0:tx_packets"),
+        ("host", ["cpu0:user", "cpu0:idle", "cpu1:user", "cpu1:hdle"], "cpu0:hdle"),
+        ("tcp", ["rank", "hnode", *counter_files.CONNECTION_COLUMNS[2:]], "inode"),
+    ],
+)
+def test_counters_with_a_damaged_name_of_a_column_are_left_out(
+    kind: str, columns: list[str], missing: str, tmp_path: Path
+) -> None:
+    path = FakeRun(tmp_path, size=2, blocks=2).write() / "ranks" / f"0.{kind}.counters"
+    written(path, {"columns": ["time_ns", *columns]}, bytes(16 * (1 + len(columns))))
+    run = Run(tmp_path)
+    run.write_all()
+    (note,) = (note for note in run.summary["notes"] if note.startswith("left out: "))
+    assert note == f"left out: {path}: damaged head: no column {missing}"
 
 
 def test_counters_that_were_reset_go_on_from_their_last_value(tmp_path: Path) -> None:
     ranks = FakeRun(tmp_path, size=2, blocks=1).write() / "ranks"
     rising = [100, 300, 10, 60, 60]
-    body = b"".join(struct.pack("<3q", 10 * at, value, at) for at, value in enumerate(rising))
-    columns = ["time_ns", "eth0:rx_bytes", "eth0:tx_bytes"]
-    written(ranks / "0.net.counters", {"hostname": "host0", "columns": columns}, body)
-    (sample,) = model.of_run(tmp_path)
+    body = b"".join(struct.pack("<5q", 10 * at, value, 0, at, 0) for at, value in enumerate(rising))
+    written(ranks / "0.net.counters", {"hostname": "host0", "columns": COLUMNS}, body)
+    (sample,) = counter_files.of_run(tmp_path)
     assert sample.net is not None
     assert sample.net.column("eth0:rx_bytes").tolist() == [100, 300, 300, 350, 350]
     assert sample.net.column("eth0:tx_bytes").tolist() == [0, 1, 2, 3, 4]
@@ -454,8 +482,8 @@ def covering(folder: Path, part: float, left_out: int = 0) -> tuple[str, ...]:
     ranks = FakeRun(folder, size=2, blocks=2).write() / "ranks"
     steps = [step for step in Run(folder).trace.steps if step.rank == 0]
     begin, end = min(step.begin_ns for step in steps), max(step.end_ns for step in steps)
-    body = b"".join(struct.pack("<2q", at, 0) for at in (begin, begin + round(part * (end - begin))))
-    written(ranks / "0.net.counters", {"hostname": "host0", "left_out": left_out}, body)
+    body = b"".join(struct.pack("<5q", at, 0, 0, 0, 0) for at in (begin, begin + round(part * (end - begin))))
+    written(ranks / "0.net.counters", {"hostname": "host0", "columns": COLUMNS, "left_out": left_out}, body)
     return Run(folder).findings.trace.notes
 
 

@@ -24,6 +24,7 @@ from netbottleneck.hooks.updates import Updates
 from netbottleneck.report import Run
 from netbottleneck.trace import ring_file
 from netbottleneck.trace.model import Trace
+from netbottleneck.whatif.plan import travelling_bytes
 
 # Two ranks with a DDP model. `body` runs once a step, after the forward pass; what it returns is compared.
 SCRIPT = """
@@ -438,6 +439,50 @@ def test_what_a_communication_hook_calls_belongs_to_its_bucket(warm_ranks: Ranks
     assert trace is not None
     rows = [c for c in trace.collectives if c.rank == 0 and c.step == 3 and c.kind == "allreduce"]
     assert [c.by_script for c in rows] == [False]
+
+
+COMPRESSED = """
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+
+def gathers(state, bucket):
+    whole = bucket.buffer()
+    part = whole[: whole.numel() // 4].clone()
+    found = [torch.empty_like(part) for _ in range(2)]
+    return dist.all_gather(found, part, async_op=True).get_future().then(lambda future: whole)
+
+
+def silent(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+model.register_comm_hook(None, %s)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "part"), [("default_hooks.fp16_compress_hook", 0.5), ("gathers", 0.25), ("silent", None)]
+)
+def test_a_bucket_has_the_bytes_that_its_hook_moves(
+    hook: str, part: float | None, warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Those of an all-reduce: gathering a quarter of each of two ranks moves as much as reducing a quarter."""
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=COMPRESSED % hook)
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.step == 3 and not c.by_script]
+    assert rows
+    assert [c.kind for c in rows] == ["allreduce"] * len(rows)
+    whole = sum(p.bytes for p in trace.parameters)
+    for rank in range(2):
+        moved = [c.tensor_bytes for c in rows if c.rank == rank]
+        if part is None:
+            assert moved == [None] * len(moved)
+        else:
+            assert sum(filter(None, moved)) == pytest.approx(part * whole, rel=0.05)
+            assert sum(travelling_bytes(trace)) == pytest.approx(part * whole, rel=0.05)
+    assert sum(bucket.bytes for bucket in trace.buckets) == whole
 
 
 BLOCKING = """

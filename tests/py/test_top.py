@@ -30,7 +30,7 @@ from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, exporters, progress
 from netbottleneck.runtime.progress import LOG_EVERY, Progress
-from netbottleneck.trace import model, ring_file, ring_reader
+from netbottleneck.trace import counter_files, model, ring_file, ring_reader
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun, RingWriter
 
@@ -365,6 +365,15 @@ def test_a_damaged_ring_is_named_and_the_other_ranks_are_shown(fake: Path, capsy
     assert f"Step{STEPS}" in shown
 
 
+def test_a_damaged_number_of_an_arm_is_one_of_an_unknown_arm(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = fake / "ranks" / "1.train.ring"
+    events = np.memmap(path, ring_file.EVENT, "r+", ring_file.RING_HEADER_BYTES)
+    begins = np.flatnonzero(events["kind"] == ring_file.EVENTS["STEP_BEGIN"])
+    events["b"][begins[-2]] = 1 << 54
+    events.flush()
+    assert f"Step{STEPS}" in "".join(frame_of(fake, capsys).split())
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -655,7 +664,7 @@ def test_a_change_is_placed_as_well_by_many_looks_as_by_one(tmp_path: Path) -> N
         assert int(often.ring(path).events["step"].min()) == once.change
 
 
-CONNECTION = ("time_ns", *model.CONNECTION_COLUMNS, "sent_segments", "resent_segments")
+CONNECTION = ("time_ns", *counter_files.CONNECTION_COLUMNS, "sent_segments", "resent_segments")
 
 
 def _connections(path: Path, times: list[int], again: list[int], opened_every: int = 1 << 30) -> None:
@@ -665,14 +674,16 @@ def _connections(path: Path, times: list[int], again: list[int], opened_every: i
     """
     about = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": CONNECTION}
     text = json.dumps(about).encode()
-    numbers = range(len(model.CONNECTION_COLUMNS))
+    numbers = range(len(counter_files.CONNECTION_COLUMNS))
     rows = [
         struct.pack(f"<{len(CONNECTION)}q", time_ns, *(port if name == 4 else 0 for name in numbers), 600 * place, lost)
         for place, time_ns in enumerate(times)
         for first in [place // opened_every * 2]
         for port, lost in ((first + 1, 0), (first + 2, sum(again[: place + 1])))
     ]
-    path.write_bytes(struct.pack("<8sII", model.MAGIC, model.SAMPLES_VERSION, 16 + len(text)) + text + b"".join(rows))
+    path.write_bytes(
+        struct.pack("<8sII", counter_files.MAGIC, counter_files.SAMPLES_VERSION, 16 + len(text)) + text + b"".join(rows)
+    )
 
 
 def test_the_counts_of_closed_connections_are_forgotten(tmp_path: Path) -> None:

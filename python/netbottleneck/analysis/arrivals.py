@@ -23,16 +23,7 @@ from netbottleneck.analysis.thresholds import (
     STRAGGLER_STEPS_MIN,
 )
 from netbottleneck.trace.heartbeats import JUMPED
-from netbottleneck.trace.model import (
-    ALONE,
-    ENDS_TOGETHER,
-    Clock,
-    Collective,
-    NcclOperation,
-    Rank,
-    Step,
-    Trace,
-)
+from netbottleneck.trace.model import ALONE, ENDS_TOGETHER, Clock, Collective, NcclOperation, Rank, Step, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import listed, ms
 

@@ -260,6 +260,7 @@ class Facts:
         The bound is what these steps save, as far as measured, and the exposed time of the script's own calls.
         """
         pair = self.f.headroom
+        saving = Estimate(*(min(end, self.step_ns) for end in (saving.value, saving.low, saving.high)))
         if pair is None or not pair.enough:
             return saving, ""
         less, script_ns = pair.difference_ns, self.f.script_ns
@@ -278,8 +279,8 @@ class Facts:
         reach = saving.value - error_ns - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
-        more = math.ceil(_all_steps(self.f) * (((saving.value - saving.low) / reach) ** 2 - 1))
-        text = f"Measure {more} more steps ({_how_longer(self.f)}), on hosts that do nothing else."
+        more = math.ceil(all_steps(self.f) * (((saving.value - saving.low) / reach) ** 2 - 1))
+        text = f"Measure {more} more steps ({how_longer(self.f)}), on hosts that do nothing else."
         return {"needs": _too_many(self.f, more, "saving") or text, "more": more}
 
     def share(self, saving: Estimate) -> str:
@@ -296,18 +297,19 @@ INSIDE_STEPS = (
 SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each."
 
 
-def _how_longer(f: Findings) -> str:
+def how_longer(f: Findings) -> str:
     """What a user changes so that a run has more steps. Only a study records one rank alone."""
     return "--rounds of the study" if SINGLE in f.trace.arms else "a longer training"
 
 
-def _all_steps(f: Findings) -> int:
+def all_steps(f: Findings) -> int:
+    """The steps of all arms."""
     return sum(time.steps + time.blocks for time in f.times.values())
 
 
 def _too_many(f: Findings, more: int, what: str) -> str:
     """Say that a run like this cannot decide whether a saving or difference counts; "" if `more` steps can."""
-    if more <= limits.LONGER_MAX * _all_steps(f):
+    if more <= limits.LONGER_MAX * all_steps(f):
         return ""
     times = f"over {limits.LONGER_MAX} times those of this run"
     return f"Nothing more: the {what} is too near the limit to be decided here. It needs {more} more steps, {times}."
@@ -334,5 +336,5 @@ def steps_to_decide(f: Findings, pair: Paired) -> int:
 def more_steps(f: Findings, pair: Paired) -> str:
     """The run that decides a comparison."""
     more = steps_to_decide(f, pair)
-    ask = f"Measure {more} more steps with the same arms ({_how_longer(f)}): the interval is then narrow enough."
+    ask = f"Measure {more} more steps with the same arms ({how_longer(f)}): the interval is then narrow enough."
     return (_too_many(f, more, "difference") if pair.enough else "") or ask

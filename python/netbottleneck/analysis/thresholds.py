@@ -45,6 +45,8 @@ STEPS_MIN = 5
 
 # Limits of the numbers that the rules compare.
 
+# No saving is predicted if the simulated step of the run as it was is off by more than this part of the measured one.
+MISFIT_MAX = 0.20
 # More than this multiple of a run's steps is not asked for: what they decide is too small.
 LONGER_MAX = 10
 # Fewest pairs of blocks that support a claim.

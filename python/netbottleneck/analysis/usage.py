@@ -26,16 +26,9 @@ from netbottleneck.analysis.thresholds import (
     SLOW_LINK_BUSY,
     SLOW_LINK_RATIO,
 )
-from netbottleneck.trace.model import (
-    Clock,
-    Connection,
-    Counters,
-    End,
-    Samples,
-    Step,
-    Trace,
-)
-from netbottleneck.trace.model import connections as recorded_connections
+from netbottleneck.trace.counter_files import Connection, Counters, End, Samples
+from netbottleneck.trace.counter_files import connections as recorded_connections
+from netbottleneck.trace.model import Clock, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 from netbottleneck.units import nbytes, percent
 

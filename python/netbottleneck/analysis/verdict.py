@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +17,17 @@ from netbottleneck.analysis.rule_facts import (
     Facts,
     Predicted,
     RuleResult,
+    all_steps,
     as_good_sentence,
     handicap_sentence,
+    how_longer,
     more_steps,
     steps_to_decide,
 )
 from netbottleneck.analysis.rules import beside, judge, without_traffic
 from netbottleneck.analysis.traffic import SAME_MTU, unproven, unseen
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
-from netbottleneck.trace.model import NOT_TIMED, STAYS
+from netbottleneck.trace.model import HOOKED, NOT_TIMED, STAYS
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import listed, ms, percent
 
@@ -264,7 +267,25 @@ def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> V
     if facts.unequal_mtus and all(pair.enough for pair in f.comparisons):
         why += f" {_sentence(facts.unequal_mtus)}"
         return Verdict("MISCONFIGURED", why, f"{SAME_MTU} Then measure again.", evidence)
+    few = _few_late(f)
+    if few is not None:
+        return Verdict(
+            "INCONCLUSIVE", f"{why} {few[0]}", f"Measure {few[1]} more steps ({how_longer(f)}).", evidence, few[1]
+        )
     return Verdict("INCONCLUSIVE", why, *_unmeasured(facts, evidence))
+
+
+def _few_late(f: Findings) -> tuple[str, int] | None:
+    """(sentence on steps in which a rank is late by much more, the steps to add), if they are too few to be judged.
+
+    None if they do not hold most of what is exposed.
+    """
+    late, whole = f.lateness, f.whole
+    if late is None or whole is None or not late.left_out or 2 * whole.skew_ns < whole.exposed_ns + whole.wait_ns:
+        return None
+    more = math.ceil(all_steps(f) * (limits.DELAYED_STEPS_MIN / late.left_out - 1))
+    often = f"In {late.left_out} of {late.left_out + late.steps} steps a rank is late by much more than usual"
+    return f"{often}, too few steps to find a cause.", more
 
 
 def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
@@ -327,8 +348,9 @@ def _missing(facts: Facts) -> str:
     """The first measurement that this run does not have, if every comparison has enough pairs."""
     f = facts.f
     others = {arm for arm in f.trace.arms if arm.real and arm != f.base}
-    if not f.trace.buckets:  # no transport of ours can move its gradients
-        return LINK_SPEED if _is_link_unknown(facts) else QUIET
+    hooked = any(HOOKED in note for note in f.trace.notes)
+    if hooked or not f.trace.buckets:  # no transport of ours can move its gradients
+        return LINK_SPEED if _is_link_unknown(facts) else WITHOUT_HOOK if hooked else QUIET
     if not others:
         arms = ",".join(beside(f, "tcp"))
         return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
@@ -345,6 +367,7 @@ def _is_link_unknown(facts: Facts) -> bool:
 LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
 SAME_STEPS = "Profile the same steps of one run on all ranks, with netbottleneck run where groups have a part of them."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
+WITHOUT_HOOK = "Measure a run without that communication hook: no transport takes turns with it."
 QUIET = "Measure on hosts that do nothing else, for more steps."
 
 

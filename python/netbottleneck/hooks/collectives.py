@@ -280,14 +280,12 @@ class Collectives:
         return "forward" if self.in_forward else "optimizer" if self.in_optimizer else "other"
 
     def _begin(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
-        there = call.payload is not None and len(values) > call.payload
-        tensors = list(_tensors(values[call.payload or 0])) if there else []
+        tensors = _tensors_of(call, values)
         host = all(tensor.is_cpu for tensor in tensors)
         if self._recorder is None or not (host or self._follows(tensors)):
             return None
         size = group.size()
-        nbytes, dtype = _payload(tensors)
-        nbytes *= size if call.each else 1
+        nbytes, dtype = _payload(call, size, tensors)
         name = f"{_name(group)}/{call.kind}"
         if call.kind in ("send", "recv"):
             name += f"/{group.rank()}"  # no operation of all ranks
@@ -391,9 +389,16 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _payload(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes of tensors and the code of their dtype."""
-    return sum(map(_bytes, tensors)), _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
+def _tensors_of(call: _Call, values: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the tensors that count among a call's arguments without the group."""
+    there = call.payload is not None and len(values) > call.payload
+    return list(_tensors(values[call.payload or 0])) if there else []
+
+
+def _payload(call: _Call, size: int, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return the bytes that a call of `size` ranks moves, and the code of the tensors' dtype."""
+    nbytes = sum(map(_bytes, tensors)) * (size if call.each else 1)
+    return nbytes, _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
 
 
 def _inline(values: tuple[Any, ...]) -> bool:
@@ -450,6 +455,32 @@ _OBSERVERS: list[Collectives] = []
 _PATCHES: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
 
+class _Hook(threading.local):
+    """What the communication hook moves that runs in this thread. moved: in tensor bytes; None: no hook runs."""
+
+    moved: float | None = None
+
+    def adds(self, call: _Call, group: Any, values: tuple[Any, ...]) -> None:
+        """Count a call: the tensor bytes of an all-reduce of all ranks that moves as many bytes over a link."""
+        with contextlib.suppress(Exception):  # the call itself tells what is wrong with it
+            size, world = group.size(), dist.get_world_size()
+            own = {"allreduce": 2.0 - 2.0 / size, "broadcast": 1.0, "reduce": 1.0, "send": 1.0, "recv": 0.0}
+            factor = own.get(call.kind, 1.0 - 1.0 / size) / (2.0 - 2.0 / world)
+            self.moved = (self.moved or 0.0) + factor * _payload(call, size, _tensors_of(call, values))[0]
+
+
+_HOOK = _Hook()
+
+
+def moving(hook: Callable[..., Any], *args: Any) -> tuple[Any, int | None]:
+    """Call a communication hook quietly; return its result and the tensor bytes that its calls move. None: not seen."""
+    former, _HOOK.moved = _HOOK.moved, 0.0
+    try:
+        return quietly(hook, *args), round(_HOOK.moved) if _observer() is not None else None
+    finally:
+        _HOOK.moved = former
+
+
 def _observer() -> Collectives | None:
     """Return who records in this process; none in a forked child."""
     return _OBSERVERS[-1] if _OBSERVERS and _OBSERVERS[-1].pid == os.getpid() else None
@@ -457,6 +488,8 @@ def _observer() -> Collectives | None:
 
 def _method(call: _Call, former: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _HOOK.moved is not None:
+            _HOOK.adds(call, self, (*args, *kwargs.values()))
         observer = None if APART.inside else _observer()
         if observer is None:
             return former(self, *args, **kwargs)
@@ -530,6 +563,8 @@ class _Functional(_Operator):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         observer = None if APART.inside else _observer()
         values = (*args, *kwargs.values())
+        if _HOOK.moved is not None and _plain(values):
+            _HOOK.adds(self._call, _group_of(values), values)
         if observer is None or (group := _group_of(values)) is None or not _plain(values):
             return self._former(*args, **kwargs)
         sent = observer.begins(self._call, group, values)

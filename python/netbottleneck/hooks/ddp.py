@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.config import Settings
+from netbottleneck.hooks.collectives import moving
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit, follow_device
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job, nccl
-from netbottleneck.runtime.communicators import quietly
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
 from netbottleneck.torch.gradients import UNREACHABLE, is_reachable
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
+from netbottleneck.trace.model import HOOKED, NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import BARE, STOCK
 from netbottleneck.units import nbytes
 
@@ -86,7 +86,7 @@ def forget(ddp: DistributedDataParallel) -> None:
 
 
 def _own(name: str) -> str:
-    return f"The model has a communication hook of its own ({name}): its buckets travel as that hook sends them."
+    return f"The model has a communication hook of its own ({name}): {HOOKED}."
 
 
 def _watched(reducer: Any) -> tuple[ReducerGroup, Note] | None:
@@ -158,9 +158,10 @@ def _timed(hook: Any, reference: "weakref.ref[ReducerGroup]") -> Any:
     def call(state: Any, bucket: Any) -> Any:
         group = reference()
         done = None if group is None else group.hook_begins(bucket)
-        future = hook(state, bucket) if done is None else quietly(hook, state, bucket)
-        if group is not None and done is not None:
-            group.hook_returned(done, future)
+        if group is None or done is None:
+            return hook(state, bucket)
+        future, moved = moving(hook, state, bucket)
+        group.hook_returned(done, future, moved)
         return future
 
     return call

@@ -334,16 +334,16 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         """Return whether a bucket may travel by an arm's group: one of dense gradients, not captured into a graph."""
         return _are_gradients(tensors) and (self._stream is None or self._stream.may_wait())
 
-    def _stamp_end(self, submitted: "_core.Operation", future: Any) -> None:
-        """Stamp the start of a bucket, and its end when the future completes.
+    def _stamp_end(self, submitted: "_core.Operation", future: Any, moved: int = 0) -> None:
+        """Stamp the start of a bucket, and its end when the future completes. moved: see Operation.started.
 
         NCCL's future is complete at once, and carries an event for the end of the device's work. A stream of our own
         waits for that event.
         """
         if self._stream is None or not future.done():
-            future.add_done_callback(submitted.started(self._stream is not None))
+            future.add_done_callback(submitted.started(self._stream is not None, False, moved))
             return
-        done = submitted.started()
+        done = submitted.started(False, False, moved)
         if self._stream.may_wait():
             with self._stream.current():
                 future.wait()
@@ -364,16 +364,18 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             return None
 
     @eager
-    def hook_returned(self, submitted: Any, future: Any) -> None:
+    def hook_returned(self, submitted: Any, future: Any, moved: int | None) -> None:
         """Stamp the start of a bucket, and its end when the hook's future completes.
 
-        If that is complete by now, on a CPU, the hook itself has waited for the bucket.
+        If that is complete by now, on a CPU, the hook itself has waited for the bucket. moved: tensor bytes that the
+        hook's calls move, None: not seen.
         """
+        code = 0 if moved is None else 1 + moved
         try:
             if self._stream is None and future.done():
-                submitted.started(False, True)()
+                submitted.started(False, True, code)()
             else:
-                self._stamp_end(submitted, future)
+                self._stamp_end(submitted, future, code)
         except Exception as error:
             self._measuring_ends(error)
 

@@ -27,7 +27,7 @@ from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
-from netbottleneck.trace import flight_recorder, kineto, model, ring_file, ring_reader
+from netbottleneck.trace import counter_files, flight_recorder, kineto, ring_file, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import printable, write_text
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING
@@ -172,13 +172,13 @@ class _Losses:
         size = self.path.stat().st_size
         if size == self._bytes:
             return
-        tcp = model.read_samples(self.path, min(COUNTERS_BYTES, size - self._bytes + READING_BYTES))
+        tcp = counter_files.read_samples(self.path, min(COUNTERS_BYTES, size - self._bytes + READING_BYTES))
         self._bytes, self.rank = size, tcp.rank
-        if not {*LOSS_COLUMNS, *model.CONNECTION_COLUMNS} <= set(tcp.columns):
+        if not {*LOSS_COLUMNS, *counter_files.CONNECTION_COLUMNS} <= set(tcp.columns):
             return
         # The rows of the last reading may not all be there.
         rows = np.flatnonzero((tcp.time_ns > self._until_ns) & (tcp.time_ns < tcp.time_ns.max(initial=0)))
-        keys = zip(*(tcp.column(name)[rows].tolist() for name in model.CONNECTION_COLUMNS), strict=True)
+        keys = zip(*(tcp.column(name)[rows].tolist() for name in counter_files.CONNECTION_COLUMNS), strict=True)
         counts = zip(*(tcp.column(name)[rows].tolist() for name in LOSS_COLUMNS), strict=True)
         sums: dict[int, tuple[int, int]] = {}
         for time_ns, key, now in zip(tcp.time_ns[rows].tolist(), keys, counts, strict=True):
@@ -242,7 +242,7 @@ class _StepTimes:
 
     def change(self) -> int:
         """Return the first step after the last change of the step time; 0: there is none."""
-        place = last_change(self._ns, self._arms)
+        place = last_change(self._ns, np.unique(self._arms, return_inverse=True)[1])  # a damaged arm is any number
         return int(self._steps[place]) if place else 0
 
 
@@ -296,7 +296,7 @@ class Part:
             except (OSError, ValueError):  # `ring` reports it, as a note of the trace
                 del self._tails[path.name]
         if self._steps:
-            for path in (self._folder / "ranks").glob(f"*.{model.TCP}.counters"):
+            for path in (self._folder / "ranks").glob(f"*.{counter_files.TCP}.counters"):
                 with contextlib.suppress(OSError, ValueError):  # a note of the run reports it
                     self._losses.setdefault(path.name, _Losses(path)).grow()
             self._forget()
@@ -368,7 +368,7 @@ class Run:
             self.trace = replace(self.trace, in_progress=_in_progress(self.path, self.trace))
         else:
             self.trace = tr.read(self.path)
-        notes = [*self.trace.notes, *(model.unreadable(self._folder) if self._folder is not None else ())]
+        notes = [*self.trace.notes, *(counter_files.unreadable(self._folder) if self._folder is not None else ())]
         # Of a run in progress, only the last readings are read.
         notes += usage.notes(self.trace, self._samples, whole=part is None and not self.trace.in_progress)
         # They may hold names of files.
@@ -418,8 +418,8 @@ class Run:
         return usage.connections(self._found.trace, self._samples)
 
     @cached_property
-    def _samples(self) -> tuple[tr.Samples, ...]:
-        return model.of_run(self._folder, self._last_bytes) if self._folder else ()
+    def _samples(self) -> tuple[counter_files.Samples, ...]:
+        return counter_files.of_run(self._folder, self._last_bytes) if self._folder else ()
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:

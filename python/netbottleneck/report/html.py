@@ -49,7 +49,8 @@ from netbottleneck.report.drawing import (
     with_unit,
 )
 from netbottleneck.report.whole_run import whole_run
-from netbottleneck.trace.model import Clock, Collective, Counters, Samples, Step, Trace
+from netbottleneck.trace.counter_files import Counters, Samples
+from netbottleneck.trace.model import Clock, Collective, Step, Trace
 from netbottleneck.trace.transports import MEANING, TRANSPORT_COLOURS, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 

@@ -260,6 +260,8 @@ def _read(path: Path) -> _Recorded:
         for event in events:
             _check(event)
         about = whole.get("distributedInfo") or {}
+        if not isinstance(about, dict):
+            raise ValueError(f'"distributedInfo" is {_shown(about)}, not an object')
         rank, size, missing = _place(about, spans)
         base_ns = _count_of({"baseTimeNanoseconds": 0} | whole, "baseTimeNanoseconds")
         if base_ns > 1000 * US_MOST:

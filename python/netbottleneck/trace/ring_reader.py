@@ -304,6 +304,8 @@ def _mark(row: dict[str, Any] | None, event: Event, native: bool) -> None:
         row["lanes"].append((event.b, event.c, event.d))
         return
     row[_MARK[event.kind]] = event.time_ns
+    if event.kind == "OP_START" and event.c:
+        row["tensor_bytes"] = event.c - 1 or None
     if event.kind == "OP_DONE":
         row["error"] = signed(event.e)
         if native:
@@ -478,8 +480,10 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(found, dict) or found.get("version") != 1:
+    if not isinstance(found, dict) or "version" not in found:
         raise ValueError(f"{path}: not a run record of version 1")
+    if found["version"] != 1:
+        raise ValueError(f"{path}: a run record of version {found['version']}; this netbottleneck reads version 1")
     return found
 
 

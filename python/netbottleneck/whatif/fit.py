@@ -593,7 +593,8 @@ def _recorded(trace: Trace, transport: Arm | None) -> tuple[Arm, tuple[str, list
         found = concurrent_operations(trace, name)
         if found[1] and trace.size > 1:
             return name, found
-    raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step")
+    there = f": the run has {', '.join(map(str, trace.arms))}" if transport is not None else ""
+    raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step{there}")
 
 
 def _launch_ns(rows: Sequence[Service]) -> float:

@@ -273,6 +273,23 @@ class ReplaySchedule:
         return found
 
 
+def travelling_bytes(trace: Trace, arm: Arm | None = None) -> tuple[int, ...]:
+    """Return the bytes of each gradient as it travels, which are fewer than in memory where something compresses it.
+
+    It is its part of what an operation of its bucket moved. arm: of these operations; None: of all arms.
+    """
+    moved: dict[int, list[int]] = defaultdict(list)
+    for one in trace.collectives:
+        if one.bucket is not None and one.tensor_bytes and not one.by_script and arm in (None, one.arm):
+            moved[one.bucket].append(one.tensor_bytes)
+    part: dict[int, float] = {}
+    for index, bucket in enumerate(trace.buckets):
+        whole = sum(trace.parameters[at].bytes for at in bucket.parameters if 0 <= at < len(trace.parameters))
+        if moved[index] and whole:
+            part |= dict.fromkeys(bucket.parameters, statistics.median(moved[index]) / whole)
+    return tuple(round(p.bytes * part.get(at, 1.0)) for at, p in enumerate(trace.parameters))
+
+
 def replay_schedule(trace: Trace, plan: Plan, *, scale: float = 1.0, stretch: float = 1.0) -> ReplaySchedule:
     """Return the median step of the first rank that recorded gradient readiness, as a schedule for a static plan.
 
@@ -289,10 +306,16 @@ def replay_schedule(trace: Trace, plan: Plan, *, scale: float = 1.0, stretch: fl
             offsets[index].append(at - step.begin_ns)
     medians = {index: round(stretch * statistics.median_low(times)) for index, times in offsets.items()}
     ready = tuple(sorted(medians.items(), key=lambda row: row[1]))
-    tensors = tuple((p.name, max(ELEMENT, round(p.bytes * scale / ELEMENT) * ELEMENT)) for p in trace.parameters)
+
+    def scaled(nbytes: int) -> int:
+        return max(ELEMENT, round(nbytes * scale / ELEMENT) * ELEMENT)
+
+    tensors = tuple((p.name, scaled(sent)) for p, sent in zip(trace.parameters, travelling_bytes(trace), strict=True))
     if len(ready) != len(tensors):
         raise ValueError(f"run {trace.id}: only {len(ready)} of {len(tensors)} gradients record when they are ready")
-    buckets = plan.resolve([size for _, size in tensors], [DTYPE] * len(tensors), [index for index, _ in ready])
+    buckets = plan.resolve(
+        [scaled(p.bytes) for p in trace.parameters], [DTYPE] * len(tensors), [index for index, _ in ready]
+    )
     if not buckets:
         raise ValueError(f"the rule {plan.rule} chooses buckets at run time: a replay needs the rule ddp or explicit")
     forward = min(round(stretch * statistics.median_low([_forward_ns(step) for step in steps])), ready[0][1])

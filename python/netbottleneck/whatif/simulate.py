@@ -16,7 +16,7 @@ from netbottleneck.analysis.intervals import Intervals, counted, in_flight_spans
 from netbottleneck.trace.model import Bucket, Collective, Network, Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, SINGLE, Arm
 from netbottleneck.whatif.cost import ALGORITHMS, Cost, Table
-from netbottleneck.whatif.plan import RULES, Plan
+from netbottleneck.whatif.plan import RULES, Plan, travelling_bytes
 
 # Workload of a run: each recorded step as a list of items for csrc/sim/sim.h, without the waits.
 
@@ -44,11 +44,15 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The compute of a run. steps: by index, each rank's draw; only steps that all ranks recorded."""
+    """The compute of a run. steps: by index, each rank's draw; only steps that all ranks recorded.
+
+    travels: see travelling_bytes.
+    """
 
     trace: Trace
     transport: Arm
     steps: tuple[Mapping[int, Draw], ...]
+    travels: tuple[int, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -184,7 +188,7 @@ def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0
     whole = tuple(draws for _, draws in sorted(by_index.items()) if set(draws) == ranks)
     if not whole:
         raise ValueError(f"no step over {name} was recorded by all ranks")
-    return Workload(trace, name, _simulated(whole))
+    return Workload(trace, name, _simulated(whole), travelling_bytes(trace, name))
 
 
 # The simulation.
@@ -274,7 +278,7 @@ def _run(load: Workload, plan: Plan, cost: Cost, workers: int, steps: int, chose
     works = np.concatenate([draw.work_ns for draw in parts])
     codes = np.concatenate([draw.codes for draw in parts])
     parameters = load.trace.parameters
-    sizes = np.array([p.bytes for p in parameters], np.int64)
+    sizes = np.array(load.travels, np.int64)
     types = {dtype: at for at, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
     kinds = np.array([types[p.dtype] for p in parameters], np.int32)
     bucket_of = np.zeros(len(parameters), np.int32)
@@ -380,7 +384,7 @@ def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequenc
         ranks=tuple(Rank(rank, host_id=f"host{rank // inside}", finished=True) for rank in range(ranks)),
         parameters=tuple(replace(p, bucket=bucket_of.get(at)) for at, p in enumerate(parameters)),
         buckets=tuple(
-            Bucket(f"{plan.rule}/{at}", at + 1, sum(parameters[i].bytes for i in b), parameters[b[0]].dtype, tuple(b))
+            Bucket(f"{plan.rule}/{at}", at + 1, sum(load.travels[i] for i in b), parameters[b[0]].dtype, tuple(b))
             for at, b in enumerate(chosen)
         ),
         steps=tuple(step for rank in range(ranks) for step in _steps_of(run, rank, arm, plan)),

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.analysis.rule_facts import Predicted
-from netbottleneck.analysis.thresholds import GAIN_MIN
+from netbottleneck.analysis.thresholds import GAIN_MIN, MISFIT_MAX
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
@@ -360,13 +360,15 @@ def savings(
         if probed is not None:
             changes["rate"] = lambda cost: replace(cost, link=probed)
         alone = _compute_as_recorded(found)
+        off_ns, step_ns = _misfit_ns(alone), 0.0 if alone.measured_ns is None else alone.measured_ns.value
+        if off_ns > MISFIT_MAX * step_ns > 0:
+            return Predicted(refused=f"no prediction: the simulated step is off by {ms(off_ns)}")
         saved = {name: _saved(alone, change, alone.plan) for name, change in changes.items()}
         plans = [(_saved(alone, lambda cost: cost, plan), title) for title, plan in _bucket_plans(alone)]
         best = max(plans, key=lambda row: row[0].value, default=None)
         if best is None:
             return Predicted(saved, costs=_costs(found))
-        off_ns, least_ns = _misfit_ns(alone), GAIN_MIN * (0.0 if alone.measured_ns is None else alone.measured_ns.value)
-        if best[0].value - off_ns < least_ns <= best[0].value:
+        if best[0].value - off_ns < GAIN_MIN * step_ns <= best[0].value:
             why = f"no prediction: another size may save {ms(best[0].value)}; the simulated step is off by {ms(off_ns)}"
             return Predicted(saved, no_buckets=why, costs=_costs(found))
         other = replace(best[0], low=best[0].low - off_ns, high=best[0].high + off_ns)

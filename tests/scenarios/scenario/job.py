@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse
+from netbottleneck.trace.counter_files import Counters, Samples
 from netbottleneck.trace.model import (
     Bucket,
     Clock,
     Collective,
-    Counters,
     Network,
     Parameter,
     Probe,
     Rank,
-    Samples,
     Step,
     Trace,
     TransportInfo,

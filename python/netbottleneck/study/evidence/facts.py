@@ -43,8 +43,9 @@ from netbottleneck.study.evidence.values import (
     Outlook,
     Parts,
 )
-from netbottleneck.trace import model
-from netbottleneck.trace.model import Clock, Collective, Counters, Network, Step, Trace
+from netbottleneck.trace import counter_files
+from netbottleneck.trace.counter_files import Counters
+from netbottleneck.trace.model import Clock, Collective, Network, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, PSEUDO, SINGLE, Arm
 from netbottleneck.units import gbit
 from netbottleneck.whatif import questions, sweeps
@@ -126,7 +127,9 @@ def _nets(run: Run) -> dict[int, Counters]:
     if len({rank.host_id for rank in trace.ranks}) < len(trace.ranks) or not run.path.is_dir():
         return {}
     clocks = {rank.rank: rank.clock for rank in trace.ranks}
-    found = {sample.rank: sample.on_rank_0(clocks.get(sample.rank, Clock())).net for sample in model.of_run(run.path)}
+    found = {
+        sample.rank: sample.on_rank_0(clocks.get(sample.rank, Clock())).net for sample in counter_files.of_run(run.path)
+    }
     return {rank: net for rank, net in found.items() if net is not None}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,8 @@ pytest.importorskip("torch")
 from netbottleneck import config
 from netbottleneck.report import Run
 from netbottleneck.runtime import run_folder
+from netbottleneck.trace import ring_file
+from ringwriter import FakeRun
 
 TRAINING = """
 import os
@@ -181,3 +185,23 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_the_remedy(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"file/ranks: cannot create the folder \(.*\): set NETBOTTLENECK_DIR to one"):
         run_folder.open_ring(tmp_path / "file", 0, "train", config.settings(environ={}))
+
+
+def test_a_ring_of_another_rank_is_not_read(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, blocks=2).write() / "ranks"
+    shutil.copy(ranks / "0.train.ring", ranks / "1.train.ring")
+    with pytest.raises(ValueError, match=r"1\.train\.ring: the ring of rank 0$"):
+        ring_file.read_ring(ranks / "1.train.ring")
+    assert "rank 1 is left out: ranks/1.train.ring cannot be read" in Run(tmp_path).trace.notes
+
+
+def test_a_pipe_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    ranks = FakeRun(tmp_path, blocks=2).write() / "ranks"
+    (ranks / "1.train.ring").unlink()
+    for name in ("1.train.ring", "0.net.counters"):
+        os.mkfifo(ranks / name)
+    run = Run(tmp_path)
+    run.write_all()
+    notes = run.summary["notes"]
+    assert "rank 1 is left out: ranks/1.train.ring cannot be read" in notes
+    assert f"left out: {ranks / '0.net.counters'}: not a file of counters" in notes

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace.model import Clock
+from netbottleneck.trace.ring_file import READ_ONLY
 
 MAGIC = b"NBCOUNT\0"
 SAMPLES_VERSION = 1
@@ -89,7 +90,7 @@ def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:
 
     Raises FileNotFoundError, and ValueError naming the file if it is another format or version, or damaged.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=lambda name, _: os.open(name, READ_ONLY)) as file:
         raw = file.read(_HEAD.size)
         if len(raw) < _HEAD.size or not raw.startswith(MAGIC):
             raise ValueError(f"{path}: not a file of counters")

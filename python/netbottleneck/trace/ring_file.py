@@ -58,6 +58,7 @@ KIND, TIMES = 1 << 8, 1 << 24
 RUN = np.dtype([("changes", "<u8"), ("rows", "<u8"), ("stride", "<u8")])
 STEPS = np.dtype([("first", "<u4"), ("count", "<u4"), ("total_ns", "<u8"), ("longest_ns", "<u8"), ("waited_ns", "<u8")])
 STEPS_MOST = 1024
+READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in the place of a file is no file, and does not block
 COUNT_MOST = 1 << 48  # events of a file, far beyond what one can have
 READS = 10  # of rows that change meanwhile
 # The rest of the first page keeps lasting events that come later than the first ones.
@@ -166,7 +167,7 @@ def read_slots(path: Path | str, begin: int = 0, end: int | None = None) -> Slot
     """Return the events with numbers in [begin, end) of a ring file.
 
     Raises ValueError naming the file if it is not a ring, or of another version."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, READ_ONLY)
     try:
         return slots_of(fd, path, begin, end)
     finally:
@@ -209,18 +210,21 @@ def ring_of(head: Any, filled: NDArray[Any], dropped: int) -> Ring:
 
 
 def read_ring(path: Path | str) -> Ring:
-    """Read one ring file, complete or cut short. Raises as read_slots."""
+    """Read one ring file, complete or cut short. Raises as read_slots, and if its name begins with another rank."""
     slots = read_slots(path)
     filled, lasting = slots.events["kind"] != 0, slots.lasting["kind"] != 0
     dropped = slots.taken - slots.overwritten - int(filled.sum())
     ring = ring_of(slots.head, np.concatenate([slots.lasting[lasting], slots.events[filled]]), dropped)
+    of = Path(path).name.partition(".")[0]
+    if of.isdecimal() and int(of) != ring.rank:
+        raise ValueError(f"{path}: the ring of rank {ring.rank}")
     gap = _gap(slots)
     return replace(ring, gap=gap, overwritten=slots.overwritten, steps=run_steps(path) if gap else ())
 
 
 def run_steps(path: Path | str) -> tuple[RunSteps, ...]:
     """Return how long the steps of the whole run took, of a full file; () if it has no such rows. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, READ_ONLY)
     try:
         head, _ = _page(fd, path)
         at, size = (

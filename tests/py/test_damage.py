@@ -119,6 +119,7 @@ def test_a_report_leaves_out_what_it_cannot_relate(
         (("size",), None, "missing 1 required positional argument: 'size'"),
         (("size",), 1 << 62, "a run of 4611686018427387904 ranks: must be from 0 to"),
         (("size",), [], "'[]' where int must be"),
+        (("version",), 99, "a run record of version 99; this netbottleneck reads version 1"),
         (("arms",), None, "missing 1 required positional argument: 'arms'"),
         (("arms",), True, "'bool' object is not iterable"),
         (("arms", 0), [], "'[]' where str must be"),

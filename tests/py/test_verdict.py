@@ -15,7 +15,7 @@ from netbottleneck.report.progress import missing_text, verdict_line
 from netbottleneck.report.text import NO_SCALING, saving_text, sentences
 from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.model import NOT_RECORDED, STAYS, Network, Rank, Trace
+from netbottleneck.trace.model import HOOKED, NOT_RECORDED, STAYS, Network, Rank, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
 from ringwriter import BUCKETS, FakeRun
@@ -86,6 +86,16 @@ def test_an_inconclusive_verdict_has_the_number_of_steps_that_its_advice_names(t
         assert found.more is not None
         assert found.next.startswith(f"Measure {found.more} more steps")
     assert few.more == 2  # the first step of a block does not count
+
+
+def test_no_saving_is_larger_than_the_step(tmp_path):
+    numbers = findings_of(tmp_path, blocks=9)
+    facts = rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), ())
+    step = facts.step_ns
+    assert facts.bounded(Estimate(1.6 * step, 0.8 * step, 1.7 * step)) == (Estimate(step, 0.8 * step, step), "")
+    assert facts.bounded(Estimate(0.6 * step, 0.5 * step, 0.7 * step))[0] == Estimate(
+        0.6 * step, 0.5 * step, 0.7 * step
+    )
 
 
 def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_it_out(tmp_path):
@@ -547,6 +557,14 @@ def test_a_rule_without_data_gives_no_reason(tmp_path):
     found = verdict.decide(findings_of(tmp_path, transports=("stock", "ofi"), blocks=9))
     host = next(one for one in found.evidence if one.code == "HOST_LIMITED")
     assert (host.applies, host.saving, host.why) == (False, None, "")
+
+
+def test_a_run_with_a_communication_hook_is_not_sent_to_another_transport(tmp_path):
+    numbers = findings_of(tmp_path, transports=("stock",), blocks=1, block_steps=12)
+    assert "NETBOTTLENECK_TRANSPORT=stock,tcp" in verdict.decide(numbers).next
+    note = f"The model has a communication hook of its own (x): {HOOKED}. It is timed."
+    hooked = replace(numbers, trace=replace(numbers.trace, notes=(note,)))
+    assert verdict.decide(hooked).next == verdict.WITHOUT_HOOK
 
 
 def test_one_rank_has_no_communication(tmp_path):

@@ -363,6 +363,14 @@ def test_other_buckets_are_no_remedy_where_the_simulation_misses_the_step_by_as_
     assert {*unsure.savings_ns, "buckets"} == {*sure.savings_ns}
 
 
+def test_nothing_is_predicted_where_the_simulation_misses_the_step_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of(SimulatedJob(link_bps=2e9))
+    assert sweeps.savings(trace, Arm("stock"), 2e9).savings_ns["link"].value > 0
+    monkeypatch.setattr(sweeps, "_misfit_ns", lambda _: 60e6)
+    found = sweeps.savings(trace, Arm("stock"), 2e9)
+    assert (dict(found.savings_ns), found.refused) == ({}, "no prediction: the simulated step is off by 60.0 ms")
+
+
 def test_the_step_of_one_worker_is_that_of_all_ranks(known: Trace) -> None:
     found = findings.find(known).scaling[Arm("stock")]
     job = questions.job(known, "stock")

@@ -1,9 +1,11 @@
-"""A DDP loop for benchmarks/auto.py: `auto_rank.py STEPS WIDTH`.
+"""A DDP loop for benchmarks/auto.py: `auto_rank.py STEPS SECONDS WIDTH`.
 
-After the first trial of auto all arms take turns, to show which one is the fastest over the connections that it had.
+After the first trial of auto, which ends before STEPS, all arms take turns for about SECONDS, to show which one is the
+fastest over the connections that it had.
 """
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from netbottleneck.runtime.auto import Auto
 from netbottleneck.runtime.blocks import Block, Blocks
 
 TURN_STEPS = 10
+TIMED_STEPS = 6 * TURN_STEPS  # that tell how long a step takes
+LEAST_STEPS, MOST_STEPS = 600, 30000  # in turns
 
 
 class ThenTurns(Auto):
@@ -42,7 +46,7 @@ class ThenTurns(Auto):
 
 def main() -> None:
     """Train."""
-    steps, width = map(int, sys.argv[1:3])
+    steps, seconds, width = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     replaced: Any = session
     replaced.Auto = ThenTurns
     torch.set_num_threads(1)
@@ -51,10 +55,19 @@ def main() -> None:
     model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.randn(8, width)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
+
+    def train(count: int) -> float:
+        began = time.monotonic()
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        return (time.monotonic() - began) / count
+
+    train(steps)
+    more = torch.tensor(min(max(LEAST_STEPS, round(seconds / train(TIMED_STEPS))), MOST_STEPS))
+    dist.broadcast(more, 0)
+    train(int(more))
     dist.destroy_process_group()
 
 

@@ -17,7 +17,6 @@ pytest.importorskip("torch")
 from netbottleneck import config
 from netbottleneck.report import Run
 from netbottleneck.runtime import run_folder
-from netbottleneck.trace import ring_file
 from ringwriter import FakeRun
 
 TRAINING = """
@@ -190,8 +189,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_the_remedy(tmp_path: Path
 def test_a_ring_of_another_rank_is_not_read(tmp_path: Path) -> None:
     ranks = FakeRun(tmp_path, blocks=2).write() / "ranks"
     shutil.copy(ranks / "0.train.ring", ranks / "1.train.ring")
-    with pytest.raises(ValueError, match=r"1\.train\.ring: the ring of rank 0$"):
-        ring_file.read_ring(ranks / "1.train.ring")
     assert "rank 1 is left out: ranks/1.train.ring cannot be read" in Run(tmp_path).trace.notes
 
 

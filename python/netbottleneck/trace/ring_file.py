@@ -210,14 +210,11 @@ def ring_of(head: Any, filled: NDArray[Any], dropped: int) -> Ring:
 
 
 def read_ring(path: Path | str) -> Ring:
-    """Read one ring file, complete or cut short. Raises as read_slots, and if its name begins with another rank."""
+    """Read one ring file, complete or cut short. Raises as read_slots."""
     slots = read_slots(path)
     filled, lasting = slots.events["kind"] != 0, slots.lasting["kind"] != 0
     dropped = slots.taken - slots.overwritten - int(filled.sum())
     ring = ring_of(slots.head, np.concatenate([slots.lasting[lasting], slots.events[filled]]), dropped)
-    of = Path(path).name.partition(".")[0]
-    if of.isdecimal() and int(of) != ring.rank:
-        raise ValueError(f"{path}: the ring of rank {ring.rank}")
     gap = _gap(slots)
     return replace(ring, gap=gap, overwritten=slots.overwritten, steps=run_steps(path) if gap else ())
 

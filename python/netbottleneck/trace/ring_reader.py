@@ -480,11 +480,10 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(found, dict) or "version" not in found:
-        raise ValueError(f"{path}: not a run record of version 1")
-    if found["version"] != 1:
-        raise ValueError(f"{path}: a run record of version {found['version']}; this netbottleneck reads version 1")
-    return found
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != 1:
+        raise ValueError(f"{path}: a run record of version {version}; this netbottleneck reads version 1")
+    return found  # type: ignore[no-any-return]
 
 
 def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -518,8 +517,7 @@ def _described(meta: Mapping[str, Any]) -> _Described:
 def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankFiles:
     """Read the files of a rank; unreadable files become notes."""
     notes: list[str] = []
-    meta: Mapping[str, Any] = {}
-    described = _Described()
+    meta, described = dict[str, Any](), _Described()
     path = folder / f"{rank}.meta.json"
     try:
         written = _without_nulls(_read_json(path))
@@ -532,7 +530,10 @@ def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankF
     rings: dict[str, Ring] = {}
     for path in sorted(folder.glob(f"{rank}.*.ring")):
         try:
-            rings[path.name.split(".", 1)[1].removesuffix(".ring")] = read(path)
+            name, ring = path.name.split(".", 1)[1].removesuffix(".ring"), read(path)
+            if name != NCCL and ring.rank != rank:  # NCCL's ring does not know its rank
+                raise ValueError(f"{path}: the ring of rank {ring.rank}")
+            rings[name] = ring
         except ValueError as error:
             notes.append(f"left out: {error}")
         except OSError as error:

@@ -152,7 +152,7 @@ def test_a_burst_beyond_the_cap_fills_the_link(tmp_path):
     moved = numbers.achieved[numbers.base].active_bps
     v = verdict.decide(replace(numbers, link_bps=0.7 * moved))
     assert v.code == "LINK_LIMITED"
-    assert "all of the link; averaged over the step" in v.why
+    assert "all of the link and a burst after each pause; averaged over the step" in v.why
     assert "143 %" not in v.why
 
 
@@ -166,20 +166,29 @@ def test_a_stated_rate_is_not_used_if_more_moved_over_whole_steps(tmp_path, part
     assert any("stated rate" in note for note in numbers.trace.notes) != believed
 
 
-@pytest.mark.parametrize("provider", ["gloo", "nccl"])
-@pytest.mark.parametrize(("times", "believed"), [(1.45, True), (1.51, False)])
-def test_a_stated_rate_is_not_that_of_much_faster_transfers(tmp_path, provider, times, believed):
+@pytest.mark.parametrize(
+    ("provider", "transfer", "times", "believed"),
+    [
+        ("gloo", (2, 30), 1.45, True),
+        ("gloo", (9, 31), 1.55, True),  # 11 ms of the stated rate beyond it
+        ("gloo", (9, 80), 1.55, False),  # 24 ms
+        ("gloo", (1, 6), 1.55, False),  # of a link that is idle most of the time
+        ("nccl", (2, 30), 1.45, True),
+        ("nccl", (9, 31), 1.55, False),
+    ],
+)
+def test_a_stated_rate_is_that_of_transfers_faster_by_a_burst_at_most(tmp_path, provider, transfer, times, believed):
     """Of NCCL, which may use another interface, a rate is not believed without readings of that one."""
     settings = {"transports": ("stock",), "run": {"network": None}, "blocks": 1, "block_steps": 12, "probe": []}
-    settings |= {"transfer_ms": {"stock": (2, 30)}}
+    settings |= {"transfer_ms": {"stock": transfer}, "late_ms": {0: 50, 1: 50}}
     moved = findings_of(tmp_path / "free", **settings).achieved[Arm("stock")]
     stated = int(moved.active_bps / times)
-    assert stated > moved.average_bps
+    assert moved.average_bps < stated
     about = {"stock": {"link_bps": stated, "interface": "eth0", "provider": provider}}
     numbers = findings_of(tmp_path / "stated", about=about, **settings)
     assert (numbers.link_bps is not None) == believed
     assert any("between hosts in transfer" in note for note in numbers.trace.notes) != believed
-    assert (verdict.decide(numbers).code == "LINK_LIMITED") == (believed and provider == "gloo")
+    assert verdict.decide(numbers).code != "LINK_LIMITED" or (believed and provider == "gloo")
 
 
 def test_a_full_link_beside_a_faster_transport_names_it_first(tmp_path):

@@ -46,6 +46,7 @@ class Achieved:
 
     active: over transfer time; average: over whole steps, of all bytes in them. Report both or neither. p10, p90:
     active rate of single steps. wire_bps: active rate of the bytes sent; None if its transport does not count them.
+    operation_s: transfer time of a mean operation.
     """
 
     arm: Arm
@@ -55,6 +56,7 @@ class Achieved:
     p90_bps: float
     wire_bps: float | None
     steps: int
+    operation_s: float
 
 
 def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
@@ -74,6 +76,7 @@ def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
         float(p90),
         8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,
         len(moved),
+        transfer_ns / 1e9 / sum(s.operations for s in moved),
     )
 
 

@@ -58,12 +58,14 @@ from netbottleneck.analysis.intervals import (
 )
 from netbottleneck.analysis.joins import Join, joins
 from netbottleneck.analysis.thresholds import (
+    BURST_S,
     DELAYED,
     DELAYED_STEPS_MIN,
     GAIN_MIN,
     HANDICAP_MAX,
     LINK_EXCEEDED,
     LINK_EXCEEDED_AT_TIMES,
+    LINK_USED_IN_BURSTS,
     STEPS_MIN,
     TIMEOUT_NS,
 )
@@ -375,20 +377,29 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
     return max(shares, default=None)
 
 
+def _in_bursts(rate: float, between_bps: float, moved: Achieved) -> bool:
+    """True if a shaper of that rate can have let operations pass at a higher one: what it saved up in pauses."""
+    saved_up_s = (between_bps / rate - 1) * moved.operation_s
+    return saved_up_s <= BURST_S and moved.average_bps >= LINK_USED_IN_BURSTS * rate
+
+
 def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
     """Return the rate of the link that an arm uses, None if not known, and a note if a stated one is too low.
 
     moved: the arm's bandwidth. More than an interface's rate over whole steps disproves that rate, and so does much
-    more in transfer, as far as any algorithm sends it between hosts.
+    more in transfer, as far as any algorithm sends it between hosts, and more than the burst of a shaper.
     """
     rate = stated_link_bps(trace, arm)
     if trace.network is not None or rate is None or arm is None or moved is None:
         return rate, ""
     hosts = len({rank.host_id for rank in trace.ranks})
+    infos = [info for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
     between = moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
     if moved.average_bps > LINK_EXCEEDED * rate:
         seen = f"{gbit(moved.average_bps)} over whole steps"
-    elif between > LINK_EXCEEDED_AT_TIMES * rate:
+    elif between > LINK_EXCEEDED_AT_TIMES * rate and not (
+        all(info.interface_known for info in infos) and _in_bursts(rate, between, moved)
+    ):
         seen = f"{gbit(between)} between hosts in transfer"
     else:
         return rate, ""

@@ -123,7 +123,8 @@ def link(facts: Facts) -> RuleResult:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
     shared = on_interface(f.trace, facts.base) if f.link_bps else 1.0
     used = shared * did.active_bps / limit
-    part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}"
+    burst = " and a burst after each pause" if used > limits.LINK_EXCEEDED else ""
+    part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}{burst}"
     predicted = facts.predicted.savings_ns
     saving, bound = facts.bounded(predicted.get("link") or facts.moving.scaled(min(used, 1.0)))
     return facts.evidence(

@@ -12,6 +12,10 @@ LINK_UTILISATION = 0.80
 LINK_EXCEEDED = 1.05
 # So is it above this, as a burst of a shaper is short: rate in transfer between hosts, over the link's.
 LINK_EXCEEDED_AT_TIMES = 1.50
+# Up to this it may be the burst of a shaper: what an operation moved beyond the link's rate, in seconds at that rate.
+BURST_S = 0.02
+# A burst is saved up in pauses of a link in use: rate over whole steps, over the link's, at least.
+LINK_USED_IN_BURSTS = 0.50
 # The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
 PROBE_RATIO = 1.30
 # The latency rule applies surely above this: part of transfer time that does not depend on size.

@@ -537,3 +537,12 @@ def test_json_must_be_a_writable_file_other_than_the_input(
         assert f"--json {target}: " in capsys.readouterr().err
     assert layer_log.read(log) == layer_log.read(log)
     assert layer_log.read_table(add) == TABLE
+
+
+def test_damaged_records_are_named_beside_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = FakeRun(tmp_path, size=2, blocks=6, transports=("stock", "tcp")).write()
+    damaged = tmp_path / "ranks" / "1.tcp.ring"
+    assert damaged.exists()
+    damaged.write_bytes(b"")
+    assert main(["what-if", str(folder)]) == 0
+    assert str(damaged) in "".join(capsys.readouterr().out.split("\n"))

@@ -608,7 +608,7 @@ class Following:
         lines = _missing(trace)
         lines += [text.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
-        lines += [note for note in trace.notes if note.startswith(("left out:", "rank ", tr.KNOWN))]
+        lines += [*trace.incomplete, *(note for note in trace.notes if note.startswith(tr.KNOWN))]
         return ["ended" if ended else "stopped" if gone else "in progress", *lines, *self._quiet(trace, ended)]
 
     def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:

@@ -42,6 +42,8 @@ NOT_MATCHED = "which operations of the ranks belong together is not known"
 STAYS = "all further steps use"
 # Begin of a note that transports no longer alternate, as their differences are known.
 KNOWN = "The differences between the transports are known"
+# Part of a note about damaged records.
+LEFT_OUT = "left out: "
 # The lane of an operation's bytes between ranks that share memory: csrc/engine/shared.h.
 MEMORY_LANE = 64
 # Tables of a trace whose rows each belong to one rank.
@@ -441,6 +443,11 @@ class Trace:
         A study and a replay have settings of their own, and describe their network.
         """
         return self.origin == "measured" and not self.recorder and self.network is None
+
+    @property
+    def incomplete(self) -> list[str]:
+        """The notes about records that are damaged or left out."""
+        return [note for note in self.notes if note.startswith("rank ") or LEFT_OUT in note]
 
     def of_rank(self, rank: int) -> Trace:
         """Return the run as one rank recorded it."""

@@ -304,7 +304,7 @@ def job(
         raise ValueError(not_matched(trace))
     one_host = host_count(trace) == 1 < trace.size
     fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
-    notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []
+    notes = [*trace.incomplete, *([f"the fit is poor: {fitted.reason}"] if fitted.reason else [])]
     rounds = _rounds(trace, fitted.transport)
     if rounds > 1:
         notes.append(

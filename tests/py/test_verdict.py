@@ -393,7 +393,7 @@ def test_received_bytes_are_compared_with_received_ones(tmp_path):
     assert surely(receives, rx=moved, tx=moved) == 0  # it sends nothing that the other bytes compare with
     assert surely(run, rx=2 * moved, tx=moved) == pytest.approx(0.45, abs=0.01)
     assert surely(gathers, rx=9 * moved) is None  # what a rank receives is not known
-    assert surely(gathers, rx=9 * moved, tx=moved / 2) == 0
+    assert surely(gathers, rx=9 * moved, tx=moved / 2) is None  # nor what the root sends
 
 
 def test_a_share_that_single_steps_make_is_told_from_that_of_most(tmp_path):
@@ -753,19 +753,19 @@ def test_time_that_does_not_depend_on_size_is_latency(unexplained):
 
 
 def test_small_operations_are_latency_on_a_link_of_unknown_rate(unexplained):
-    rate = unexplained.achieved["stock"]
     parts = unexplained.parts["stock"]
 
-    def decided(active_bps, each_bytes, operations=60):
-        small = {"stock": replace(parts, operations=operations, tensor_bytes=each_bytes * operations)}
-        moved = {"stock": replace(rate, active_bps=active_bps)}
-        found = replace(unexplained, parts=small, achieved=moved, link_bps=None, achievable=None, latency_share=None)
-        return verdict.decide(found).code
+    def decided(active_bps, part=1.0, operations=60):
+        """part: of the transfer time, of small operations."""
+        small_ns = part * parts.transfer_ns
+        moved = {"small_ns": small_ns, "small_bus_bytes": active_bps * small_ns / 8e9, "small_operations": operations}
+        found = replace(unexplained, parts={"stock": replace(parts, **moved)}, link_bps=None, achievable=None)
+        return verdict.decide(replace(found, latency_share=None)).code
 
-    assert decided(30e6, 4096) == "LATENCY_LIMITED"
-    assert decided(90e6, 4096) == "INCONCLUSIVE"  # a link of 100 Mbit/s would be full
-    assert decided(30e6, 1 << 20) == "INCONCLUSIVE"
-    assert decided(30e6, 4096, operations=4) == "INCONCLUSIVE"  # larger buckets would not help
+    assert decided(30e6) == "LATENCY_LIMITED"
+    assert decided(90e6) == "INCONCLUSIVE"  # a link of 100 Mbit/s would be full
+    assert decided(30e6, part=0.5) == "INCONCLUSIVE"  # large operations take most of the time
+    assert decided(30e6, operations=4) == "INCONCLUSIVE"  # larger buckets would not help
 
 
 @pytest.mark.parametrize(
@@ -919,7 +919,7 @@ def test_latency_is_fitted_to_counted_steps(tmp_path, monkeypatch):
 
 
 def test_small_operations_are_not_judged_if_rates_are_not_known(unexplained):
-    parts = replace(unexplained.parts["stock"], operations=60, tensor_bytes=60 * 4096)
+    parts = replace(unexplained.parts["stock"], operations=60, small_operations=60, small_ns=1e8, small_bus_bytes=6e4)
     small = replace(unexplained, parts={"stock": parts}, latency_share=None)
     others = traffic.Unseen("host0", "eth0", 1e9, 0.4, 0.4, 1e10)
     assert rule_of("LATENCY_LIMITED", small).applies

@@ -61,7 +61,8 @@ class Achieved:
 
 def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
     """Achieved bandwidth over the steps of an arm; None if no bytes moved."""
-    moved = [s for s in splits if s.arm == arm and s.transfer_ns > 0 and s.bus_bytes > 0]
+    sized = [s for s in splits if s.arm == arm and not s.unsized]
+    moved = [s for s in sized if s.transfer_ns > 0 and s.bus_bytes > 0]
     if not moved:
         return None
     transfer_ns = sum(s.transfer_ns for s in moved)
@@ -71,7 +72,7 @@ def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
     return Achieved(
         arm,
         8e9 * sum(s.bus_bytes for s in moved) / transfer_ns,
-        8e9 * sum(s.step_bus_bytes for s in moved) / sum(s.step_ns for s in moved),
+        8e9 * sum(s.step_bus_bytes for s in sized) / sum(s.step_ns for s in sized),
         float(p10),
         float(p90),
         8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,

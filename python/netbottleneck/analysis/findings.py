@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -55,6 +55,8 @@ from netbottleneck.analysis.intervals import (
     split_steps,
     total,
     typical,
+    typical_lengths,
+    within_hosts,
 )
 from netbottleneck.analysis.joins import Join, joins
 from netbottleneck.analysis.thresholds import (
@@ -69,7 +71,7 @@ from netbottleneck.analysis.thresholds import (
     STEPS_MIN,
     TIMEOUT_NS,
 )
-from netbottleneck.trace.model import NOT_RECORDED, Rank, Step, Trace
+from netbottleneck.trace.model import NOT_RECORDED, Collective, Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
 
@@ -95,6 +97,9 @@ class Parts:
     skew_ns: float
     tensor_bytes: float
     operations: float
+    small_ns: float
+    small_bus_bytes: float
+    small_operations: float
     own_ns: float
     transfer_ns: float
     unsized: float
@@ -141,12 +146,13 @@ class Findings:
     predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
     achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
     busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
-    torch.distributed. gradient_operations: all others of base a step. starved: ns of compute a step in which a rank's
-    process had no core. delays: of single steps of base, while data move after the last rank arrived; None if the usual
-    steps cannot be told. input_delays: the same before the forward; None if they are too few. whole: the parts of the
-    mean of all recorded steps, not of the middle half; without the first ones of blocks where transports alternate.
-    mean_ns: of the same steps, with those of the untouched script where it takes turns. nccl: split of the operations
-    that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
+    torch.distributed. received_ns, within_ns: those of receives, in which a rank may wait for the sender, and of
+    operations within hosts. gradient_operations: all others of base a step. starved: ns of compute a step in which a
+    rank's process had no core. delays: of single steps of base, while data move after the last rank arrived; None if
+    the usual steps cannot be told. input_delays: the same before the forward; None if they are too few. whole: the
+    parts of the mean of all recorded steps, not of the middle half; without the first ones of blocks where transports
+    alternate. mean_ns: of the same steps, with those of the untouched script where it takes turns. nccl: split of the
+    operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
     """
 
     trace: Trace
@@ -173,6 +179,8 @@ class Findings:
     slowed: Paired | None = None
     undisturbed: Estimate | None = None
     script_ns: float = 0.0
+    received_ns: float = 0.0
+    within_ns: float = 0.0
     latency_share: Estimate | None = None
     gradient_operations: float = 0.0
     cores_busy: float | None = None
@@ -273,7 +281,8 @@ def _of_typical(
     splits: Sequence[Split], value: Callable[[Split], float], of_ranks: Callable[[list[float]], Any] = np.mean
 ) -> Estimate:
     """The mean of a value over the middle half of the steps. of_ranks: as in `_over_steps`."""
-    return mean_of_typical(_over_steps(splits, value, of_ranks), _over_steps(splits, PARTS["step"]))
+    lengths = [length for _, length in sorted(typical_lengths(splits).items())]
+    return mean_of_typical(_over_steps(splits, value, of_ranks), lengths)
 
 
 def _starved(rows: Sequence[Row]) -> Estimate | None:
@@ -449,9 +458,9 @@ Row = tuple[Step, Split, Exposed]
 T = TypeVar("T")
 
 
-def _script_ns(rows: Sequence[Row]) -> float:
-    """Exposed ns a step of the script's own calls."""
-    return float(np.mean([sum(ns for one, ns in exposed if one.by_script) for _, _, exposed in rows]))
+def _exposed_ns(rows: Sequence[Row], counts: Callable[[Collective], bool]) -> float:
+    """Exposed ns a step of the operations that count."""
+    return float(np.mean([sum(ns for one, ns in exposed if counts(one)) for _, _, exposed in rows]))
 
 
 def _there(values: Mapping[Arm, T | None]) -> dict[Arm, T]:
@@ -474,7 +483,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     sampled = [step for step in trace.steps if step.arm == base]
     late = None if common.not_matched else lateness(trace, base, splits)
     others = _of_others(splits, late)
-    slowed = _slowed(trace, base, warmup)
+    slowed, within = _slowed(trace, base, warmup), within_hosts(trace)
     return replace(
         common,
         base=base,
@@ -491,7 +500,9 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         headroom=headroom(trace, base),
         slowed=slowed,
         undisturbed=saved_by_undisturbed(trace, base, splits, slowed),
-        script_ns=_script_ns(middle),
+        script_ns=_exposed_ns(middle, lambda one: one.by_script),
+        received_ns=_exposed_ns(middle, lambda one: one.kind == "recv"),
+        within_ns=_exposed_ns(middle, lambda one: one.match in within),
         latency_share=latency_share(own, last_entries(trace)),
         gradient_operations=len(own) / len(rows),
         starved=_starved(rows),
@@ -501,16 +512,26 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     )
 
 
+def _of_all_ranks(trace: Trace, rows: Sequence[Row]) -> list[Row]:
+    """The steps that all ranks recorded; all steps if these are too few.
+
+    In a step that a rank did not record, waiting for that rank cannot be told from transfer.
+    """
+    ranks = Counter((split.block, split.index) for _, split, _ in rows)
+    whole = {step for step, count in ranks.items() if count == len(trace.ranks)}
+    return [row for row in rows if (row[1].block, row[1].index) in whole] if len(whole) >= STEPS_MIN else list(rows)
+
+
 def _by_arm(trace: Trace, warmup: int) -> tuple[dict[Arm, list[Row]], dict[Arm, list[Split]]]:
-    """Return (the counted steps of each arm, the parts of all its steps)."""
-    rows: dict[Arm, list[Row]] = defaultdict(list)
-    every: dict[Arm, list[Split]] = defaultdict(list)
-    chosen = {(step.rank, step.begin_ns) for step in counted(trace, warmup)}  # steps of one rank alone share numbers
+    """Return (the counted steps of each arm, the parts of all its steps), as far as all ranks recorded them."""
+    every: dict[Arm, list[Row]] = defaultdict(list)
     for row in split_steps(trace, 0):
-        every[row[0].arm].append(row[1])
-        if (row[0].rank, row[0].begin_ns) in chosen:
-            rows[row[0].arm].append(row)
-    return rows, every
+        every[row[0].arm].append(row)
+    every = {arm: _of_all_ranks(trace, rows) for arm, rows in every.items()}
+    chosen = {(step.rank, step.begin_ns) for step in counted(trace, warmup)}  # steps of one rank alone share numbers
+    rows = {arm: [row for row in own if (row[0].rank, row[0].begin_ns) in chosen] for arm, own in every.items()}
+    found = {arm: own for arm, own in rows.items() if own}
+    return found, {arm: [row[1] for row in own] for arm, own in every.items()}
 
 
 def _whole(arms: Iterable[Arm], base: Arm, rows: Sequence[Row], every: Sequence[Split]) -> Parts:

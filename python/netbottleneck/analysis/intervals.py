@@ -11,7 +11,6 @@ import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.thresholds import SMALL_BYTES
 from netbottleneck.trace.model import NOT_MATCHED, Collective, Parameter, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 
@@ -90,8 +90,9 @@ class Split:
     evaluation_ns, checkpoint_ns: parts of other, minus blocked time; input_ns: what else of other is before a forward,
     and not blocked: see before_forwards. optimizer_ns: the part of compute in optimizers. skew_ns: the part of exposed
     and wait before the last rank submitted the same operation; late_ns: skew_ns by the last rank. transfer_ns: union
-    over the step's operations, from the last rank's submission (or the start, if later) to done. bus_bytes: their
-    tensor bytes times bus_factor; 0 if the size of one is not known, as for `unsized` of the operations.
+    over the step's operations that travel, from the last rank's submission (or the start, if later) to done. bus_bytes:
+    their tensor bytes times bus_factor; 0 if the size of one is not known, as for `unsized` of the operations.
+    small_ns, small_bus_bytes, small_operations: of those of at most SMALL_BYTES.
     step_bus_bytes: the same with calls of the script that the arm did not move. own_ns: our own work between the step
     before and this one, which no step contains; 0 if that step was not recorded, or torch recorded the run.
     """
@@ -119,6 +120,9 @@ class Split:
     step_bus_bytes: float
     wire_bytes: int | None
     operations: int
+    small_ns: int
+    small_bus_bytes: float
+    small_operations: int
     own_ns: int = 0
     unsized: int = 0
 
@@ -218,7 +222,8 @@ def is_split(step: Step) -> bool:
     return step.arm != BARE and bool(step.forward or step.grad_ready or step.optimizer)
 
 
-Entries = Mapping[tuple[Arm, int, int, int], tuple[int, int]]  # see last_entries
+Match = tuple[Arm, int, int, int]  # see Collective.match
+Entries = Mapping[Match, tuple[int, int]]  # see last_entries
 
 
 def last_entries(trace: Trace) -> Entries:
@@ -226,8 +231,8 @@ def last_entries(trace: Trace) -> Entries:
 
     Left out: the operations of groups that have the same key and are not the same group.
     """
-    entries: dict[tuple[Arm, int, int, int], dict[int, int]] = defaultdict(dict)
-    sizes: dict[tuple[Arm, int, int, int], set[int]] = defaultdict(set)
+    entries: dict[Match, dict[int, int]] = defaultdict(dict)
+    sizes: dict[Match, set[int]] = defaultdict(set)
     for operation in trace.collectives:
         entries[operation.match][operation.rank] = operation.submit_ns
         sizes[operation.match].add(operation.ranks or trace.size)
@@ -400,12 +405,6 @@ class _Felt:
         return [(max(begin, begin_ns), min(end, end_ns)) for begin, end in waits if begin < end_ns and end > begin_ns]
 
 
-def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
-    """The operations whose bytes the step's arm moved: the script's own calls travel over its process group."""
-    stock = step.arm.transport == STOCK.transport
-    return [c for c in operations if c.known_bytes > 0 and (stock or not c.by_script)]
-
-
 def _transfer(step: Step, operation: Collective, last: Entries) -> tuple[int, int]:
     """From the last rank's submission, or the start if later, to done.
 
@@ -416,16 +415,50 @@ def _transfer(step: Step, operation: Collective, last: Entries) -> tuple[int, in
     return max(begin_ns, last.get(operation.match, (0, 0))[0]), done_ns
 
 
-def _bus_bytes(operation: Collective, size: int, hosts: int | None) -> float:
-    return operation.known_bytes * bus_factor(operation.kind, operation.ranks or size, operation.algorithm, hosts)
+def within_hosts(trace: Trace) -> frozenset[Match]:
+    """The operations of groups whose ranks share a host, in a run of several hosts: no link between hosts has them."""
+    if (host_count(trace) or 0) < 2:
+        return frozenset()
+    host_of = {rank.rank: rank.host_id for rank in trace.ranks}
+    members: dict[Match, set[int]] = defaultdict(set)
+    for operation in trace.collectives:
+        if operation.ranks is not None and operation.ranks < trace.size:
+            members[operation.match].add(operation.rank)
+    sizes = {operation.match: operation.ranks for operation in trace.collectives}
+    whole = ((match, ranks) for match, ranks in members.items() if len(ranks) == sizes[match])
+    return frozenset(match for match, ranks in whole if len({host_of[rank] for rank in ranks}) == 1)
+
+
+class _Travel:
+    """Which operations of a run travel over its network, and with how many bytes."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._size, self._hosts, self._within = trace.size, host_count(trace), within_hosts(trace)
+
+    def moved(self, step: Step, operations: Iterable[Collective]) -> list[Collective]:
+        """The operations whose bytes the step's arm moved: the script's own calls travel over its process group.
+
+        Without receives, which are counted by their sender, and in which a rank may wait for it.
+        """
+        stock = step.arm.transport == STOCK.transport
+        own = (c for c in operations if c.known_bytes > 0 and (stock or not c.by_script))
+        return [c for c in own if c.kind != "recv" and c.match not in self._within]
+
+    def bus_bytes(self, operations: Iterable[Collective]) -> float:
+        """The bytes of operations on a link."""
+        return sum(map(self._bus_bytes, operations))
+
+    def _bus_bytes(self, one: Collective) -> float:
+        if one.match in self._within:
+            return 0.0
+        return one.known_bytes * bus_factor(one.kind, one.ranks or self._size, one.algorithm, self._hosts)
 
 
 def _split(
     step: Step,
     operations: _Operations,
     entered: tuple[Entries, Held],
-    size: int,
-    hosts: int | None,
+    travel: _Travel,
     awaited: frozenset[int] | None,
 ) -> tuple[Split, Exposed]:
     """entered: last_entries, and when ranks are _held."""
@@ -441,8 +474,12 @@ def _split(
     wait = subtraction(subtraction(intersection(felt.queued(near), whole), busy), moving)
     skew_ns, late = _late(step, near, entered, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
-    moved, unsized = _moved(step, own), sum(c.tensor_bytes is None for c in own)
-    bus_bytes = partial(_bus_bytes, size=size, hosts=hosts)
+    moved, unsized = travel.moved(step, own), sum(c.tensor_bytes is None for c in own)
+    small = [c for c in moved if c.known_bytes <= SMALL_BYTES]
+
+    def transfer_ns(of: Iterable[Collective]) -> int:
+        return total(intervals(_transfer(step, c, entered[0]) for c in of))
+
     wire = [c.wire_bytes for c in moved if c.wire_bytes is not None]
     other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
     used = union(busy, exposed, wait, intervals((begin, end) for _, begin, end in step.waits))
@@ -464,12 +501,15 @@ def _split(
         checkpoint_ns=total(saving),
         skew_ns=skew_ns,
         late_ns=late,
-        transfer_ns=total(intervals(_transfer(step, c, entered[0]) for c in moved)),
+        transfer_ns=transfer_ns(moved),
         tensor_bytes=sum(c.known_bytes for c in moved),
-        bus_bytes=0.0 if unsized else sum(map(bus_bytes, moved)),
-        step_bus_bytes=0.0 if unsized else sum(map(bus_bytes, own)),
+        bus_bytes=0.0 if unsized else travel.bus_bytes(moved),
+        step_bus_bytes=0.0 if unsized else travel.bus_bytes(own),
         wire_bytes=sum(wire) if len(wire) == len(moved) else None,
         operations=len(own),
+        small_ns=transfer_ns(small),
+        small_bus_bytes=travel.bus_bytes(small),
+        small_operations=len(small),
         unsized=unsized,
     )
     return split, _share_exposed(running, exposed)
@@ -505,14 +545,14 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
         by_rank[operation.rank].append(operation)
     operations = {rank: _Operations(rows) for rank, rows in by_rank.items()}
     nothing = _Operations([])
-    last, hosts = last_entries(trace), host_count(trace)
+    last, travel = last_entries(trace), _Travel(trace)
     entered = last, _held(trace, last)
     ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
     awaited = _awaited(trace)
     found = []
     for step in filter(is_split, counted(trace, warmup)):
         near = operations.get(step.rank, nothing)
-        split, exposed = _split(step, near, entered, trace.size, hosts, None if awaited is None else awaited[step.rank])
+        split, exposed = _split(step, near, entered, travel, None if awaited is None else awaited[step.rank])
         before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
         own_ns = 0 if trace.recorder else max(0, step.begin_ns - before_ns)
         found.append((step, replace(split, own_ns=own_ns), exposed))
@@ -528,17 +568,29 @@ def middle_half(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
     return usual
 
 
+def typical_lengths(splits: Iterable[Split]) -> dict[tuple[Arm, int, int], float]:
+    """The mean length of each step over its ranks, by which the middle half is chosen.
+
+    0 for all steps if more than a quarter of them have no operation, and others have some: all steps count then, as the
+    middle half would have too few of one kind. Averaging of parameters in every tenth step is such a case.
+    """
+    own: dict[tuple[Arm, int, int], list[Split]] = defaultdict(list)
+    for split in splits:
+        own[split.arm, split.block, split.index].append(split)
+    silent = sum(not any(split.operations for split in ranks) for ranks in own.values())
+    equal = len(own) < 4 * silent < 4 * len(own)
+    return {step: 0.0 if equal else sum(s.step_ns for s in ranks) / len(ranks) for step, ranks in own.items()}
+
+
 def typical(rows: Sequence[T], split_of: Callable[[T], Split]) -> tuple[T, ...]:
-    """The rows of the middle half of the steps by their mean length over ranks; all rows of fewer than 4 steps.
+    """The rows of the middle half of the steps by `typical_lengths`; all rows of fewer than 4 steps.
 
     A step has all of its ranks, so every rank counts alike: of two ranks in a step, often only one waits. Means over
     these rows are near the median, and the parts still add up.
     """
-    lengths: dict[tuple[Arm, int, int], list[int]] = defaultdict(list)
-    for split in map(split_of, rows):
-        lengths[split.arm, split.block, split.index].append(split.step_ns)
-    means = np.array([sum(own) / len(own) for own in lengths.values()], np.float64)
-    chosen = {step for step, usual in zip(lengths, middle_half(means), strict=True) if usual}
+    lengths = typical_lengths(map(split_of, rows))
+    usual = middle_half(np.fromiter(lengths.values(), np.float64))
+    chosen = {step for step, is_usual in zip(lengths, usual, strict=True) if is_usual}
     return tuple(
         row for row, one in zip(rows, map(split_of, rows), strict=True) if (one.arm, one.block, one.index) in chosen
     )

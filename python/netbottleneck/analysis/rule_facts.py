@@ -152,8 +152,24 @@ class Facts:
 
     @property
     def moving(self) -> Estimate:
-        """Ns a step of exposed communication and waiting after the last rank arrived, without that of lost packets."""
-        return self.f.delays.usual_ns if self.lost and self.f.delays is not None else self.f.parts_ns["moving"]
+        """Ns a step of exposed communication and waiting after the last rank arrived.
+
+        Without that of lost packets and of operations within hosts. Receives are in its high end alone: they may be
+        waiting for the sender.
+        """
+        f = self.f
+        found = f.delays.usual_ns if self.lost and f.delays is not None else f.parts_ns["moving"]
+        apart_ns = f.received_ns + f.within_ns
+        ends = (found.value - apart_ns, found.low - apart_ns, found.high - f.within_ns)
+        return Estimate(*(max(0.0, end) for end in ends))
+
+    @property
+    def apart(self) -> str:
+        """What most of the exposed communication is, if no rule is about it; "" else."""
+        f, half = self.f, self.f.parts_ns["idle"].value / 2
+        if f.received_ns > half:
+            return f"{ms(f.received_ns)} is in receives, where waiting for the sender cannot be told from transfer"
+        return f"{ms(f.within_ns)} is in operations between ranks of one host" if f.within_ns > half else ""
 
     @property
     def lost(self) -> str:

@@ -35,6 +35,7 @@ from netbottleneck.analysis.traffic import (
     in_memory,
     on_interface,
     rating,
+    rounds,
     slow_interface,
 )
 from netbottleneck.analysis.usage import LOOPBACK, limited, slow_link
@@ -187,21 +188,23 @@ def _limit(facts: Facts) -> tuple[float | None, str]:
 def _send_less(f: Findings) -> str:
     """What to do about a full link: a transport that was measured to be faster comes first."""
     less, won = "end less (larger batches, smaller gradients) or get a faster link", best_gain(f)
+    times = rounds(f.trace, f.base or STOCK)
+    once = f"Reduce gradients once a step, not {times} times (no_sync() of DDP). " if times > 1 else ""
     if won is None:
         unknown = f.handicapped or any(pair.gain.high >= limits.GAIN_MIN for pair in f.comparisons)
-        return f"S{less}." if f.comparisons and unknown else f"S{less}; another transport cannot help much."
-    return f"First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
+        return f"{once}S{less}." if f.comparisons and unknown else f"{once}S{less}; another transport cannot help much."
+    return f"{once}First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
 
 
 def _small_share(facts: Facts) -> tuple[Estimate, str] | None:
-    """The part of transfer time that is latency if operations are small and many, and its source; None if not."""
-    f, parts, did = facts.f, facts.f.parts[facts.base], facts.f.achieved.get(facts.base)
-    each = parts.tensor_bytes / max(parts.operations, 1)
-    if did is None or each > limits.SMALL_BYTES or parts.operations < limits.SMALL_OPERATIONS_MIN:
+    """The part of transfer time that is latency of small operations if these are many, and its source; None if not."""
+    f, parts = facts.f, facts.f.parts[facts.base]
+    if parts.small_operations < limits.SMALL_OPERATIONS_MIN or not parts.small_ns:
         return None
     limit = facts.link_bps or (f.achievable.bps if f.achievable else limits.SLOWEST_LINK_BPS)
-    share = max(0.0, 1 - did.active_bps / limit)
-    return Estimate(share, share, share), f"operations of {nbytes(each)}, far below the link's rate"
+    share = max(0.0, parts.small_ns - 8e9 * parts.small_bus_bytes / limit) / parts.transfer_ns
+    each = f"{parts.small_operations:.0f} operations of at most {nbytes(limits.SMALL_BYTES)}"
+    return Estimate(share, share, share), f"{each}, far below the link's rate"
 
 
 def _timeouts(facts: Facts) -> str:
@@ -247,13 +250,20 @@ def latency(facts: Facts) -> RuleResult:
         saving=saving,
         rests=f"{rests}; {how}{bound}",
         why=f"{percent(share.value)} of transfer time ({percent(share.low)} to {percent(share.high)}) does not depend "
-        f"on size ({rests}): {f.gradient_operations:.0f} operations of gradients a step. Without it the step would be "
+        f"on size ({rests}): {f.parts[facts.base].operations:.0f} operations a step. Without it the step would be "
         f"{facts.share(saving)} shorter.{facts.predicted.costs}{as_good_sentence(f)}",
-        next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD)."
-        if f.gradient_operations >= limits.FUSED_OPERATIONS_MIN
-        else "A path with less delay, or gradients of several batches in one step (no_sync() of DDP).",
+        next=_fewer_operations(facts),
         needs=MORE_STEPS,
     )
+
+
+def _fewer_operations(facts: Facts) -> str:
+    """What to do about latency."""
+    if facts.f.gradient_operations >= limits.FUSED_OPERATIONS_MIN:
+        return "Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD)."
+    if facts.f.parts[facts.base].operations >= limits.FUSED_OPERATIONS_MIN:
+        return "Fewer, larger operations: the script's calls on joined tensors, or fully_shard on larger modules."
+    return "A path with less delay, or gradients of several batches in one step (no_sync() of DDP)."
 
 
 def buckets(facts: Facts) -> RuleResult:

@@ -42,6 +42,9 @@ class Unseen:
 # Operations in which each rank receives as many bytes as it sends.
 EVEN = ("allreduce", "allgather", "reducescatter", "barrier")
 
+# Operations in which the root sends more than the others, or less. The record does not tell which rank that is.
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
 
 def in_memory(operation: Collective) -> bool:
     """True if an operation moved its bytes through shared memory alone."""
@@ -92,6 +95,11 @@ def _sent(operation: Collective, places: _Places) -> float:
         return float(operation.wire_bytes)
     factor = bus_factor(operation.kind, operation.ranks or places.size, operation.algorithm, places.count)
     return operation.known_bytes * factor
+
+
+def _levels(ranks: int) -> int:
+    """Levels of a binomial tree of ranks: its root may send a tensor so many times."""
+    return max(1, (ranks - 1).bit_length())
 
 
 def _received(operation: Collective, sent: float) -> float | None:
@@ -150,6 +158,8 @@ def _known(places: _Places, operations: Sequence[Collective], way: str) -> _Know
         if moved is None:
             return None
         low, high = places.outside(one, 1 if way == "tx" else -1)
+        if one.kind in ROOTED and one.wire_bytes is None:
+            low, high = 0.0, high * _levels(one.ranks or places.size)
         least, most = least + low * moved, most + high * moved
         messages += high * 2 * ((one.ranks or places.size) - 1)
     return _Known(least, most, HEADERS * most + MESSAGE_BYTES * messages)
@@ -238,6 +248,16 @@ def on_interface(trace: Trace, arm: Arm, warmup: int = 1) -> float:
             whole = one.ranks in (None, size)
             bus, interface = bus + moved, interface + moved * (factors.get(one.kind, 1.0) if whole else 1.0)
     return interface / bus if bus else 1.0
+
+
+def rounds(trace: Trace, arm: Arm) -> int:
+    """How often a step of an arm reduces the same bucket, at most: once for each micro-batch, without no_sync()."""
+    seen = Counter(
+        (one.rank, one.step, one.part, one.bucket)
+        for one in trace.collectives
+        if one.arm == arm and one.bucket is not None and one.step is not None and not one.by_script
+    )
+    return max(seen.values(), default=0)
 
 
 def rating(info: TransportInfo) -> int:

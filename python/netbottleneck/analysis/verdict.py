@@ -116,7 +116,7 @@ def _no_communication(f: Findings) -> Verdict | None:
                 "Measure steps under stock, or another transport, for longer than one block.",
             )
         )
-    return _no_operation(f, f.parts[f.base].steps) if f.parts[f.base].operations == 0 else None
+    return _no_operation(f, f.times[f.base].steps) if f.parts[f.base].operations == 0 else None
 
 
 def _no_counted_step(f: Findings) -> Verdict | None:
@@ -247,7 +247,7 @@ def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> V
     MTUs that differ are one only where all that was compared is decided.
     """
     f = facts.f
-    withheld = handicap_sentence(f) or _sentence(facts.missing) or facts.lost
+    withheld = handicap_sentence(f) or _sentence(facts.missing or facts.apart) or facts.lost
     withheld = f" {withheld}" if withheld else ""
     close = _close_comparison(f)
     if close is not None:

@@ -183,9 +183,10 @@ def flows(trace: Trace, transport: Arm) -> tuple[float, float]:
     return used, float(info.streams_asked) if info.streams_asked else math.inf
 
 
-def achievable(trace: Trace, transport: Arm) -> Link | None:
-    """Return the best point of the transport's own probe, else of the fastest other one; None without a probe."""
-    found = probed(trace).get(Arm.parse(transport).transport) or achievable_bandwidth(trace)
+def achievable(trace: Trace, transport: Arm | None = None) -> Link | None:
+    """Return the best point of the transport's own probe, else of the fastest one; None without a probe."""
+    own = None if transport is None else probed(trace).get(Arm.parse(transport).transport)
+    found = own or achievable_bandwidth(trace)
     return None if found is None else Link(found.best[1], found.best[0], dict(found.points).get(1))
 
 

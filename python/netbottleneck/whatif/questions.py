@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +16,7 @@ from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
 from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
+from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import listed, ms, percent
@@ -305,10 +306,10 @@ def job(
     one_host = host_count(trace) == 1 < trace.size
     fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
     notes = [*trace.incomplete, *([f"the fit is poor: {fitted.reason}"] if fitted.reason else [])]
-    rounds = _rounds(trace, fitted.transport)
-    if rounds > 1:
+    times = rounds(trace, fitted.transport)
+    if times > 1:
         notes.append(
-            f"a step reduces its buckets {rounds} times: only the last time is simulated, so steps are too short"
+            f"a step reduces its buckets {times} times: only the last time is simulated, so steps are too short"
         )
     kept_ns, step_ns = _kept_ns(trace, fitted.transport)
     if kept_ns >= KEPT_SHARE * step_ns:
@@ -339,16 +340,6 @@ def _kept_ns(trace: Trace, transport: Arm) -> tuple[float, float]:
     waits = (end - begin for step in steps for key, begin, end in step.waits if key in keys)
     count = max(1, len(steps))
     return sum(waits) / count, sum(step.duration_ns for step in steps) / count
-
-
-def _rounds(trace: Trace, transport: Arm) -> int:
-    """How often a step of an arm reduces the same bucket, at most."""
-    seen = Counter(
-        (one.rank, one.step, one.part, one.bucket)
-        for one in trace.collectives
-        if one.arm == transport and one.bucket is not None and one.step is not None and not one.by_script
-    )
-    return max(seen.values(), default=0)
 
 
 def _ready(trace: Trace, transport: Arm | None, plan: Plan | None, cost: Cost, notes: tuple[str, ...]) -> Job:

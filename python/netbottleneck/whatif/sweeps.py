@@ -12,11 +12,13 @@ from types import MappingProxyType
 from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.analysis.thresholds import GAIN_MIN, MISFIT_MAX
+from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
 from netbottleneck.whatif import questions
 from netbottleneck.whatif.cost import UNLIMITED, Cost, Link
+from netbottleneck.whatif.fit import achievable as probed_link
 from netbottleneck.whatif.plan import FUSION_BYTES, Plan
 from netbottleneck.whatif.questions import (
     NEGLIGIBLE_GAIN,
@@ -343,20 +345,23 @@ def savings(
 ) -> Predicted:
     """Predict what a step of an arm would save without each cause that the engine can remove.
 
-    link: no time on a link of link_bps; latency: no time per operation; rate: the probe's rate; free: no communication
-    time; buckets: the best of the plans tried; each name in faster: a rate so many times as high. Savings that the fit
-    is too poor for are left out, with the reason.
+    link: no time on a link of link_bps; latency: no time per operation; rate: that of the fastest probe; free: no
+    communication time; buckets: the best of the plans tried; each name in faster: a rate so many times as high. Savings
+    that the fit is too poor for are left out, with the reason.
     """
     try:
         found = questions.job(trace, arm)
         if found.fit is None or found.fit.reason:
             why = "no run was fitted" if found.fit is None else found.fit.reason
             return Predicted(refused=f"no prediction: {why.partition(';')[0].partition(':')[0]}")
+        times = rounds(trace, found.fit.transport)
+        if times > 1:
+            return Predicted(refused=f"no prediction: a step reduces its buckets {times} times")
         changes: dict[str, Callable[[Cost], Cost]] = {"latency": _without_latency, "free": lambda _: Cost.free()}
         if link_bps is not None:
             changes["link"] = lambda cost: _without_link(cost, link_bps)
         changes |= {name: partial(_at_times_the_rate, factor) for name, factor in faster.items()}
-        probed = found.fit.achievable
+        probed = probed_link(trace)
         if probed is not None:
             changes["rate"] = lambda cost: replace(cost, link=probed)
         alone = _compute_as_recorded(found)

@@ -1,0 +1,223 @@
+"""Verdicts on jobs unlike plain data parallelism: few calls, groups, receives, micro-batches, short records."""
+
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
+
+from scenario.job import MIB, MS, Clockwork, Job, trace_of
+
+from netbottleneck.analysis import findings, traffic, usage, verdict
+from netbottleneck.trace.model import Collective, Probe, TransportInfo
+from netbottleneck.trace.transports import NULL, STOCK
+from netbottleneck.whatif.sweeps import savings
+
+
+def judged(trace, hosts=()):
+    """The findings of a trace, and the verdict on them and on what the engine predicts."""
+    found = findings.find(trace)
+    return found, verdict.decide(found, savings(found.trace, found.base, found.link_bps), hosts)
+
+
+def rule(decided, cause):
+    return next(one for one in decided.evidence if one.cause == cause)
+
+
+def by_script(trace, **changes):
+    """The trace with all operations as calls of the script."""
+    calls = tuple(replace(one, phase="backward", bucket=None, **changes) for one in trace.collectives)
+    return replace(trace, buckets=(), collectives=calls)
+
+
+class Averaging(Clockwork):
+    """A job whose ranks train alone, and send in every `every`-th step."""
+
+    every = 8
+
+    def step(self, arm, block, level):
+        alone = self.index % self.every != 0
+        super().step(NULL if alone else arm, block, level)
+        self.steps[-self.job.ranks :] = [replace(step, arm=arm) for step in self.steps[-self.job.ranks :]]
+
+
+@pytest.mark.parametrize("every", [2, 3, 8])
+def test_a_job_that_sends_in_every_nth_step_is_judged_by_the_mean_of_all(every):
+    job = Job(blocks=1, block_steps=97, jitter=0.004, buckets=(40 * MIB, 40 * MIB), link_bps=1e9, flow_bps=1e9)
+    work = Averaging(job, 0)
+    work.every = every
+    work.run()
+    found, decided = judged(replace(trace_of(job), steps=tuple(work.steps), collectives=tuple(work.collectives)))
+    whole_ms = 80 * MIB * 8 / 1e9 * 1e3  # of transfer in a step that sends
+    assert decided.code == "LINK_LIMITED"
+    saved_ms = rule(decided, "link").saving.value / MS
+    assert saved_ms == pytest.approx((whole_ms - 30) / every, rel=0.05)  # half of the backward hides transfers
+    rate, step_ms = found.achieved[STOCK], found.whole.step_ns / MS
+    assert rate.average_bps == pytest.approx(80 * MIB * 8 / every / step_ms * 1e3, rel=0.05)
+
+
+def test_micro_batches_that_each_reduce_the_same_buckets_save_all_their_transfers():
+    """DDP without no_sync(): four backward passes to a step."""
+    job = Job(blocks=1, block_steps=124, buckets=(10 * MIB, 20 * MIB), latency_ms=0.0, jitter=0.002)
+    job = replace(job, link_bps=8.2e9, flow_bps=8.2e9, backward_ms=40, optimizer_ms=0.001, input_ms=0.001)
+    trace, parts = trace_of(job), defaultdict(list)
+    for step in trace.steps:
+        parts[step.rank, step.index // 4].append(step)
+    steps = tuple(
+        replace(
+            own[-1],
+            index=index,
+            begin_ns=own[0].begin_ns,
+            **{name: sum((getattr(step, name) for step in own), ()) for name in ("forward", "grad_ready", "waits")},
+        )
+        for (_, index), own in parts.items()
+    )
+    calls = tuple(replace(one, step=one.step // 4) for one in trace.collectives)
+    found, decided = judged(replace(trace, steps=steps, collectives=calls))
+    assert decided.code == "LINK_LIMITED"
+    assert rule(decided, "link").saving.value == pytest.approx(found.parts_ns["moving"].value, rel=0.01)
+    assert decided.next.startswith("Reduce gradients once a step, not 4 times (no_sync() of DDP).")
+
+
+def test_operations_within_hosts_are_not_on_the_link_between_them():
+    """Two hosts of four ranks: three buckets are all-reduced within each host, a small one between all ranks."""
+    job = Job(ranks=8, ranks_per_host=4, blocks=1, block_steps=31, buckets=(30 * MIB,) * 3 + (MIB,))
+    trace = trace_of(replace(job, link_bps=1.2e10, flow_bps=1.2e10, jitter=0.002))
+    calls = tuple(
+        one
+        if one.bucket == 3
+        else replace(
+            one, phase="backward", bucket=None, ranks=4, key=one.key + 100, round=one.round * 2 + one.rank // 4
+        )
+        for one in trace.collectives
+    )
+    card = TransportInfo("stock", "gloo", interface="eth0", link_bps=3 * 10**9)
+    ranks = tuple(replace(rank, transports=(card,)) for rank in trace.ranks)
+    found, decided = judged(replace(trace, network=None, ranks=ranks, collectives=calls))
+    assert found.link_bps == card.link_bps  # more moved within the hosts
+    assert not found.trace.notes
+    assert found.achieved[STOCK].average_bps == pytest.approx(8e9 * 1.75 * MIB / found.parts_ns["step"].value, rel=0.02)
+    assert decided.code == "INCONCLUSIVE"
+    assert "is in operations between ranks of one host." in decided.why
+    assert rule(decided, "link").saving.high < 0.05 * found.parts_ns["moving"].value
+
+
+def test_few_large_operations_among_many_small_ones_are_not_latency():
+    """Batch norm over all ranks: 112 small calls, and one large bucket through a flow of a tenth of the link."""
+    job = Job(ranks=4, blocks=1, block_steps=31, buckets=(1024,) * 112 + (5_500_000,), latency_ms=0.05)
+    trace = trace_of(replace(job, link_bps=1e10, flow_bps=1e9))
+    calls = (one if one.bucket == 112 else replace(one, phase="backward", bucket=None) for one in trace.collectives)
+    _, decided = judged(replace(trace, collectives=tuple(calls)))
+    latency = rule(decided, "latency")
+    assert (decided.code, latency.applies) == ("INCONCLUSIVE", False)
+    assert latency.saving.value == pytest.approx(112 * 0.05 * MS, rel=0.15)
+
+
+def test_many_small_calls_of_the_script_are_latency_that_larger_buckets_do_not_cure():
+    job = Job(ranks=4, blocks=1, block_steps=41, buckets=(16384,) * 24, latency_ms=2.0, forward_ms=10, backward_ms=10)
+    _, decided = judged(by_script(trace_of(job), kind="reducescatter"))
+    assert decided.code == "LATENCY_LIMITED"
+    assert "does not depend on size (24 operations of at most 64.0 KiB" in decided.why
+    assert ": 24 operations a step." in decided.why
+    assert "fully_shard on larger modules" in decided.next
+
+
+def pipeline(micro_batches, transfer_ms):
+    """Two stages of a pipeline: the second receives activations in its forward, the first gradients in its backward."""
+    trace = trace_of(Job(blocks=1, block_steps=41, buckets=(4,), forward_ms=60, backward_ms=60, noise=0.0))
+    calls, steps = [], []
+    for step in trace.steps:
+        first = step.rank == 0
+        name, begin = ("forward", step.forward[0][0]) if first else ("backward", step.forward[0][1])
+        waits = []
+        for turn in range(micro_batches):
+            for kind, at, ms in (
+                ("send", begin + turn * 5 * MS, transfer_ms),
+                ("recv", step.begin_ns + turn * 5 * MS, 4),
+            ):
+                round_, done = step.index * micro_batches + turn, at + round(ms * MS)
+                calls.append(
+                    Collective(
+                        rank=step.rank,
+                        arm=STOCK,
+                        key={"send": 20, "recv": 30}[kind] + step.rank,
+                        round=round_,
+                        submit_ns=at,
+                        tensor_bytes=32 * 1024,
+                        name=f"{name}/{kind}",
+                        step=step.index,
+                        ranks=2,
+                        kind=kind,
+                        phase=name,
+                        start_ns=at,
+                        done_ns=done,
+                    )
+                )
+                if kind == "recv":
+                    waits.append((30 + step.rank, at, done))
+        steps.append(replace(step, waits=tuple(waits)))
+    return replace(trace, buckets=(), collectives=tuple(calls), steps=tuple(steps))
+
+
+def test_waiting_in_receives_is_no_transfer():
+    found, decided = judged(pipeline(20, 0.1))
+    assert found.received_ns == pytest.approx(80 * MS, rel=0.01)
+    assert found.parts[STOCK].transfer_ns == pytest.approx(20 * 0.1 * MS, rel=0.01)
+    assert decided.code == "INCONCLUSIVE"
+    assert "80.0 ms is in receives, where waiting for the sender cannot be told from transfer." in decided.why
+    assert not any(one.fired for one in decided.evidence)
+
+
+def test_the_saving_of_a_faster_probe_is_that_of_its_rate():
+    """The probe of another transport was faster than that of the base."""
+    job = Job(arms=("tcp", "ofi"), blocks=2, block_steps=20, buckets=(12 * MIB, 30 * MIB, 16 * MIB, 6 * MIB))
+    trace = trace_of(replace(job, link_bps=4e9, flow_bps=1e9, streams=2, link_known=False))
+    rates = {"tcp": (1e9, 2e9), "ofi": (1e9, 8e9)}
+    cards = tuple(
+        TransportInfo(
+            name,
+            name,
+            streams_open=8,
+            streams_used=8,
+            probe=(Probe(1, round(a / 80), 100 * MS), Probe(8, round(b / 80), 100 * MS)),
+        )
+        for name, (a, b) in rates.items()
+    )
+    calls = tuple(replace(one, agreed_ns=one.submit_ns + 1000) for one in trace.collectives)
+    ranks = tuple(replace(rank, transports=cards) for rank in trace.ranks)
+    _, decided = judged(replace(trace, ranks=ranks, collectives=calls))
+    assert decided.code == "TRANSPORT_LIMITED"
+    assert "predicted from the probe" in rule(decided, "transport").rests
+    assert "a probe with 8 streams reached 8.00 Gbit/s" in decided.why
+    whole_ms = 64 * MIB * 8 / 2e9 * 1e3
+    hidden_ms = 60 * 3 / 4  # of the backward, after the first bucket
+    assert rule(decided, "transport").saving.value / MS == pytest.approx(0.75 * whole_ms, abs=hidden_ms)
+
+
+def test_steps_that_a_rank_did_not_record_are_left_out():
+    job = Job(blocks=1, block_steps=61, slower={1: 1.3}, jitter=0.004)
+    whole = trace_of(job)
+    steps = tuple(step for step in whole.steps if step.rank == 0 or step.index <= 20)
+    calls = tuple(one for one in whole.collectives if one.rank == 0 or one.step <= 20)
+    (all_of_it, decided), (found, of_part) = judged(whole), judged(replace(whole, steps=steps, collectives=calls))
+    assert decided.code == of_part.code == "STRAGGLER"
+    assert found.achieved[STOCK].active_bps == pytest.approx(all_of_it.achieved[STOCK].active_bps, rel=0.01)
+    assert found.late_ns[1] == pytest.approx(all_of_it.late_ns[1], rel=0.05)
+    assert "No rule explains" not in of_part.next
+
+
+def test_the_root_of_a_broadcast_may_send_the_tensor_more_than_once():
+    """As gloo does, to four hosts by a tree of two levels."""
+    job = Job(ranks=4, blocks=1, block_steps=11, buckets=(30 * MIB, 60 * MIB), kind="broadcast", link_bps=1e9)
+    trace = by_script(trace_of(job))
+    moved = 10.0 * 90 * MIB
+
+    def found(times):
+        use = usage.Use("eth0", "tx", 0.0, None, times * moved, 0.0)
+        return traffic.unseen(trace, STOCK, [usage.HostUse(0, "host0", STOCK, 1.0, 1.0, 10.0, (use,))])
+
+    assert found(2) is None
+    assert found(4).surely == pytest.approx(0.45, abs=0.01)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 from scenario.job import MIB, MS, Clockwork, Job, trace_of
 
 from netbottleneck.analysis import findings, traffic, usage, verdict
-from netbottleneck.trace.model import Collective, Probe, TransportInfo
+from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.whatif.sweeps import savings
 
@@ -221,3 +221,26 @@ def test_the_root_of_a_broadcast_may_send_the_tensor_more_than_once():
 
     assert found(2) is None
     assert found(4).surely == pytest.approx(0.45, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("seen", "rate_bps", "code"),
+    [
+        ((), None, "INCONCLUSIVE"),
+        (("RING",), None, "LINK_LIMITED"),
+        (("TREE",), None, "INCONCLUSIVE"),
+        ((), 9e9, "LINK_LIMITED"),
+    ],
+)
+def test_a_link_between_hosts_of_several_ranks_is_full_only_if_a_ring_or_its_counters_say_so(seen, rate_bps, code):
+    """NCCL may send by levels or trees: between two hosts of four ranks 1.0 times the tensor, not 1.75 times."""
+    job = Job(ranks=8, ranks_per_host=4, blocks=1, block_steps=31, buckets=(30 * MIB, 30 * MIB), algorithm="two_level")
+    trace = trace_of(replace(job, link_bps=5e9, flow_bps=5e9, providers=("nccl",)))
+    calls = tuple(replace(one, algorithm=None) for one in trace.collectives)
+    events = tuple(NcclOperation(0, 1, 0, 8, "AllReduce", "float32", 4, 0, algorithm=name) for name in seen)
+    trace = replace(trace, network=Network("a network", 1e10), collectives=calls, nccl=events)
+    use = usage.Use("eth0", "tx", 0.0, rate_bps, 1.0, 0.0)
+    _, decided = judged(trace, [usage.HostUse(0, "host0", STOCK, 1.0, 1.0, 10.0, (use,))])
+    assert decided.code == code
+    assert ("50 % at least, by levels or trees" in decided.why) == (code == "INCONCLUSIVE")
+    assert decided.next.startswith("Record NCCL's algorithm") == (code == "INCONCLUSIVE")

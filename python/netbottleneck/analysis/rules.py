@@ -33,6 +33,7 @@ from netbottleneck.analysis.traffic import (
     FASTER_INTERFACE,
     NO_OTHERS,
     in_memory,
+    least_between_hosts,
     on_interface,
     rating,
     rounds,
@@ -128,6 +129,12 @@ def link(facts: Facts) -> RuleResult:
     part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}{burst}"
     predicted = facts.predicted.savings_ns
     saving, bound = facts.bounded(predicted.get("link") or facts.moving.scaled(min(used, 1.0)))
+    least = max(least_between_hosts(f.trace, facts.base), _on_links(facts) / did.active_bps)
+    needs = MORE_STEPS
+    if least * used < limits.LINK_UTILISATION <= used:
+        needs = "Record NCCL's algorithm: NETBOTTLENECK_NCCL_EVENTS=1."
+        saving = replace(saving, low=min(saving.low, 0.0))
+        part = f"{percent(used)} of the {what} as a ring, {percent(least * used)} at least, by levels or trees"
     return facts.evidence(
         "link",
         "LINK_LIMITED",
@@ -138,8 +145,14 @@ def link(facts: Facts) -> RuleResult:
         f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
-        needs=MORE_STEPS,
+        needs=needs,
     )
+
+
+def _on_links(facts: Facts) -> float:
+    """The rate on the busiest interface between hosts while operations are in flight; 0.0 if it is not known."""
+    uses = (use for host in facts.hosts if host.arm == facts.base and not host.mixed for use in host.interfaces)
+    return max((use.active_bps or 0.0 for use in uses if use.interface != LOOPBACK and use.way == "tx"), default=0.0)
 
 
 def _slow_link(facts: Facts, did: Achieved) -> RuleResult | None:
@@ -193,7 +206,9 @@ def _send_less(f: Findings) -> str:
     if won is None:
         unknown = f.handicapped or any(pair.gain.high >= limits.GAIN_MIN for pair in f.comparisons)
         return f"{once}S{less}." if f.comparisons and unknown else f"{once}S{less}; another transport cannot help much."
-    return f"{once}First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
+    return (
+        f"{once}First NETBOTTLENECK_TRANSPORT={won.other}{_streams_hint(f, won.other)}, which is faster. Then s{less}."
+    )
 
 
 def _small_share(facts: Facts) -> tuple[Estimate, str] | None:

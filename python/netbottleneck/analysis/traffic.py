@@ -250,6 +250,23 @@ def on_interface(trace: Trace, arm: Arm, warmup: int = 1) -> float:
     return interface / bus if bus else 1.0
 
 
+def least_between_hosts(trace: Trace, arm: Arm) -> float:
+    """The least part of busbw that an all-reduce passes over a host's link: 1 if it is known to be a ring.
+
+    NCCL and MPI may send by a tree or by levels: what a ring of one rank of each host sends.
+    """
+    hosts, size = host_count(trace) or 1, trace.size
+    if hosts in (1, size) or not (arm.own_path or arm.over_nccl):
+        return 1.0
+    others = {info.provider for rank in trace.ranks for info in rank.transports if info.name == arm.transport} - {
+        "gloo"
+    }
+    seen = {one.algorithm for one in trace.nccl if one.function == "AllReduce"}
+    if not others or seen == {"RING"}:
+        return 1.0
+    return bus_factor("allreduce", hosts) / bus_factor("allreduce", size)
+
+
 def rounds(trace: Trace, arm: Arm) -> int:
     """How often a step of an arm reduces the same bucket, at most: once for each micro-batch, without no_sync()."""
     seen = Counter(

@@ -59,6 +59,19 @@ def test_a_job_that_sends_in_every_nth_step_is_judged_by_the_mean_of_all(every):
     assert rate.average_bps == pytest.approx(80 * MIB * 8 / every / step_ms * 1e3, rel=0.05)
 
 
+def test_arms_of_a_job_that_sends_in_every_fourth_step_differ_by_the_mean_of_their_steps():
+    job = Job(arms=("stock", "tcp"), blocks=10, block_steps=13, jitter=0.004, buckets=(40 * MIB, 40 * MIB))
+    job = replace(job, link_bps=2e9, flow_bps=1e9, streams=2)
+    work = Averaging(job, 0)
+    work.every = 4
+    work.run()
+    found, decided = judged(replace(trace_of(job), steps=tuple(work.steps), collectives=tuple(work.collectives)))
+    (pair,) = found.comparisons
+    saved_ms = 80 * MIB * 8 * (1 / 1e9 - 1 / 2e9) * 1e3 / 4
+    assert decided.code == "TRANSPORT_LIMITED"
+    assert -pair.difference_ns.high <= saved_ms * MS <= -pair.difference_ns.low
+
+
 def test_micro_batches_that_each_reduce_the_same_buckets_save_all_their_transfers():
     """DDP without no_sync(): four backward passes to a step."""
     job = Job(blocks=1, block_steps=124, buckets=(10 * MIB, 20 * MIB), latency_ms=0.0, jitter=0.002)

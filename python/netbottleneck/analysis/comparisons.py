@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted, middle_half
+from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, are_mixed, counted, middle_half
 from netbottleneck.analysis.thresholds import (
     DELAYED,
     FIT_ALONE_PART,
@@ -479,17 +479,18 @@ def by_block(rows: Iterable[tuple[Step, Sequence[float]]]) -> dict[int, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class BlockPairs:
-    """Median steps of paired blocks: base[i] and other[i] are those of pair i. steps: number of steps in them."""
+    """Middle steps of paired blocks: base[i] and other[i] are those of pair i. steps: number of steps in them."""
 
     steps: int
     base: Floats
     other: Floats
 
 
-def block_pairs(base: Blocks, other: Blocks) -> BlockPairs | None:
+def block_pairs(base: Blocks, other: Blocks, middle: Callable[..., Floats] = np.median) -> BlockPairs | None:
     """Return the pairs of neighbouring blocks of two arms, each block used once; None if there is no pair.
 
-    Blocks of other arms are ignored. A block is an array of its steps: one number each, or one row each.
+    Blocks of other arms are ignored. A block is an array of its steps: one number each, or one row each. middle: makes
+    the middle step of a block.
     """
     blocks = sorted([(block, 0) for block in base] + [(block, 1) for block in other])
     pairs = []
@@ -503,8 +504,8 @@ def block_pairs(base: Blocks, other: Blocks) -> BlockPairs | None:
         place += 2
     if not pairs:
         return None
-    medians = [np.array([np.median(pair[side], axis=0) for pair in pairs]) for side in (0, 1)]
-    return BlockPairs(sum(len(a) + len(b) for a, b in pairs), *medians)
+    steps = [np.array([middle(pair[side], axis=0) for pair in pairs]) for side in (0, 1)]
+    return BlockPairs(sum(len(a) + len(b) for a, b in pairs), *steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,9 +513,9 @@ class Paired:
     """Steps under `other` against steps under `base`, over pairs of neighbouring blocks.
 
     ratio: other over base, by `middle_of_sequence` of the logarithms of the pairs' ratios, from the median step of each
-    block. difference_ns: other minus base, of base's median block: so both say the same, also where steps get longer or
-    shorter during the run. spread: standard deviation of the pairs' logarithms, larger if neighbours are alike, None if
-    not known.
+    block, or its mean step: see `compare`. difference_ns: other minus base, of base's median block: so both say the
+    same, also where steps get longer or shorter during the run. spread: standard deviation of the pairs' logarithms,
+    larger if neighbours are alike, None if not known.
     """
 
     base: Arm
@@ -556,9 +557,11 @@ def step_times(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> dict[int, 
     return {block: steps[:, 0] for block, steps in by_block((step, (step.duration_ns,)) for step in own).items()}
 
 
-def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -> Paired | None:
+def compare_blocks(
+    base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks, middle: Callable[..., Floats] = np.median
+) -> Paired | None:
     """Compare two arms by the ns of their steps, by block; None if they have no neighbouring blocks."""
-    found = block_pairs(base, other)
+    found = block_pairs(base, other, middle)
     if found is None:
         return None
     logs = np.log(np.maximum(found.other, 1.0) / np.maximum(found.base, 1.0))
@@ -571,8 +574,20 @@ def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -
 
 
 def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> Paired | None:
-    """Paired comparison of two arms of one run; None if they have no neighbouring blocks."""
-    return compare_blocks(base, other, step_times(trace, base, warmup), step_times(trace, other, warmup))
+    """Paired comparison of two arms of one run; None if they have no neighbouring blocks.
+
+    By the median step of each block, or by its mean step if the steps of an arm `are_mixed`.
+    """
+    one, two = (step_times(trace, arm, warmup) for arm in (base, other))
+    mixed = any(_sends_in_some(trace, arm) for arm in (base, other) if arm.real)
+    return compare_blocks(base, other, one, two, np.mean if mixed else np.median)
+
+
+def _sends_in_some(trace: Trace, arm: Arm) -> bool:
+    """True if an arm's steps with and without operations `are_mixed`."""
+    steps = {step.index for step in trace.steps if step.arm == arm}
+    sending = {one.step for one in trace.collectives if one.arm == arm}
+    return are_mixed(len(steps - sending), len(steps))
 
 
 def _levels(blocks: Blocks) -> Floats:

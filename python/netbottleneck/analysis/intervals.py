@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.thresholds import SMALL_BYTES
+from netbottleneck.analysis.thresholds import SILENT_PART, SMALL_BYTES
 from netbottleneck.trace.model import NOT_MATCHED, Collective, Parameter, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 
@@ -568,17 +568,20 @@ def middle_half(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
     return usual
 
 
+def are_mixed(silent: int, steps: int) -> bool:
+    """True if so many steps have no operation, and others have some, that the middle of all stands for neither."""
+    return SILENT_PART * steps < silent < steps
+
+
 def typical_lengths(splits: Iterable[Split]) -> dict[tuple[Arm, int, int], float]:
     """The mean length of each step over its ranks, by which the middle half is chosen.
 
-    0 for all steps if more than a quarter of them have no operation, and others have some: all steps count then, as the
-    middle half would have too few of one kind. Averaging of parameters in every tenth step is such a case.
+    0 for all steps if they `are_mixed`, so that all count. Averaging of parameters in every tenth step is such a case.
     """
     own: dict[tuple[Arm, int, int], list[Split]] = defaultdict(list)
     for split in splits:
         own[split.arm, split.block, split.index].append(split)
-    silent = sum(not any(split.operations for split in ranks) for ranks in own.values())
-    equal = len(own) < 4 * silent < 4 * len(own)
+    equal = are_mixed(sum(not any(split.operations for split in ranks) for ranks in own.values()), len(own))
     return {step: 0.0 if equal else sum(s.step_ns for s in ranks) / len(ranks) for step, ranks in own.items()}
 
 

@@ -57,6 +57,8 @@ LONGER_MAX = 10
 PAIRS_MIN = 3
 # A gain over stock is withheld if our hooks surely slow stock, and by more than this part of the script's own step.
 HANDICAP_MAX = 0.03
+# Above this part of steps without an operation, beside others with some, the mean of all counts, not their middle.
+SILENT_PART = 0.25
 # The probe's best point is the one with the fewest streams that reaches this part of the top rate, as in a job.
 PROBE_NEAR_BEST = 0.98
 # The latency fit needs at least this many operations that ran alone on their rank.

@@ -31,6 +31,12 @@ def gbit(bits_per_s: float) -> str:
     return f"{_digits(bits_per_s / 1e9)} Gbit/s"
 
 
+def spread(low: float, high: float, rate: float) -> str:
+    """1.2e8, 1.8e8: "0.12-0.18", in the unit in which `gbit` shows the rate."""
+    unit, digits = (1e6, 1) if gbit(rate).endswith(" Mbit/s") else (1e9, 2)
+    return f"{low / unit:.{digits}f}-{high / unit:.{digits}f}"
+
+
 def percent(part: float, *, digits: int | None = None, signed: bool = False) -> str:
     """0.123: "12 %"; digits: decimals, by default one below ten and none from there on; signed: "+12 %"."""
     value, sign = 100 * part, "+" if signed else ""

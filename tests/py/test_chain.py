@@ -310,3 +310,12 @@ def test_the_budget_adds_up(lengths_ns, single_ns, factor, baseline, ranks_per_h
     found = facts.budget(replace(whole, ranks_per_host=ranks_per_host), arm)
     assert found.host_internal + found.inflation + found.exposed + found.other == pytest.approx(found.loss, abs=1e-6)
     assert found.loss == 1 - factor
+
+
+def test_a_factor_that_was_not_measured_does_not_grow():
+    cells = [cell("1", {"stock": 300}, 1e9), cell("2", {"stock": 100})]
+    unknown = [replace(one, arms={name: replace(arm, scaling=None) for name, arm in one.arms.items()}) for one in cells]
+    found = steps(*unknown)
+    assert found["bandwidth"].verdict.startswith("Stock's scaling factor was not measured at two link speeds")
+    assert not found["bandwidth"].lines
+    assert found["scaling"].missing == ("pairs of blocks with null, or steps of one rank",)

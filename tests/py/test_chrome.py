@@ -10,7 +10,7 @@ from chromecheck import overlaps
 from netbottleneck.report import Run, summary
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.transports import Arm
-from ringwriter import FakeRun
+from ringwriter import MS, FakeRun
 
 
 @pytest.fixture
@@ -90,3 +90,33 @@ def test_operations_count_for_the_cut_and_go_with_their_steps(run):
         spans = [e for e in events if (e["pid"], e.get("tid"), e["ph"]) == (rank, summary.STEP, "X")]
         end = max(span["ts"] + span["dur"] for span in spans)
         assert 0 < max(event["ts"] for event in begun if event["pid"] == rank) < end
+
+
+def test_a_root_that_is_done_before_all_ranks_have_begun_has_waited_for_none():
+    """A broadcast: its parts lie within it on each rank."""
+    calls = tuple(
+        tr.Collective(
+            rank,
+            Arm("stock"),
+            5,
+            1,
+            at,
+            1 << 20,
+            "forward/broadcast",
+            1,
+            kind="broadcast",
+            start_ns=at,
+            done_ns=at + 2 * MS,
+        )
+        for rank, at in enumerate((10 * MS, 50 * MS))
+    )
+    steps = tuple(tr.Step(rank, 1, 0, Arm("stock"), 0, 100 * MS) for rank in (0, 1))
+    trace = tr.Trace("a run", 2, (Arm("stock"),), ranks=(tr.Rank(0), tr.Rank(1)), steps=steps, collectives=calls)
+    spans = [
+        event for event in summary.chrome_trace(trace)["traceEvents"] if event["ph"] == "X" and "op" in event["args"]
+    ]
+    assert len(spans) == 2
+    for span in spans:
+        parts = [span["args"][name] for name in ("wait_us", "transfer_us")]
+        assert min(parts) >= 0
+        assert sum(parts) <= span["dur"]

@@ -232,7 +232,7 @@ def test_a_gate_does_not_judge_runs_that_are_not_comparable(made, tmp_path, caps
     captured = capsys.readouterr()
     assert captured.err == f"netbottleneck compare: not judged: {line}\n"
     assert f"! {line}" in " ".join(captured.out.split())
-    assert "<h1>No sure change</h1>" in path.read_text()
+    assert "<h1>Not compared</h1>" in path.read_text()
     assert "includes 0" not in path.read_text()
     assert cli.main(["compare", str(first), str(second)]) == 0
 
@@ -395,3 +395,14 @@ def test_a_reference_that_changed_is_named_beside_transports_that_did_not(made):
     assert "<h1>No sure change</h1>" in page
     assert "The interval of every transport's change includes 0." in page
     assert "<p>Reference bare: the step is surely longer in B, +10 %" in page
+
+
+def test_runs_that_are_not_comparable_have_no_sure_change_in_the_picture(tmp_path):
+    first = FakeRun(tmp_path / "a", blocks=9).write()
+    second = FakeRun(tmp_path / "b", blocks=9, run={"model": "another net"}, transfer_ms={"stock": (70, 250)}).write()
+    path = tmp_path / "page.html"
+    assert cli.main(["compare", str(first), str(second), "--html", str(path)]) == 0
+    page = path.read_text()
+    assert "no sure change, or not comparable" in page
+    picture = page[page.index("change of each step, B over A") :].partition("</svg>")[0]
+    assert "nb-dot-exposed" not in picture

@@ -544,3 +544,25 @@ def test_a_picture_keeps_its_text_above_everything_else():
     picture.bar((0, 1), (0, 20), "exposed")
     picture.line((0, 1), (5, 5))
     assert [element.tag for element in parsed(picture)] == ["line", "rect", "text"]
+
+
+def test_steps_of_an_arm_with_few_of_them_are_where_its_median_is():
+    """A long run over one transport, whose trial had a few slow steps over another."""
+    few, many = [(300 + n / 10) * MS for n in range(40)], [(100 + n % 7 / 10) * MS for n in range(12_000)]
+    (picture,) = page_of.histograms("steps", {"few": few, "many": many}, ["#111", "#222"]).pictures
+    notes = re.findall(r"#111.*?<title>(.*?)</title>", str(picture))
+    lows = [float(re.search(r"of (\d+) ms to", note).group(1)) for note in notes]
+    assert lows
+    assert min(lows) > 290
+
+
+def test_why_no_counters_are_drawn_is_true(run):
+    def why(recorded, **changes):
+        found = replace(run.findings, trace=replace(run.findings.trace, **changes))
+        return page_of.host_use(found, recorded).missing
+
+    assert (
+        why(page_of.Recorded()) == "No host's counters were recorded: set NETBOTTLENECK_MONITOR_HZ=20 to record them."
+    )
+    assert why(page_of.Recorded(samples=(Samples(0),))).startswith("The hosts' counters have too few readings")
+    assert why(page_of.Recorded(), recorder="torch.profiler") == "torch.profiler records no counters of the hosts."

@@ -420,9 +420,9 @@ def test_an_export_that_fails_at_first_ends_with_one_line(
 def test_an_export_that_fails_later_is_a_line_of_the_frame(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    meta = fake / "ranks" / "0.meta.json"
-    whole = json.loads(meta.read_text())
-    meta.write_text(json.dumps(whole | {"finished": False}))
+    metas = {path: json.loads(path.read_text()) for path in (fake / "ranks").glob("*.meta.json")}
+    for path, whole in metas.items():
+        path.write_text(json.dumps(whole | {"finished": False}))
     place = fake / "metrics"
     place.mkdir()
 
@@ -430,7 +430,8 @@ def test_an_export_that_fails_later_is_a_line_of_the_frame(
         for path in place.iterdir():
             path.unlink()
         place.rmdir()
-        meta.write_text(json.dumps(whole))
+        for path, whole in metas.items():
+            path.write_text(json.dumps(whole))
 
     monkeypatch.setattr(cli.time, "sleep", gone)
     assert cli.main(["top", str(fake), "--line", "--export", f"prometheus={place / 'run.prom'}"]) == 0
@@ -1008,3 +1009,11 @@ for period, there in ((0, False), (10, True)):
     assert "netbottleneck-progress" not in names()
 """
     plain_ranks(1, code)
+
+
+def test_a_run_with_a_rank_that_ended_and_no_new_step_has_stopped(tmp_path: Path) -> None:
+    """The other rank was killed on another host, where its process is not seen."""
+    following = Following(FakeRun(tmp_path, blocks=4, killed=1).write())
+    state, *lines = following.about(following.look())
+    assert state == "stopped"
+    assert any(line.startswith("no new step: ") for line in lines)

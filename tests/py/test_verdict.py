@@ -127,6 +127,12 @@ def test_advice_never_names_the_run_that_was_just_made(tmp_path):
     assert v.next.startswith("Measure 24 more steps with the same arms (a longer training)")
 
 
+def test_a_run_without_a_step_is_inconclusive(tmp_path):
+    trace = replace(ring_reader.load(FakeRun(tmp_path).write()), steps=(), collectives=())
+    decided = verdict.decide(findings.find(trace))
+    assert (decided.code, decided.why, decided.more) == ("INCONCLUSIVE", "No step was recorded.", STEPS_MIN)
+
+
 def test_advice_to_measure_longer_names_what_makes_a_run_longer(unexplained):
     tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
     assert "(a longer training)" in rule_facts.more_steps(unexplained, tried)

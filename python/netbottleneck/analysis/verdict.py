@@ -108,7 +108,8 @@ def _no_communication(f: Findings) -> Verdict | None:
         return Verdict("INCONCLUSIVE", why, "Leave out NETBOTTLENECK_TRANSPORT to observe this script.")
     if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
         return (
-            _no_counted_step(f)
+            _no_step(f)
+            or _no_counted_step(f)
             or _only_bare(f)
             or Verdict(
                 "NO_COMMUNICATION",
@@ -117,6 +118,11 @@ def _no_communication(f: Findings) -> Verdict | None:
             )
         )
     return _no_operation(f, f.times[f.base].steps) if f.parts[f.base].operations == 0 else None
+
+
+def _no_step(f: Findings) -> Verdict | None:
+    """The verdict if no step was recorded."""
+    return None if f.trace.steps else _too_few("No step was recorded.", limits.STEPS_MIN)
 
 
 def _no_counted_step(f: Findings) -> Verdict | None:

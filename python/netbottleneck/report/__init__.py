@@ -609,7 +609,10 @@ class Following:
         lines += [text.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [*trace.incomplete, *(note for note in trace.notes if note.startswith(tr.KNOWN))]
-        return ["ended" if ended else "stopped" if gone else "in progress", *lines, *self._quiet(trace, ended)]
+        quiet = self._quiet(trace, ended)
+        # Where a rank has ended and no step comes, a rank of another host, whose process is not seen, was killed.
+        stopped = gone or (bool(trace.steps and quiet) and any(rank.finished or rank.error for rank in trace.ranks))
+        return ["ended" if ended else "stopped" if stopped else "in progress", *lines, *quiet]
 
     def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:
         """A line about steps that do not come.

@@ -349,28 +349,29 @@ def _sureness(ratio: Estimate) -> str:
 def _changes(found: Comparison, limit: float | None) -> Shown:
     """The change of each arm's step with its interval, beside no change and the limit of the gate."""
     title = f"Change of the step, B over A, with 95 % intervals ({found.label})"
-    rows = [(one.name, one.ratio) for one in found.changes]
+    rows = [(one.name, one.ratio, one.comparable) for one in found.changes]
     if not rows:
         return Shown(title, missing="No arm has a counted step in both.")
-    ends = [end for _, one in rows for end in ((one.low, one.value, one.high) if one.known else (one.value,))]
+    ends = [end for _, one, _ in rows for end in ((one.low, one.value, one.high) if one.known else (one.value,))]
     widest = 1.1 * max(0.01, limit or 0.0, *(abs(end - 1) for end in ends))
     scale = Scale(-widest, widest)
     picture = Picture("change of each step, B over A")
-    for name, ratio in rows:
+    for name, ratio, comparable in rows:
         picture.text(0, picture.height + 13, short_name(name))
         picture.text(1, picture.height + 13, _change(ratio), "end")
         y = picture.height + TEXT_HEIGHT + 7
         if ratio.known:
             low, high = (scale.at(end - 1) for end in (ratio.low, ratio.high))
             picture.line((low, high), (y, y), "whisker")
-        picture.dot(scale.at(ratio.value - 1), y, _sureness(ratio), _change(ratio), 5)
+        picture.dot(scale.at(ratio.value - 1), y, _sureness(ratio) if comparable else "other", _change(ratio), 5)
         picture.height = y + 7 + GAP
     ticks = [(value, percent(value, signed=True)) for value in scale.ticks(5)]
     if limit is not None:
         picture.line((scale.at(limit),) * 2, (0, picture.height), "limit")
     picture.axis(scale, picture.height, ticks)
     picture.height += TEXT_HEIGHT + 5
-    key = (("exposed", "surely slower"), ("compute", "surely faster"), ("other", "no sure change"))
+    unsure = "no sure change" if all(comparable for *_, comparable in rows) else "no sure change, or not comparable"
+    key = (("exposed", "surely slower"), ("compute", "surely faster"), ("other", unsure))
     note = "" if limit is None else f"The dashed line is the limit of the gate, {percent(limit, signed=True)}."
     return Shown(title, (picture,), key, note)
 

@@ -349,7 +349,7 @@ def histograms(title: str, times: Mapping[str, Sequence[float]], shades: Sequenc
     if not times:
         return Shown(title, missing="No arm has a counted step.")
     everything = np.concatenate([np.asarray(own, np.float64) for own in times.values()])
-    low, high = float(everything.min()), float(np.percentile(everything, 99.5))
+    low, high = float(everything.min()), max(float(np.percentile(own, 99.5)) for own in times.values())
     room = max(0.04 * (high - low), 0.005 * high, 1.0)
     scale = Scale(max(0.0, low - room), high + room)
     picture = Picture("histogram of step lengths")
@@ -597,13 +597,21 @@ def _host_pictures(findings: Findings, recorded: Recorded) -> Iterator[Picture]:
             yield _cores_picture(findings, use, mine.host)
 
 
+def _no_counters(trace: Trace, recorded: Recorded) -> str:
+    """Why no counters of a host are drawn."""
+    if trace.recorder:
+        return f"{trace.recorder} records no counters of the hosts."
+    if recorded.samples:
+        return "The hosts' counters have too few readings in counted steps: set NETBOTTLENECK_MONITOR_HZ=20 for more."
+    return "No host's counters were recorded: set NETBOTTLENECK_MONITOR_HZ=20 to record them."
+
+
 def host_use(findings: Findings, recorded: Recorded) -> Shown:
     """Each host's busiest interface, or all of its links, and its cores over the run."""
     title = "Interfaces and processors over time (measured by the kernel's counters)"
     drawn = tuple(_host_pictures(findings, recorded))
     if not drawn:
-        why = "No host's counters were recorded: set NETBOTTLENECK_MONITOR_HZ=20 to record them."
-        return Shown(title, missing=why)
+        return Shown(title, missing=_no_counters(findings.trace, recorded))
     arms = dict.fromkeys(step.arm for step in findings.trace.steps)
     linked = findings.link_bps and any(use.busiest != LOOPBACK for use in recorded.hosts)
     known = [one for one in HOST_KEY if one[0] != "link" or linked]
@@ -631,6 +639,8 @@ def _curve(title: str, curve: Curve) -> Shown:
     top, bottom = 14, 14 + PLOT_HEIGHT
     rates = [point[0] for point in curve.points] + ([curve.present[0]] if curve.present else [])
     steps = [point[3] for point in curve.points] + ([curve.present[3]] if curve.present else [])
+    if min(rates) == max(rates):
+        return Shown(title, missing="The step is predicted at one rate of the link alone.")
     x = Scale(min(rates) / 1e9, max(rates) / 1e9, log=True)
     y = Scale(0.0, 1.05 * max(steps) / 1e6)
     picture = Picture("predicted step by rate of the link", bottom)

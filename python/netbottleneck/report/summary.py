@@ -151,6 +151,7 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                     "mean_waiting_s": _s(one.waited_ns / one.count),
                 }
                 for one in rank.run_steps
+                if one.count
             ],
             "stock_variables": rank.stock_variables,
             "transports": [
@@ -578,6 +579,7 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
         "bytes_by_lane": {str(number): sent for number, sent, _ in c.lanes} if c.lanes else None,
     }
     if last_ns is not None:
+        last_ns = min(last_ns, done_ns)  # the root of a broadcast may end before all ranks have begun
         args["wait_us"] = (last_ns - c.submit_ns) / 1e3
         args["transfer_us"] = (done_ns - max(last_ns, start_ns)) / 1e3
     if done_ns > start_ns and c.tensor_bytes is not None:

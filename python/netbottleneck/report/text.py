@@ -30,7 +30,7 @@ from netbottleneck.trace.files import printable
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
-from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, streams
+from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, spread, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
 
@@ -409,7 +409,7 @@ def bandwidth_table(findings: Findings) -> tuple[str, Table]:
     for name, found in findings.achieved.items():
         cells = [
             gbit(found.active_bps),
-            f"{found.p10_bps / 1e9:.2f}-{found.p90_bps / 1e9:.2f}",
+            spread(found.p10_bps, found.p90_bps, found.active_bps),
             gbit(found.average_bps),
         ]
         if link:

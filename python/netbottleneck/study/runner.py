@@ -91,7 +91,7 @@ class _CellRunner:
                     self._run_group(group, name, waiting)
             except LabError as error:
                 for cell in waiting:
-                    self._report_failure(cell, str(error))
+                    self._report_failure(cell, str(error) or type(error).__name__)
                 if not waiting:  # all its cells have run
                     self._reporter.message(f"{name}: {error}.")
 
@@ -113,7 +113,7 @@ class _CellRunner:
             try:
                 self._cell(group, cell, network, notes)
             except (JobError, ValueError, OSError) as error:
-                self._report_failure(cell, str(error))
+                self._report_failure(cell, str(error) or type(error).__name__)
             except Exception as error:  # of this cell alone: the others run
                 self._report_failure(cell, f"{type(error).__name__}: {error}")
             else:

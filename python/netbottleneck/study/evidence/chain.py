@@ -14,6 +14,7 @@ from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.evidence.facts import budgets
 from netbottleneck.study.evidence.values import INFLATION, STOCK, ArmFacts, CellFacts, Outlook, with_distinct_models
+from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, nbytes, percent, streams
 
 # Claims about the model: inflation of its compute, and equality of its results.
@@ -123,7 +124,9 @@ def scaling(cells: Sequence[CellFacts]) -> Statement:
     """Report the scaling factor of every arm."""
     rows = [(cell, arm) for cell in cells for arm in cell.transports if arm.scaling is not None]
     if not rows:
-        return "Scaling factors were not measured.", (), ("no cell has an arm that moves bytes",)
+        moved = any(Arm(arm.name).real for cell in cells for arm in cell.transports)
+        lacks = "pairs of blocks with null, or steps of one rank" if moved else "no cell has an arm that moves bytes"
+        return "Scaling factors were not measured.", (), (lacks,)
     lines = [
         f"{cell.key}, {arm.name}: {values.factor(arm.scaling)}, step {values.time(arm.step_ns)} ({values.label(cell)})"
         for cell, arm in rows
@@ -190,6 +193,8 @@ def bandwidth(cells: Sequence[CellFacts]) -> Statement:
         job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
         for arm in dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports):
             points = factors(rows, arm)
+            if len(points) < 2:
+                continue
             end = saturation_bps(points)
             where = "still grows" if end is None else f"stops growing at {gbit(end)}"
             lines.append(f"{job}, {arm}: {', '.join(f'{gbit(bps)} {value:.3f}' for bps, value in points)}: {where}")

@@ -213,6 +213,55 @@ def test_unmeasurable_models_are_left_alone_or_an_error_in_strict_mode(warm_rank
         assert "the DDP model of Linear is left alone: its process group has 1 of 2 ranks" in result.stderr
 
 
+FORWARDING = """
+import os
+import pytest
+import torch
+import torch.distributed as dist
+import netbottleneck
+from torch.nn.parallel import DistributedDataParallel
+from netbottleneck.hooks import ddp
+
+dist.init_process_group("gloo")
+
+
+class Forwarding(DistributedDataParallel):
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+model = Forwarding(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+assert ddp.measured_by(model) is not None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def fails(*_, **__):
+    raise RuntimeError("of the measurement")
+
+
+ddp.attach = fails
+DistributedDataParallel(torch.nn.Linear(2, 2))
+os.environ["NETBOTTLENECK_STRICT"] = "1"
+with pytest.raises(RuntimeError, match="of the measurement"):
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+print("done")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_is_built_whatever_its_class_looks_up_and_the_measurement_raises(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, FORWARDING, {**ENV, "NETBOTTLENECK": "1"}):
+        assert "done" in result.stdout
+        assert "a DDP model is left alone: RuntimeError: of the measurement" in result.stderr
+
+
 LOST = """
 import os
 import torch

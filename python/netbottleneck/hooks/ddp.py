@@ -15,7 +15,7 @@ from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.hooks.collectives import moving
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit, follow_device
+from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit, follow_device, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job, nccl
@@ -462,7 +462,7 @@ def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
-    inner = getattr(model, "_orig_mod", model)
+    inner = uncompiled(model)
     if not isinstance(inner, DistributedDataParallel):
         raise TypeError(
             f"{type(inner).__name__} is no DistributedDataParallel model: netbottleneck.profile takes others"

@@ -15,6 +15,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import config
+from netbottleneck.errors import of_handler
 from netbottleneck.hooks import left_alone
 from netbottleneck.runtime import job
 
@@ -159,10 +160,15 @@ def _patch_ddp(module: Any) -> None:
     init = module.DistributedDataParallel.__init__
 
     def measured(self: Any, *args: object, **kwargs: object) -> None:
-        from netbottleneck.hooks import ddp
-
         init(self, *args, **kwargs)
-        ddp.attach(self)
+        try:
+            from netbottleneck.hooks import ddp
+
+            ddp.attach(self)
+        except Exception as error:
+            if of_handler(error) or config.settings().strict:  # settings() raises if one is wrong
+                raise
+            left_alone.left_alone("a DDP model", f"{type(error).__name__}: {error}")
 
     module.DistributedDataParallel.__init__ = functools.update_wrapper(measured, init)
     module.warnings = _Warnings(measured.__code__)

@@ -485,9 +485,15 @@ class Measured:
 
 def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield name and module of each module without children. Names leave out DDP's wrapper."""
-    inner = getattr(model, "_orig_mod", model)
-    inner = inner.module if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else inner
+    inner = uncompiled(model)
+    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
     return ((name, module) for name, module in inner.named_modules() if not any(module.children()))
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile wrapped, or the model itself."""
+    # A DDP class of the script's may look up names in its module, which torch.compile may have wrapped.
+    return model if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
 
 
 def compiles() -> bool:

@@ -452,6 +452,14 @@ def gathers(state, bucket):
     return dist.all_gather(found, part, async_op=True).get_future().then(lambda future: whole)
 
 
+def sharded(state, bucket):
+    whole = bucket.buffer()
+    part = whole.new_empty(whole.numel() // 2)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_gather_into_tensor(whole, part)
+    return silent(state, bucket)
+
+
 def silent(state, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -463,13 +471,19 @@ model.register_comm_hook(None, %s)
 
 
 @pytest.mark.parametrize(
-    ("hook", "part"), [("default_hooks.fp16_compress_hook", 0.5), ("gathers", 0.25), ("silent", None)]
+    ("hook", "part", "backend"),
+    [
+        ("default_hooks.fp16_compress_hook", 0.5, "gloo"),
+        ("gathers", 0.25, "gloo"),
+        ("silent", None, "gloo"),
+        ("sharded", 1.0, "nb"),  # whose methods call each other
+    ],
 )
 def test_a_bucket_has_the_bytes_that_its_hook_moves(
-    hook: str, part: float | None, warm_ranks: Ranks, tmp_path: Path
+    hook: str, part: float | None, backend: str, warm_ranks: Ranks, tmp_path: Path
 ) -> None:
     """Those of an all-reduce: gathering a quarter of each of two ranks moves as much as reducing a quarter."""
-    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=COMPRESSED % hook)
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=COMPRESSED % hook, backend=backend)
     assert trace is not None
     rows = [c for c in trace.collectives if c.step == 3 and not c.by_script]
     assert rows

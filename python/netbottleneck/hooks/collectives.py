@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -460,13 +460,23 @@ class _Hook(threading.local):
 
     moved: float | None = None
 
-    def adds(self, call: _Call, group: Any, values: tuple[Any, ...]) -> None:
-        """Count a call: the tensor bytes of an all-reduce of all ranks that moves as many bytes over a link."""
+    @contextlib.contextmanager
+    def counting(self, call: _Call, group: Any, values: tuple[Any, ...]) -> Generator[None, None, None]:
+        """Count a call: the tensor bytes of an all-reduce of all ranks that moves as many bytes over a link.
+
+        The body makes the call. Calls that it makes in turn are parts of it.
+        """
+        moved = self.moved or 0.0
         with contextlib.suppress(Exception):  # the call itself tells what is wrong with it
             size, world = group.size(), dist.get_world_size()
             own = {"allreduce": 2.0 - 2.0 / size, "broadcast": 1.0, "reduce": 1.0, "send": 1.0, "recv": 0.0}
             factor = own.get(call.kind, 1.0 - 1.0 / size) / (2.0 - 2.0 / world)
-            self.moved = (self.moved or 0.0) + factor * _payload(call, size, _tensors_of(call, values))[0]
+            moved += factor * _payload(call, size, _tensors_of(call, values))[0]
+        self.moved = None
+        try:
+            yield
+        finally:
+            self.moved = moved
 
 
 _HOOK = _Hook()
@@ -489,7 +499,8 @@ def _observer() -> Collectives | None:
 def _method(call: _Call, former: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _HOOK.moved is not None:
-            _HOOK.adds(call, self, (*args, *kwargs.values()))
+            with _HOOK.counting(call, self, (*args, *kwargs.values())):
+                return former(self, *args, **kwargs)
         observer = None if APART.inside else _observer()
         if observer is None:
             return former(self, *args, **kwargs)
@@ -563,10 +574,11 @@ class _Functional(_Operator):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         observer = None if APART.inside else _observer()
         values = (*args, *kwargs.values())
-        if _HOOK.moved is not None and _plain(values):
-            _HOOK.adds(self._call, _group_of(values), values)
-        if observer is None or (group := _group_of(values)) is None or not _plain(values):
+        if (_HOOK.moved is None and observer is None) or (group := _group_of(values)) is None or not _plain(values):
             return self._former(*args, **kwargs)
+        if observer is None:
+            with _HOOK.counting(self._call, group, values):
+                return self._former(*args, **kwargs)
         sent = observer.begins(self._call, group, values)
         if sent is None:
             return self._former(*args, **kwargs)

@@ -499,6 +499,46 @@ def test_a_bucket_has_the_bytes_that_its_hook_moves(
     assert sum(bucket.bytes for bucket in trace.buckets) == whole
 
 
+GOING_ON = """
+import threading
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+
+def late(state, bucket):
+    whole, returned, first = bucket.buffer(), threading.Event(), torch.futures.Future()
+
+    def go_on(future):
+        dist.all_reduce(whole)
+        return whole
+
+    dist.all_reduce(whole[:4].clone())
+    torch.autograd.Variable._execution_engine.queue_callback(returned.set)
+    threading.Thread(target=lambda: returned.wait() and first.set_result(None)).start()
+    return first.then(go_on)
+
+
+def power(state, bucket):
+    return powerSGD_hook.powerSGD_hook(compression, bucket)
+
+
+compression = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+model.register_comm_hook(None, %s)
+"""
+
+
+@pytest.mark.parametrize(("hook", "floats"), [("late", 0), ("power", 8 + 8 + 3 * 8)])
+def test_what_a_callback_of_a_hook_calls_belongs_to_its_bucket(
+    hook: str, floats: int, warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    """The bytes are those of all calls of the hook and of its callbacks, or unknown if these run after it."""
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=GOING_ON % hook)
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.step is not None and c.step >= 2 and c.kind == "allreduce"]
+    assert rows
+    assert not any(c.by_script for c in rows)
+    assert {c.tensor_bytes for c in rows} <= {None, 4 * floats}
+
+
 BLOCKING = """
 import time
 

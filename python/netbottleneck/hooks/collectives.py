@@ -19,7 +19,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -455,40 +456,101 @@ _OBSERVERS: list[Collectives] = []
 _PATCHES: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
 
+class _Bucket:
+    """What a communication hook moves for one bucket. ahead: its callbacks that have not run, see _code."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0.0
+        self.ahead: list[Any] = []
+
+    @property
+    def known(self) -> bool:
+        """True if no callback that has not run will move more."""
+        return all(_CALLS.get(code) is False for code in tuple(self.ahead))
+
+
+class _Part(NamedTuple):
+    """A part of a communication hook: the hook itself, a callback of it, or a call that counts as a whole."""
+
+    bucket: _Bucket
+    callback: Any = None  # its _code
+    counted: bool = False
+
+
 class _Hook(threading.local):
-    """What the communication hook moves that runs in this thread. moved: in tensor bytes; None: no hook runs."""
+    """The part of a communication hook that runs in this thread."""
 
-    moved: float | None = None
+    part: _Part | None = None
 
-    @contextlib.contextmanager
-    def counting(self, call: _Call, group: Any, values: tuple[Any, ...]) -> Generator[None, None, None]:
+    def runs(self, part: _Part, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what is a part of a hook. It is not recorded as the script's."""
+        former, self.part = self.part, part
+        try:
+            return quietly(function, *args, **kwargs)
+        finally:
+            self.part = former
+
+    def counts(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Part | None:
         """Count a call: the tensor bytes of an all-reduce of all ranks that moves as many bytes over a link.
 
-        The body makes the call. Calls that it makes in turn are parts of it.
+        Returns the part that the call is: calls that it makes in turn do not count. None: no hook makes the call.
         """
-        moved = self.moved or 0.0
+        part = self.part
+        if part is None or part.counted:
+            return None
+        if part.callback is not None:
+            _CALLS[part.callback] = True
         with contextlib.suppress(Exception):  # the call itself tells what is wrong with it
             size, world = group.size(), dist.get_world_size()
             own = {"allreduce": 2.0 - 2.0 / size, "broadcast": 1.0, "reduce": 1.0, "send": 1.0, "recv": 0.0}
             factor = own.get(call.kind, 1.0 - 1.0 / size) / (2.0 - 2.0 / world)
-            moved += factor * _payload(call, size, _tensors_of(call, values))[0]
-        self.moved = None
-        try:
-            yield
-        finally:
-            self.moved = moved
+            part.bucket.nbytes += factor * _payload(call, size, _tensors_of(call, values))[0]
+        return part._replace(counted=True)
+
+    def goes_on(self, callback: Any) -> Any:
+        """Return a callback that runs as a part of the hook that makes it; the callback itself outside a hook."""
+        part = self.part
+        if part is None or not callable(callback):
+            return callback
+        if part.counted:
+            return functools.partial(self.runs, part, callback)
+        code = part.callback or _code(callback)  # one that a callback makes is a part of it
+        inside, ahead = _Part(part.bucket, code), part.bucket.ahead
+        ahead.append(code)
+
+        def call(*args: Any) -> Any:
+            try:
+                return self.runs(inside, callback, *args)
+            finally:
+                ahead.remove(code)
+                if code not in ahead:
+                    _CALLS.setdefault(code, False)
+
+        return call
 
 
 _HOOK = _Hook()
+# Callbacks of hooks that have run: whether one of this code has communicated.
+_CALLS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _code(callback: Any) -> Any:
+    """Return what is the same each time that a script makes a callback: its code, or its type."""
+    while isinstance(callback, functools.partial | MethodType):
+        callback = callback.func if isinstance(callback, functools.partial) else callback.__func__
+    return callback.__code__ if isinstance(callback, FunctionType) else type(callback)
 
 
 def moving(hook: Callable[..., Any], *args: Any) -> tuple[Any, int | None]:
-    """Call a communication hook quietly; return its result and the tensor bytes that its calls move. None: not seen."""
-    former, _HOOK.moved = _HOOK.moved, 0.0
-    try:
-        return quietly(hook, *args), round(_HOOK.moved) if _observer() is not None else None
-    finally:
-        _HOOK.moved = former
+    """Call a communication hook quietly; return its result and the tensor bytes that its calls move.
+
+    0: unknown, as a callback of the hook that has not run may move more. None: not seen.
+    """
+    bucket = _Bucket()
+    result = _HOOK.runs(_Part(bucket), hook, *args)
+    if _observer() is None:
+        return result, None
+    return result, round(bucket.nbytes) if bucket.known else 0
 
 
 def _observer() -> Collectives | None:
@@ -498,9 +560,9 @@ def _observer() -> Collectives | None:
 
 def _method(call: _Call, former: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _HOOK.moved is not None:
-            with _HOOK.counting(call, self, (*args, *kwargs.values())):
-                return former(self, *args, **kwargs)
+        part = _HOOK.counts(call, self, (*args, *kwargs.values()))
+        if part is not None:
+            return _HOOK.runs(part, former, self, *args, **kwargs)
         observer = None if APART.inside else _observer()
         if observer is None:
             return former(self, *args, **kwargs)
@@ -532,6 +594,13 @@ def _wait(former: Any) -> Any:
             blocked.over(self)
 
     return wait
+
+
+def _then(former: Any) -> Any:
+    def then(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return former(self, *map(_HOOK.goes_on, args), **kwargs)
+
+    return then
 
 
 def _wait_event(former: Any) -> Any:
@@ -574,11 +643,11 @@ class _Functional(_Operator):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         observer = None if APART.inside else _observer()
         values = (*args, *kwargs.values())
-        if (_HOOK.moved is None and observer is None) or (group := _group_of(values)) is None or not _plain(values):
+        if (_HOOK.part is None and observer is None) or (group := _group_of(values)) is None or not _plain(values):
             return self._former(*args, **kwargs)
         if observer is None:
-            with _HOOK.counting(self._call, group, values):
-                return self._former(*args, **kwargs)
+            part = _HOOK.counts(self._call, group, values)
+            return self._former(*args, **kwargs) if part is None else _HOOK.runs(part, self._former, *args, **kwargs)
         sent = observer.begins(self._call, group, values)
         if sent is None:
             return self._former(*args, **kwargs)
@@ -700,6 +769,8 @@ def _patch() -> None:
             _wrap(cls, name, functools.partial(_method, call))
     for cls in (*_classes(_Work, "wait"), _c.Future):  # the classes of futures in Python call that one
         _wrap(cls, "wait", _wait)
+    for name in ("then", "add_done_callback"):
+        _wrap(_c.Future, name, _then)
     streams = None if _observer() is None else _OBSERVERS[-1].streams
     if streams is not None:
         _wrap(streams.Stream, "wait_event", _wait_event)

@@ -368,7 +368,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         """Stamp the start of a bucket, and its end when the hook's future completes.
 
         If that is complete by now, on a CPU, the hook itself has waited for the bucket. moved: tensor bytes that the
-        hook's calls move, None: not seen.
+        hook's calls move, 0: unknown, None: not seen.
         """
         code = 0 if moved is None else 1 + moved
         try:

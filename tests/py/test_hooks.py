@@ -201,3 +201,50 @@ print("alike")
 def test_several_models_or_optimizers_train_correctly(warm_ranks: Ranks, how: str) -> None:
     for result in warm_ranks(2, BOTH, {**ENV, "NETBOTTLENECK_TRANSPORT": "tcp"}, args=[how]):
         assert "alike" in result.stdout
+
+
+FREED = """
+import gc
+import weakref
+import netbottleneck
+import torch
+from netbottleneck.torch.gradients import Gradients
+
+torch.set_num_threads(1)
+
+
+def train(measured):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop():
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = None
+    if measured:
+        with netbottleneck.profile(model, optimizer) as run:
+            loop()
+    else:
+        loop()
+    return run, weakref.ref(model.weight)
+
+
+gc.disable()
+train(False)  # torch imports the rest of itself, and its frames form a circle
+_, weight = train(False)
+assert weight() is None
+run, weight = train(True)
+assert weight() is None
+assert not [one for one in gc.get_objects() if type(one) is Gradients]
+assert run.closed
+print("freed")
+"""
+
+
+@pytest.mark.parametrize("transport", ["stock", "tcp"])
+def test_a_loop_that_has_ended_keeps_no_parameter_and_no_bucket(warm_ranks: Ranks, transport: str) -> None:
+    for result in warm_ranks(2, FREED, {**ENV, "NETBOTTLENECK_TRANSPORT": transport}):
+        assert "freed" in result.stdout

@@ -75,7 +75,7 @@ def _nothing() -> None:
 
 
 class _Forgotten(GradientSink):
-    """The gradients of an optimizer that is gone."""
+    """The gradients of a measurement that has ended: they keep no parameter and no bucket."""
 
     names = ()
     parameters = ()
@@ -184,6 +184,9 @@ class Measured:
         self._stop_following()
         if self._own_sync:
             self.gradients.close()
+            if not (self._queued or self.gradients.pending):  # else a pass under way ends with them
+                self.gradients.target(None)  # a destination may hold them
+                self.gradients = _Forgotten()
         if self._bare is not None:
             self._bare(True)
 

@@ -315,6 +315,7 @@ class Session:
         with contextlib.ExitStack() as ending:  # each is called, also where a signal handler ends one
             ending.callback(self._close_record, error)
             ending.callback(self._note_unfinished)
+            ending.callback(self.on_close.clear)  # the script may keep the session, but not its model by that
             for call in reversed(self.on_close):
                 ending.callback(_logged, call)
             if self.joining is not None:

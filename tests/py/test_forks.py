@@ -363,3 +363,39 @@ def test_a_child_that_steps_the_measured_optimizer_trains_by_itself(warm_ranks: 
     for result in warm_ranks(2, STEPS_OF_A_CHILD, env, args=[how]):
         assert "done" in result.stdout, result.stderr
         assert "measuring has ended" not in result.stderr
+
+
+FREED_IN_A_CHILD = """
+import json, os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.hooks import ddp
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+session = ddp.measured_by(model).session
+session.joining.settle()
+path = session.folder / "ranks" / f"{session.place.rank}.meta.json"
+before = path.read_bytes()
+forked = os.fork()
+if forked == 0:
+    del model, optimizer
+    os._exit(0 if ddp.measures() is False else 1)
+assert os.waitpid(forked, 0)[1] == 0
+assert path.read_bytes() == before
+assert json.loads(before)["pid"] == os.getpid()
+dist.barrier()
+print("done")
+"""
+
+
+def test_a_child_that_frees_its_model_leaves_the_record_of_its_parent(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, FREED_IN_A_CHILD, {"NETBOTTLENECK": "1"}):
+        assert "done" in result.stdout, result.stderr

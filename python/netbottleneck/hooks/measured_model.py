@@ -6,7 +6,6 @@ Python code runs a few times per step, never per gradient: C callables stamp the
 import contextlib
 import errno
 import logging
-import os
 import signal
 import sys
 import threading
@@ -169,11 +168,13 @@ class Measured:
     def close(self, *, in_finalizer: bool = False) -> None:
         """Remove all hooks and return the gradients to the user's own path.
 
-        in_finalizer: the optimizers' hooks stay and do nothing until `remove_hooks`.
+        in_finalizer: the optimizers' hooks stay and do nothing until `remove_hooks`. In a forked child all of it stays.
         """
         if self.closed:
             return
         self.closed = True
+        if self.session.in_child:
+            return
         self.guarded(self._describe)
         if in_finalizer:
             self._updates.silence()
@@ -275,7 +276,7 @@ class Measured:
         self._collectives.watch(on and self._arm != BARE and not self.closed and not self._broken)
 
     def _forward_begins(self) -> None:
-        if self._in_child:
+        if self.session.in_child:
             self.gradients.paused = True
             return
         self._collectives.forward(True)
@@ -382,13 +383,8 @@ class Measured:
         self.gradients.flush()
         self.gradients.wait()
 
-    @property
-    def _in_child(self) -> bool:
-        """True in a forked child, which has no part in the run."""
-        return os.getpid() != self.session.pid
-
     def _before_step(self) -> None:
-        if self._in_child:
+        if self.session.in_child:
             return
         if (
             self._own_sync
@@ -419,7 +415,7 @@ class Measured:
     def _after_step(self) -> None:
         self._updating = False
         self._count_step(False)
-        if self.closed or self._in_child:
+        if self.closed or self.session.in_child:
             return
         if _c._current_graph_task_id() != -1 or self._thread not in (0, threading.get_ident()):
             # The gradients' path must not change during a backward pass, of this thread or of that of the forward
@@ -627,7 +623,7 @@ def finish(session: Session, *, show: bool = True) -> None:
     Does nothing if the session was already reported, was closed with an error, or belongs to another process. A failure
     of the report or of the run folder is logged, not raised.
     """
-    if session.reported or session.error is not None or os.getpid() != session.pid:
+    if session.reported or session.error is not None or session.in_child:
         return
     try:
         close(session)

@@ -144,6 +144,11 @@ class Session:
         end = self.settings.end_step
         return self.stays is None and self.step >= self.settings.start_step and (end == 0 or self.step < end)
 
+    @property
+    def in_child(self) -> bool:
+        """True in a forked child, which has no part in the run."""
+        return os.getpid() != self.pid
+
     def begin(self) -> None:
         """Stamp the beginning of a step."""
         self.begun_ns = time.monotonic_ns()
@@ -237,7 +242,7 @@ class Session:
             self.mixed_step = -1 if self.arm in turns else self.step
             arms = tuple(dict.fromkeys((*self.blocks.arms, *turns)))
             self.blocks = Blocks(arms, length, turns, self.step + 1, self.blocks.at(self.step)[0] + 1)
-        if self.place.rank == 0:
+        if self.place.rank == 0 and not self.in_child:
             run_folder.write_run(self.folder, _run(self))
 
     def stay(self, arm: Arm) -> None:
@@ -266,7 +271,9 @@ class Session:
         self.write(finished=False)
 
     def write(self, *, finished: bool, error: str | None = None) -> None:
-        """Write this rank's record."""
+        """Write this rank's record. Does nothing in a forked child."""
+        if self.in_child:
+            return
         with self.moving:
             run_folder.take_nccl_events(self.folder, self.place.rank)
             run_folder.write_meta(self.folder, self.place.rank, self._meta(finished, error))
@@ -305,7 +312,7 @@ class Session:
 
     def close(self, error: str | None = None) -> None:
         """End the run. On return, the records of every rank that has arrived are complete on disk."""
-        if self.closed or os.getpid() != self.pid:  # a forked child has no part in the run
+        if self.closed or self.in_child:
             return
         self.closed = True
         exits.unregister(self.close)  # otherwise the run and its gradients would live as long as the process

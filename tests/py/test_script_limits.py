@@ -172,6 +172,42 @@ def test_an_optimizer_that_steps_beside_the_backward_pass_changes_no_transport_i
     assert expected in mixed.stdout.splitlines()
 
 
+# The optimizer steps at the end of the backward pass, in it. Then rank 0 evaluates the model.
+EVALUATED = """
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from netbottleneck.hooks import ddp
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = ddp.measured_by(model).session
+later = torch.autograd.Variable._execution_engine.queue_callback
+for step in range(4):
+    optimizer.zero_grad()
+    output = model(torch.ones(2, 4))
+    output.register_hook(lambda gradient: later(lambda: later(optimizer.step)))  # after DDP's callback
+    output.sum().backward()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    dist.barrier()
+    assert session.step == step, session.step
+assert session.stays is None, session.why_stays
+print("done")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_an_evaluation_on_one_rank_ends_no_step(warm_ranks: Ranks) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": "stock,tcp", "NETBOTTLENECK_BLOCK_STEPS": "1"}
+    for result in warm_ranks(2, EVALUATED, env):
+        assert "done" in result.stdout
+
+
 SWAPPED = """
 import gc
 import netbottleneck

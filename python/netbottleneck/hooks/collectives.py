@@ -173,8 +173,10 @@ class Collectives:
             _restore()
 
     def forward(self, begins: bool) -> None:
-        """Note the begin or the end of the model's forward pass. Its thread is the training's."""
-        self.in_forward, self._thread = begins, threading.get_ident()
+        """Note the begin or the end of the model's forward pass. The thread of one with gradients is the training's."""
+        self.in_forward = begins
+        if torch.is_grad_enabled():
+            self._thread = threading.get_ident()
         if begins and self.streams is not None:
             self._stream = self._guarded(self.streams.current_stream, self._device)
 

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,15 +43,16 @@ _c: Any = torch._C
 
 _current_node: Callable[[], Any] = getattr(_c, "_current_autograd_node", lambda: None)
 _runs = [getattr(BackwardCFunction, name, None) for name in ("apply", "apply_boxed")]
-_RUNS = {run.__code__ for run in _runs if run is not None}  # the backward of an autograd function in Python
+_BACKWARD = {run.__code__ for run in _runs if run is not None}  # of an autograd function in Python
+_FORWARD = {torch.autograd.Function.apply.__func__.__code__}  # type: ignore[attr-defined]
 
 logger = logging.getLogger("netbottleneck")
 
 
-def _in_function() -> bool:
-    """Return whether the current pass runs inside an autograd function of another pass, as reentrant checkpoints do."""
+def _in_function(passes: set[CodeType]) -> bool:
+    """Return whether the current pass runs inside such a pass of an autograd function, as in reentrant checkpoints."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in _RUNS:
+    while frame is not None and frame.f_code not in passes:
         frame = frame.f_back
     return frame is not None
 
@@ -280,22 +281,29 @@ class Measured:
             self.gradients.paused = True
             return
         self._collectives.forward(True)
-        self._updating = False
-        self._thread = threading.get_ident() if torch.is_grad_enabled() else self._thread
-        if self._steps and not step_frames():  # a step has raised
-            self._steps, self._collectives.in_optimizer = 0, False
-        if self._queued and torch.is_grad_enabled() and _c._current_graph_task_id() == -1:
-            self._drop_pass()  # not for an evaluation, which another thread may run during the pass
-        if self._late and _c._current_graph_task_id() == -1:
-            self._late = False
-            self._next_step()
+        trains = torch.is_grad_enabled()
+        if trains or _in_function(_FORWARD):
+            self._training_goes_on()
         if self.on_forward is not None:
             self.on_forward()
         if self._arm != BARE:
-            trains = torch.is_grad_enabled()
             self.guarded(self._forward_begin if trains else self._evaluation_begin)
             if trains and self.session.sampled:
                 self.guarded(self._sample)
+
+    def _training_goes_on(self) -> None:
+        """End what is before a forward pass. An evaluation ends nothing: one rank, or another thread, may make it."""
+        self._updating = False
+        self._thread = threading.get_ident()
+        if self._steps and not step_frames():  # a step has raised
+            self._steps, self._collectives.in_optimizer = 0, False
+        if _c._current_graph_task_id() != -1:
+            return
+        if self._queued and torch.is_grad_enabled():
+            self._drop_pass()
+        if self._late:
+            self._late = False
+            self._next_step()
 
     def _forward_ends(self) -> None:
         self._collectives.forward(False)
@@ -333,7 +341,7 @@ class Measured:
         """Handle the first gradient of a backward pass."""
         if not self._queued and self._arm != BARE and _c._current_graph_task_id() != -1:
             self._queued = True
-            if _in_function():
+            if _in_function(_BACKWARD):
                 self.gradients.hold()  # a later function of the pass may use the same parameters
             _engine.queue_callback(self._backward_ends)
 

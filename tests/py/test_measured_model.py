@@ -17,7 +17,7 @@ import torch
 
 from netbottleneck import config
 from netbottleneck.analysis import intervals
-from netbottleneck.hooks import left_alone, measured_model
+from netbottleneck.hooks import left_alone, loop, measured_model
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import words
 from netbottleneck.torch.optimizer import _Adasum, remade
@@ -670,3 +670,65 @@ def test_an_exit_with_another_code_than_0_is_the_error_of_its_rank(
 def test_an_optimizer_that_combines_steps_is_not_told_to_average_gradients() -> None:
     optimizer = remade(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), _Adasum)
     assert left_alone.why_not(optimizer).startswith("Horovod's Adasum combines steps, not gradients")
+
+
+class _Refusing(torch.nn.Sequential):
+    """A module without a list of parameters, whose class has another error than torch for a missing name."""
+
+    def parameters(self, lr: float) -> Any:
+        return [{"params": super().parameters(), "lr": lr}]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise KeyError(name)
+        return super().__getattr__(name)
+
+
+def test_a_module_that_refuses_questions_about_it_runs_while_a_model_is_sought() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    stop = loop.attach_when_known(optimizer)
+    try:
+        assert _Refusing(torch.nn.ReLU())(torch.ones(2)).tolist() == [1.0, 1.0]
+    finally:
+        stop()
+
+
+REFUSING = """
+import torch
+import netbottleneck
+import horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+
+
+class Net(torch.nn.Sequential):
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise KeyError(name)
+        return super().__getattr__(name)
+
+
+class Loss(torch.nn.MSELoss):
+    def parameters(self, lr):
+        return [lr]
+
+
+model, loss = Net(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)), Loss()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+loss(torch.ones(1), torch.ones(1))
+for _ in range(4):
+    optimizer.zero_grad()
+    loss(model(torch.ones(2, 4)), torch.ones(2, 1)).backward()
+    optimizer.step()
+print("trained")
+hvd.shutdown()
+"""
+
+
+def test_a_model_is_found_among_modules_that_refuse_questions(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    for result in warm_ranks(2, REFUSING, env):
+        assert "trained" in result.stdout, result.stderr
+        assert "measuring has ended" not in result.stderr
+    assert load(tmp_path / "run").modules == ("0", "1")

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from netbottleneck.errors import of_handler
+
 # Callbacks around calls.
 
 Around = tuple[Callable[[], object], Callable[[], object], type]  # the class whose `__call__` calls them
@@ -100,12 +102,24 @@ _OURS: set[int] = set()  # ids of our hooks among torch's
 
 
 class EachCall:
-    """Calls `before` with each module that is called and its arguments, until `remove`.
+    """Calls `found` before each call of a module that is `sought`, until `remove`.
 
-    A compiled model warns while there is a hook of this kind. Ours does not count, as the script did not make it.
+    sought: asked about each module that is called. It may run code of the module's class: if it raises an exception,
+    the module is not sought. A compiled model warns while there is a hook of this kind. Ours does not count, as the
+    script did not make it.
     """
 
-    def __init__(self, before: Callable[[torch.nn.Module, Any], None]) -> None:
+    def __init__(self, sought: Callable[[torch.nn.Module], bool], found: Callable[[torch.nn.Module], None]) -> None:
+        def before(module: torch.nn.Module, _args: Any) -> None:
+            try:
+                is_it = sought(module)
+            except Exception as error:
+                if of_handler(error):
+                    raise
+                return
+            if is_it:
+                found(module)
+
         self._handle: Any = _modules.register_module_forward_pre_hook(eager(before))
         if not _OURS and hasattr(_modules, _ANY):
             setattr(_modules, _ANY, _Others(getattr(_modules, _ANY)))

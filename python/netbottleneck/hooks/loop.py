@@ -261,7 +261,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def _groups(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters."""
     for module in model.modules():
-        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        state: Any = getattr(type(module), "_get_fsdp_state", lambda _: None)(module)
         if hasattr(state, "_fsdp_param_groups"):  # one for each mesh
             yield from state._fsdp_param_groups
         elif (group := getattr(state, "_fsdp_param_group", None)) is not None:  # of an earlier torch
@@ -292,16 +292,18 @@ def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     own = {id(parameter) for parameter in held(optimizer)}
     chosen = weakref.ref(optimizer)
 
-    def seek(module: torch.nn.Module, _args: Any) -> None:
+    def holds_all(module: torch.nn.Module) -> bool:
         of_groups = (key for group in _groups(module) for one in group.fsdp_params for key in _ids(one))
-        if own <= {*(id(parameter) for parameter in module.parameters()), *of_groups}:
-            seeking.remove()
-            alive = chosen()
-            # Another optimizer of the model may have been first.
-            if alive is not None and is_sharded(module) and not _measures():
-                attach_sharded(module, alive)
+        return own <= {*(id(parameter) for parameter in module.parameters()), *of_groups}
 
-    seeking = EachCall(seek)
+    def found(module: torch.nn.Module) -> None:
+        seeking.remove()
+        alive = chosen()
+        # Another optimizer of the model may have been first.
+        if alive is not None and is_sharded(module) and not _measures():
+            attach_sharded(module, alive)
+
+    seeking = EachCall(holds_all, found)
     return seeking.remove
 
 

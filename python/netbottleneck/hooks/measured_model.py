@@ -155,7 +155,7 @@ class Measured:
         if own_sync:
             gradients.on_first = self._backward_begins
         if model is None:
-            self._seeking = EachCall(self._seek)
+            self._seeking = EachCall(self._holds_all, self._found)
         else:
             self._know(model)
         session.on_close.append(self.close)
@@ -244,15 +244,17 @@ class Measured:
             else:
                 raise
 
-    def _seek(self, module: torch.nn.Module, _args: Any) -> None:
-        """Find the model: the outermost module that holds all the parameters."""
+    def _holds_all(self, module: torch.nn.Module) -> bool:
+        """Return whether a module holds all the parameters. The outermost one is the model."""
         own = {id(parameter) for parameter in module.parameters()}
-        if all(id(parameter) in own for parameter in self.gradients.parameters):
-            self._stop_seeking()
-            self._know(module)
-            if self._arm != BARE:
-                self._watch(True)
-                self.guarded(self._forward_begin if torch.is_grad_enabled() else self._evaluation_begin)
+        return all(id(parameter) in own for parameter in self.gradients.parameters)
+
+    def _found(self, model: torch.nn.Module) -> None:
+        self._stop_seeking()
+        self._know(model)
+        if self._arm != BARE:
+            self._watch(True)
+            self.guarded(self._forward_begin if torch.is_grad_enabled() else self._evaluation_begin)
 
     def _stop_seeking(self) -> None:
         seeking, self._seeking = self._seeking, None
@@ -260,9 +262,12 @@ class Measured:
             seeking.remove()
 
     def _know(self, model: torch.nn.Module) -> None:
+        def learn() -> None:
+            self._leaves = [name for name, _ in leaves(model)]
+            self._describe()
+
         self._model = weakref.ref(model)
-        self._leaves = [name for name, _ in leaves(model)]
-        self.guarded(self._describe)
+        self.guarded(learn)
 
     def _watch(self, on: bool) -> None:
         """Start or stop stamping the model's calls."""
@@ -500,7 +505,13 @@ def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that torch.compile wrapped, or the model itself."""
     # A DDP class of the script's may look up names in its module, which torch.compile may have wrapped.
-    return model if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        return model
+    try:
+        inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    except Exception:  # code of the script's class
+        return model
+    return inner
 
 
 def compiles() -> bool:

@@ -582,6 +582,29 @@ def test_the_limit_of_the_report_is_no_error_that_its_code_handles(warm_ranks: R
     assert "no report yet, as it takes longer than 1 s: netbottleneck report run --write run" in result.stderr
 
 
+FOREIGN_HANDLER = """
+import signal
+from netbottleneck.hooks import measured_model
+
+real = signal.signal
+
+
+def of_c(number, handler):
+    real(number, handler)  # raises TypeError for None
+
+
+# As Python has it of a handler that C code installed before Python started.
+signal.signal, signal.getsignal = of_c, lambda number: None
+with measured_model._at_most(60.0):
+    print("reported")
+"""
+
+
+def test_a_handler_of_other_code_for_the_alarm_stays(warm_ranks: Ranks) -> None:
+    (result,) = warm_ranks(1, FOREIGN_HANDLER, {})
+    assert "reported" in result.stdout
+
+
 def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.uncaught() is None
     failure = NameError("of a cell")

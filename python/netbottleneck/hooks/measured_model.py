@@ -686,12 +686,19 @@ class _Late(BaseException):
 
 @contextmanager
 def _at_most(limit_s: float) -> Generator[None, None, None]:
-    """Raise _Late in a body that runs longer than limit_s. No limit outside the main thread or under a timer."""
+    """Raise _Late in a body that runs longer than limit_s.
+
+    No limit outside the main thread, under a timer, or if the signal's handler is not Python's, which cannot come back.
+    """
 
     def late(*_: object) -> None:
         raise _Late(f"it takes longer than {limit_s:.0f} s")
 
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getitimer(signal.ITIMER_REAL)[0]
+        or signal.getsignal(signal.SIGALRM) is None
+    ):
         yield
         return
     before = signal.signal(signal.SIGALRM, late)

@@ -425,6 +425,33 @@ def test_calls_over_our_backend_end_when_they_were_waited_for(warm_ranks: Ranks,
     assert [(c.kind, c.tensor_bytes, c.finished) for c in rows] == [("allreduce", 2000, True), ("allreduce", 28, True)]
 
 
+BY_KEYWORD = """
+def hook(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+dist._register_comm_hook(reducer=model.reducer, state=None, comm_hook=hook)
+other = DistributedDataParallel(torch.nn.Linear(2, 2))
+dist._register_builtin_comm_hook(reducer=other.reducer, comm_hook_type=dist.BuiltinCommHookType.ALLREDUCE)
+"""
+BROADCAST_BY_KEYWORD = """
+shared = torch.full((5,), float(rank))
+dist._broadcast_coalesced(buffer_size=1 << 20, tensors=[shared], src=1, process_group=dist.group.WORLD)
+notes["values"].append(shared.tolist())
+"""
+
+
+def test_torchs_functions_have_the_names_of_their_arguments(warm_ranks: Ranks, tmp_path: Path) -> None:
+    plain, _ = ran(warm_ranks, tmp_path, made=BY_KEYWORD, before=BROADCAST_BY_KEYWORD)
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", made=BY_KEYWORD, before=BROADCAST_BY_KEYWORD)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    rows = [
+        c for c in trace.collectives if c.rank == 0 and c.step == 3 and c.kind == "broadcast" and c.phase == "other"
+    ]
+    assert [c.tensor_bytes for c in rows] == [20]
+
+
 HOOKED = """
 def hook(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])

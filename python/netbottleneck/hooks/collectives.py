@@ -465,11 +465,6 @@ class _Bucket:
         self.nbytes = 0.0
         self.ahead: list[Any] = []
 
-    @property
-    def known(self) -> bool:
-        """True if no callback that has not run will move more."""
-        return all(_CALLS.get(code) is False for code in tuple(self.ahead))
-
 
 class _Part(NamedTuple):
     """A part of a communication hook: the hook itself, a callback of it, or a call that counts as a whole."""
@@ -484,7 +479,7 @@ class _Hook(threading.local):
 
     part: _Part | None = None
 
-    def runs(self, part: _Part, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def runs(self, part: _Part, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call what is a part of a hook. It is not recorded as the script's."""
         former, self.part = self.part, part
         try:
@@ -550,9 +545,8 @@ def moving(hook: Callable[..., Any], *args: Any) -> tuple[Any, int | None]:
     """
     bucket = _Bucket()
     result = _HOOK.runs(_Part(bucket), hook, *args)
-    if _observer() is None:
-        return result, None
-    return result, round(bucket.nbytes) if bucket.known else 0
+    known = all(_CALLS.get(code) is False for code in tuple(bucket.ahead))
+    return result, None if _observer() is None else round(bucket.nbytes) if known else 0
 
 
 def _observer() -> Collectives | None:
@@ -582,6 +576,15 @@ def _method(call: _Call, former: Any) -> Any:
         return work
 
     return method
+
+
+def _buffers(former: Any) -> Any:
+    method = _method(_Call("broadcast", blocks=True), former)
+
+    def broadcast(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(process_group, tensors, *args, **kwargs)
+
+    return broadcast
 
 
 def _wait(former: Any) -> Any:
@@ -780,7 +783,7 @@ def _patch() -> None:
         for name, call in _OPERATORS.items():
             _put_operator(space, name, functools.partial(_Functional, call=call))
     _put_operator(_SPACES[0], "wait_tensor", _WaitTensor)
-    _wrap(dist, _BUFFERS, functools.partial(_method, _Call("broadcast", blocks=True)))
+    _wrap(dist, _BUFFERS, _buffers)
     _wrap(torch.serialization, _OPENS, functools.partial(_saves, opens=True))
     _wrap(torch.serialization, _WRITES, functools.partial(_saves, opens=False))
 

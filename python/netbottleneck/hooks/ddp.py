@@ -100,32 +100,32 @@ def _wrap() -> None:
     register_built_in: Any = getattr(dist, BUILT_IN)
 
     @functools.wraps(register)
-    def python(reducer: Any, state: object, hook: Any) -> None:
+    def python(reducer: Any, state: object, comm_hook: Any) -> None:
         found = _watched(reducer)
         if found is None:
-            register(reducer, state, hook)
+            register(reducer, state, comm_hook)
             return
         group, note = found
-        register(reducer, state, _timed(hook, weakref.ref(group)))
+        register(reducer, state, _timed(comm_hook, weakref.ref(group)))
         group.hooked = True
-        note(f"{_own(getattr(hook, '__qualname__', type(hook).__name__))} It is timed.")
+        note(f"{_own(getattr(comm_hook, '__qualname__', type(comm_hook).__name__))} It is timed.")
 
     @functools.wraps(register_built_in)
-    def built_in(reducer: Any, kind: Any) -> None:
+    def built_in(reducer: Any, comm_hook_type: Any) -> None:
         found = _watched(reducer)
         if found is None:
-            register_built_in(reducer, kind)
+            register_built_in(reducer, comm_hook_type)
             return
         group, note = found
         inside = group.inside
         group.leave()  # the hook keeps the reducer's current process group
         try:
-            register_built_in(reducer, kind)
+            register_built_in(reducer, comm_hook_type)
             group.hooked = group.unseen = True
         finally:
             if inside:
                 group.enter()
-        note(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
+        note(f"{_own(str(comm_hook_type))} It is built into torch, so {NOT_TIMED}.")
 
     update: Any = getattr(DistributedDataParallel, "_update_process_group", None)
 

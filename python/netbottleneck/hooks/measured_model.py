@@ -688,7 +688,7 @@ class _Late(BaseException):
 def _at_most(limit_s: float) -> Generator[None, None, None]:
     """Raise _Late in a body that runs longer than limit_s.
 
-    No limit outside the main thread, under a timer, or if the signal's handler is not Python's, which cannot come back.
+    No limit outside the main thread, under a timer, or if the signal has a handler of C code, which cannot be restored.
     """
 
     def late(*_: object) -> None:

@@ -759,7 +759,9 @@ def test_events_that_a_trace_does_not_need_are_not_kept(known, tmp_path):
             write(tmp_path / f"{name}{n}", known.trace, e) for n, e in enumerate((events, with_others(events)))
         )
         (one, *_), (other, *_) = (kineto._read_all(kineto.files(folder))[0] for folder in (plain, more))
-        assert [e["name"] for e in other.events] == [e["name"] for e in one.events]
+        launches = [e for e in other.events if e["name"] == "cudaLaunchKernel"]
+        assert len(launches) == 1  # the last
+        assert [e["name"] for e in other.events if e not in launches] == [e["name"] for e in one.events]
         assert all(e.get("args", {}).keys() <= {"External id"} for e in other.events if e["name"].startswith("sgemm"))
         ours, theirs = (Run(folder).trace for folder in (plain, more))
         assert (ours.steps, ours.collectives, ours.parameters) == (theirs.steps, theirs.collectives, theirs.parameters)
@@ -784,6 +786,23 @@ def test_the_empty_step_after_the_last_one_is_left_out(known, tmp_path, events):
     assert [one.bytes for one in trace.buckets] == [one["bytes"] for one in BUCKETS if events is cpu_events]
     trace = Run(write(tmp_path / "w", known.trace, with_tail(True))).trace
     assert [step.rank for step in trace.steps if step.index == 99] == [1]
+
+
+def test_kernels_of_the_last_step_that_begin_after_it_make_no_further_step(known, tmp_path):
+    """A GPU is behind: its kernels were launched before the last prof.step()."""
+    end = max(step.end_ns for step in known.trace.steps)
+
+    def with_tail(trace, rank):
+        for one in gpu_events(trace, rank):
+            yield one
+            if one.get("cat") == "kernel":
+                begin = 1000 * one["ts"] - 5000
+                yield event("cudaLaunchKernel", (begin, begin + 10), "cuda_runtime")
+        yield event("ProfilerStep#99", (end, end + 50_000))
+        yield event("sgemm_128", (end + 10, end + 20), "kernel")
+
+    trace = Run(write(tmp_path, known.trace, with_tail)).trace
+    assert {step.index for step in trace.steps} == {step.index for step in known.trace.steps}
 
 
 def test_the_time_between_profiled_steps_is_no_work_of_ours(known, tmp_path):

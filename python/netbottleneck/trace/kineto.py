@@ -51,6 +51,7 @@ WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole res
 UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
 UNANNOTATED_CALL = "c10d::monitored_barrier_"  # gloo annotates its sends and receives, not a barrier
 STEP = re.compile(r"ProfilerStep#(\d+)")
+LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of the calls that launch kernels, among others
 GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 # Bytes of an element, by the profiler's names of types in lower case.
 FLOAT8 = tuple(f"float8_{form}" for form in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
@@ -161,13 +162,22 @@ def _annotated(event: Event) -> bool:
     return bool(colon) and backend in BACKENDS and kind_of(name) is not None
 
 
+def _launches(event: Event) -> bool:
+    """True for a call that launches a kernel."""
+    return event.get("cat") in LAUNCHES and "Launch" in event["name"]
+
+
 def _used(events: Sequence[Event]) -> list[Event]:
-    """The events that the trace is made of, few of a profile's: the rest would take most of the memory."""
+    """The events that the trace is made of, few of a profile's: the rest would take most of the memory.
+
+    Of the calls that launch kernels, the last one.
+    """
+    last = max(filter(_launches, events), key=lambda event: event["ts"], default=None)
     launched = {event.get("args", {}).get("External id") for event in events if _communicates(event)} - {None}
     found = []
     for event in events:
         args, is_call = event.get("args", {}), event.get("cat") == "cpu_op"
-        if event["name"].startswith(USED) or _communicates(event):
+        if event["name"].startswith(USED) or _communicates(event) or event is last:
             found.append(event)
         elif event.get("cat") == "kernel" or (is_call and args.get("External id") in launched):
             about = {"args": {"External id": args["External id"]}} if is_call else {}
@@ -507,9 +517,13 @@ def _with_waits(steps: Sequence[Step], rows: Sequence[Collective]) -> list[Step]
 
 
 def _without_tail(found: _Recorded, steps: list[Step], rows: Sequence[Collective]) -> list[Step]:
-    """The steps without the last one if nothing begins in it: the last prof.step() has opened it."""
+    """The steps without the last one if nothing begins in it: the last prof.step() has opened it.
+
+    Kernels may begin in it that were launched before.
+    """
     last = steps[-1]
-    work = _computes if found.gpu else _trains
+    launched = any(map(_launches, found.events))
+    work = _trains if not found.gpu else _launches if launched else _computes
     begins = (found.span(event)[0] for event in found.events if work(event))
     used = any(last.begin_ns <= at < last.end_ns for at in begins) or any(one.step == last.index for one in rows)
     return steps if used or len(steps) == 1 else steps[:-1]

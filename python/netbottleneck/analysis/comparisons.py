@@ -579,7 +579,7 @@ def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> 
     By the median step of each block, or by its mean step if the steps of an arm `are_mixed`.
     """
     one, two = (step_times(trace, arm, warmup) for arm in (base, other))
-    mixed = any(_sends_in_some(trace, arm) for arm in (base, other) if arm.real)
+    mixed = any(_sends_in_some(trace, arm) for arm in (base, other))
     return compare_blocks(base, other, one, two, np.mean if mixed else np.median)
 
 

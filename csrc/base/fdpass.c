@@ -170,5 +170,8 @@ int nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count) 
     for (int i = 0; i < found; i++) {
         nb_fork_close(taken[i]);
     }
+    if ((msg.msg_flags & MSG_CTRUNC) != 0 && found < count) {
+        return -EMFILE; // what was passed has found no free descriptor here
+    }
     return n == 0 && !cut ? -ECONNRESET : NB_EWIRE;
 }

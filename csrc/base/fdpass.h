@@ -26,8 +26,8 @@ int nb_fdpass_accept(int listener);
 int nb_fdpass_send(int fd, const void *message, size_t bytes, const int *fds, int count);
 
 // Receives the next message, which must have `bytes` bytes and carry `count` descriptors. The descriptors, closed on
-// exec, become the caller's, who closes them by nb_fork_close(). 0, -EAGAIN, -ECONNRESET at the end, NB_EWIRE for any
-// other message.
+// exec, become the caller's, who closes them by nb_fork_close(). 0, -EAGAIN, -ECONNRESET at the end, -EMFILE without a
+// free descriptor for them, NB_EWIRE for any other message.
 int nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count);
 
 #endif

@@ -351,6 +351,7 @@ static void name_record(const struct nb_work *work, int64_t now_ns) {
 void nb_work_record_submit(const struct nb_work *work, int64_t now_ns) {
     const struct op_descriptor *d = &work->desc;
     uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
+    uint64_t ranks = work->comm->ranks == NULL ? 0 : (uint64_t)work->comm->size; // 0: all
     name_record(work, now_ns);
     nb_ring_put_event(work->comm->job->config.ring, &(struct nb_event){.time_ns = now_ns,
                                                                        .kind = NB_EV_OP_SUBMIT,
@@ -359,6 +360,6 @@ void nb_work_record_submit(const struct nb_work *work, int64_t now_ns) {
                                                                        .a = work->round,
                                                                        .b = d->bytes,
                                                                        .c = work->bucket,
-                                                                       .d = d->comm,
+                                                                       .d = d->comm | ranks << 32,
                                                                        .e = packed});
 }

@@ -190,7 +190,7 @@ static void movement_tick(struct nb_job *job, int64_t now) {
     }
     NB_LIST_EACH(it, &job->ops.running) {
         struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        int peer = awaited_peer(work);
+        int peer = work->running ? awaited_peer(work) : NB_NO_PEER;
         if (peer != NB_NO_PEER) { // else its windows await one, or it has not started
             struct nb_error why = {0};
             nb_fail_peer(&why, NB_ETIMEOUT, peer, "'%s': no byte moved between rank %d and rank %d for %.1f s",

@@ -72,8 +72,11 @@ void nb_failover_lost(struct nb_lanes *lanes, int peer_rank, int lane, const str
         nb_flow_unclaim(path->placing, &path->placing_frame);
         path->placing = NULL;
     }
-    if (peer->left) { // expected. The endpoint continues to serve the other peers
+    if (peer->left) { // expected. An endpoint that serves all peers continues to serve the others
         nb_lanes_update_reach(lanes, peer_rank);
+        if (!nb_is_rma(lanes)) { // a segment of it may be half read, and the flow's memory is given back
+            lanes->lane[lane]->ops->peer_close(lanes->lane[lane], peer_rank);
+        }
         if (nb_lanes_left(lanes, peer_rank) == 0) {
             lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane, why, 0);
         }

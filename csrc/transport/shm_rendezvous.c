@@ -74,6 +74,9 @@ static int hello_receive(const struct rendezvous *m, int fd, int expected, struc
     if (rc == -EAGAIN) {
         return rc;
     }
+    if (rc == -EMFILE) {
+        return nb_fail(err, rc, "no free descriptor for the memory of another rank (ulimit -n)");
+    }
     if (rc < 0) {
         return expected < 0
                    ? -EPERM

@@ -66,8 +66,13 @@ static void connect_again(struct conn *conn, int why) {
     struct nb_error err = {0};
     nb_tcp_shut(conn->lane, &conn->out_watch);
     conn->state = NONE;
-    if (++conn->retries > RETRIES_MAX || conn_connect(conn, &err) < 0) {
+    if (++conn->retries > RETRIES_MAX) {
         nb_tcp_lost(conn, why, "handshake refused");
+        return;
+    }
+    int rc = conn_connect(conn, &err);
+    if (rc < 0) {
+        nb_tcp_lost(conn, rc, "connecting again");
     }
 }
 

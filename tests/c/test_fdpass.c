@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -65,6 +66,16 @@ static void test_descriptors(void) {
     CHECK(nb_fdpass_send(sender, &message, sizeof message, pipes, 1) == 0, "send: %m");
     CHECK(nb_fdpass_receive(receiver, &message, sizeof message, got, 2) == NB_EWIRE,
           "one descriptor instead of two is accepted");
+    // Where no descriptor is free, the sender is not to blame.
+    struct rlimit usual;
+    int first_free = dup(pipes[0]);
+    close(first_free);
+    CHECK(getrlimit(RLIMIT_NOFILE, &usual) == 0, "getrlimit: %m");
+    CHECK(nb_fdpass_send(sender, &message, sizeof message, pipes, 2) == 0, "send: %m");
+    CHECK(setrlimit(RLIMIT_NOFILE, &(struct rlimit){(rlim_t)first_free + 1, usual.rlim_max}) == 0, "setrlimit: %m");
+    int rc = nb_fdpass_receive(receiver, &message, sizeof message, got, 2);
+    CHECK(setrlimit(RLIMIT_NOFILE, &usual) == 0, "setrlimit: %m");
+    CHECK(rc == -EMFILE, "%d where one descriptor of two was free", rc);
     close(pipes[0]);
     close(pipes[1]);
     CHECK(open_fds() == before, "%d descriptors, %d before", open_fds(), before);

@@ -2,7 +2,9 @@
 // order. Invalid communicators are refused. Ranks outside a communicator neither delay nor end its operations.
 #include <errno.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "sums.h"
 
@@ -252,6 +254,49 @@ static void late_rank_delays_no_other(struct test_rank *me) {
     test_barrier(me, "finished"); // after rank 0 leaves, no operation can start
 }
 
+static int run(struct test_rank template, void (*what)(struct test_rank *me)) {
+    template.size = 4;
+    template.run = what;
+    return test_job(&template);
+}
+
+static void barrier_of_two(struct test_rank *me) {
+    struct test_rank member;
+    test_barrier(me, "all");
+    if (as_member(me, &groups[0], &member)) {
+        test_barrier(&member, "two");
+    }
+    test_barrier(me, "done");
+}
+
+// An operation is recorded with the number of ranks of its communicator; 0 stands for all.
+static void test_recorded_ranks(struct test_rank template) {
+    char file[] = "/tmp/netbottleneck-groups-XXXXXX";
+    int fd = mkstemp(file);
+    CHECK(fd >= 0, "temporary file: %m");
+    close(fd);
+    struct nb_ring ring;
+    struct nb_error err = {0};
+    CHECK(nb_ring_open(&ring, file, 1024, 0, &err) == 0, "open ring: %s", err.text);
+    template.ring = &ring;
+    CHECK(run(template, barrier_of_two) == 0, "barrier of two");
+    int of_all = 0, of_two = 0;
+    for (uint64_t i = 0; i < atomic_load(&ring.header->taken); i++) {
+        const struct nb_event *event = &ring.events[i];
+        if (event->kind == NB_EV_OP_SUBMIT && (uint32_t)event->d == 0) {
+            CHECK(event->d >> 32 == 0, "an operation of all ranks has %u", (unsigned)(event->d >> 32));
+            of_all++;
+        } else if (event->kind == NB_EV_OP_SUBMIT) {
+            CHECK((uint32_t)event->d == groups[0].id && event->d >> 32 == 2, "comm %u has %u ranks",
+                  (unsigned)event->d, (unsigned)(event->d >> 32));
+            of_two++;
+        }
+    }
+    CHECK(of_all >= 2 && of_two == 1, "%d operations of all ranks, %d of two", of_all, of_two);
+    nb_ring_close(&ring);
+    unlink(file);
+}
+
 // Without rank 0, the coordinator, no operation starts in any communicator.
 static void rank_0_leaves(struct test_rank *me) {
     struct test_rank member;
@@ -265,12 +310,6 @@ static void rank_0_leaves(struct test_rank *me) {
         rc = test_try(&member, test_op("on", NB_OP_BARRIER, NULL), &err);
     }
     CHECK(rc == NB_EPEER && err.peer == 0, "rank %d: %d, rank %d: %s", me->rank, rc, err.peer, err.text);
-}
-
-static int run(struct test_rank template, void (*what)(struct test_rank *me)) {
-    template.size = 4;
-    template.run = what;
-    return test_job(&template);
 }
 
 int main(int argc, char **argv) {
@@ -291,5 +330,6 @@ int main(int argc, char **argv) {
     CHECK(run(template, late_rank_delays_no_other) == 0, "late rank");
     CHECK(run(template, rank_0_leaves) == 0, "rank 0 leaves");
     CHECK(run(template, different_definitions) == 0, "different ranks");
+    test_recorded_ranks(template);
     return 0;
 }

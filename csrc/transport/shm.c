@@ -181,7 +181,8 @@ static void peer_ready(struct nb_watch *watch, uint32_t events) {
     if (rc == 0) {
         arena_take(peer, &gift, fd);
         nb_fork_close(fd);
-    } else if (rc != -EAGAIN && rc != -EMFILE && rc != NB_EWIRE) { // it has left; its control connection reports whether in good order
+    } else if (rc != -EAGAIN && rc != -EMFILE &&
+               rc != NB_EWIRE) { // it has left; its control connection reports whether in good order
         nb_loop_remove(peer->shm->loop, watch);
         nb_shm_fd_close(&watch->fd);
     }

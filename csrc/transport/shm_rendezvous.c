@@ -61,13 +61,24 @@ static int hello_accept(struct nb_shm_peer *peer, const struct wire_shm_hello *h
     return 0;
 }
 
+// True if a hello is that of the rank that is expected, or of one that may come, and proves the job's secret.
+static bool hello_known(const struct rendezvous *m, const struct wire_shm_hello *hello, int expected) {
+    const struct nb_shm *shm = m->shm;
+    unsigned char token[NB_TOKEN_BYTES];
+    if (hello->magic != NB_WIRE_SHM_HELLO_MAGIC || hello->rank < 0 || hello->rank >= shm->size ||
+        !(expected >= 0 ? hello->rank == expected : hello->rank > shm->rank) || shm->peers[hello->rank].area != NULL) {
+        return false;
+    }
+    nb_boot_token(m->boot, "shared memory", job_rank(m, hello->rank), job_rank(m, shm->rank), token);
+    return nb_bytes_equal(token, hello->token, sizeof token);
+}
+
 // Reads the hello of a connection. `expected`: the rank of the group to which this rank connected, or -1 for an
 // accepted connection, which is from any rank above this one. Returns the rank, -EAGAIN, -EPERM for a process outside the job, or a
 // failure with its text.
 static int hello_receive(const struct rendezvous *m, int fd, int expected, struct nb_error *err) {
     struct nb_shm *shm = m->shm;
     struct wire_shm_hello hello;
-    unsigned char token[NB_TOKEN_BYTES];
     int fds[2];
     int whose = expected < 0 ? NB_NO_PEER : job_rank(m, expected);
     int rc = nb_fdpass_receive(fd, &hello, sizeof hello, fds, 2);
@@ -82,13 +93,7 @@ static int hello_receive(const struct rendezvous *m, int fd, int expected, struc
                    ? -EPERM
                    : nb_fail_peer(err, rc, whose, "rank %d did not pass its memory (%s)", whose, nb_code_name(rc));
     }
-    bool known = hello.magic == NB_WIRE_SHM_HELLO_MAGIC && hello.rank >= 0 && hello.rank < shm->size &&
-                 (expected >= 0 ? hello.rank == expected : hello.rank > shm->rank) &&
-                 shm->peers[hello.rank].area == NULL;
-    if (known) {
-        nb_boot_token(m->boot, "shared memory", job_rank(m, hello.rank), job_rank(m, shm->rank), token);
-        known = nb_bytes_equal(token, hello.token, sizeof token);
-    }
+    bool known = hello_known(m, &hello, expected);
     rc = known ? hello_accept(&shm->peers[hello.rank], &hello, fds, err) : -EPERM;
     nb_shm_fd_close(&fds[0]);
     nb_shm_fd_close(&fds[1]);

@@ -287,8 +287,8 @@ static void test_recorded_ranks(struct test_rank template) {
             CHECK(event->d >> 32 == 0, "an operation of all ranks has %u", (unsigned)(event->d >> 32));
             of_all++;
         } else if (event->kind == NB_EV_OP_SUBMIT) {
-            CHECK((uint32_t)event->d == groups[0].id && event->d >> 32 == 2, "comm %u has %u ranks",
-                  (unsigned)event->d, (unsigned)(event->d >> 32));
+            CHECK((uint32_t)event->d == groups[0].id && event->d >> 32 == 2, "comm %u has %u ranks", (unsigned)event->d,
+                  (unsigned)(event->d >> 32));
             of_two++;
         }
     }

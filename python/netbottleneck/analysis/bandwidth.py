@@ -59,10 +59,15 @@ class Achieved:
     operation_s: float
 
 
+def _moves(split: Split) -> bool:
+    """True if a step has a rate."""
+    return split.transfer_ns > 0 and split.bus_bytes > 0
+
+
 def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
     """Achieved bandwidth over the steps of an arm; None if no bytes moved."""
     sized = [s for s in splits if s.arm == arm and not s.unsized]
-    moved = [s for s in sized if s.transfer_ns > 0 and s.bus_bytes > 0]
+    moved = list(filter(_moves, sized))
     if not moved:
         return None
     transfer_ns = sum(s.transfer_ns for s in moved)

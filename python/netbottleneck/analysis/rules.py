@@ -125,28 +125,35 @@ def link(facts: Facts) -> RuleResult:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
     shared = on_interface(f.trace, facts.base) if f.link_bps else 1.0
     used = shared * did.active_bps / limit
-    burst = " and a burst after each pause" if used > limits.LINK_EXCEEDED else ""
-    part = f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}{burst}"
+    part, sure = _part_used(facts, did, used, what)
     predicted = facts.predicted.savings_ns
     saving, bound = facts.bounded(predicted.get("link") or facts.moving.scaled(min(used, 1.0)))
-    least = max(least_between_hosts(f.trace, facts.base), _on_links(facts) / did.active_bps)
-    needs = MORE_STEPS
-    if least * used < limits.LINK_UTILISATION <= used:
-        needs = "Record NCCL's algorithm: NETBOTTLENECK_NCCL_EVENTS=1."
-        saving = replace(saving, low=min(saving.low, 0.0))
-        part = f"{percent(used)} of the {what} as a ring, {percent(least * used)} at least, by levels or trees"
     return facts.evidence(
         "link",
         "LINK_LIMITED",
         applies=used >= limits.LINK_UTILISATION,
-        saving=saving,
+        saving=_sure_if(sure, saving),
         rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}{bound}",
         why=f"In transfer {gbit(shared * did.active_bps)} of {gbit(limit)}, {part}; "
         f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
-        needs=needs,
+        needs=MORE_STEPS if sure else "Record NCCL's algorithm: NETBOTTLENECK_NCCL_EVENTS=1.",
     )
+
+
+def _sure_if(sure: bool, saving: Estimate) -> Estimate:
+    """The saving, which may be none if it is not sure."""
+    return saving if sure else replace(saving, low=min(saving.low, 0.0))
+
+
+def _part_used(facts: Facts, did: Achieved, used: float, what: str) -> tuple[str, bool]:
+    """How much of the link is used, in words, and whether that is sure. used: as a ring of all ranks uses it."""
+    least = used * max(least_between_hosts(facts.f.trace, facts.base), _on_links(facts) / did.active_bps)
+    if least < limits.LINK_UTILISATION <= used:
+        return f"{percent(used)} of the {what} as a ring, {percent(least)} at least, by levels or trees", False
+    burst = " and a burst after each pause" if used > limits.LINK_EXCEEDED else ""
+    return f"{percent(used)} of the {what}" if used <= 1 else f"all of the {what}{burst}", True
 
 
 def _on_links(facts: Facts) -> float:
@@ -626,7 +633,7 @@ def _interface(facts: Facts) -> RuleResult:
     full = moved is not None and moved >= limits.LINK_UTILISATION * used
     predicted = facts.predicted.savings_ns.get(FASTER_INTERFACE)
     saving, bound = facts.bounded(predicted or facts.moving.scaled(1 - used / there))
-    saving = saving if full else replace(saving, low=min(saving.low, 0.0))
+    saving = _sure_if(full, saving)
     variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
     whose, then = "", f"Set {variable}={slow[1].interface}."
     needs = f"Measure over the faster interface: {variable}={slow[1].interface}."

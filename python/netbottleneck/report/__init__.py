@@ -610,8 +610,7 @@ class Following:
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [*trace.incomplete, *(note for note in trace.notes if note.startswith(tr.KNOWN))]
         quiet = self._quiet(trace, ended)
-        # Where a rank has ended and no step comes, a rank of another host, whose process is not seen, was killed.
-        stopped = gone or (bool(trace.steps and quiet) and any(rank.finished or rank.error for rank in trace.ranks))
+        stopped = gone or (quiet and _has_ended_in_part(trace))
         return ["ended" if ended else "stopped" if stopped else "in progress", *lines, *quiet]
 
     def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:
@@ -632,6 +631,11 @@ class Following:
         longest_s = max(step.duration_ns for step in trace.steps) / 1e9
         late = not ended and ago_s > max(QUIET_S, QUIET_STEPS * longest_s)
         return [f"no new step: the last one ended {progress.duration(ago_s)} ago"] if late else []
+
+
+def _has_ended_in_part(trace: tr.Trace) -> bool:
+    """True if a rank has ended. If no step comes, the others were killed, on hosts whose processes are not seen."""
+    return bool(trace.steps) and any(rank.finished or rank.error for rank in trace.ranks)
 
 
 def _missing(trace: tr.Trace) -> list[str]:

@@ -346,14 +346,19 @@ def _sureness(ratio: Estimate) -> str:
     return "exposed" if ratio.low > 1 else "compute" if ratio.high < 1 else "other"
 
 
+def _widest(ratios: Sequence[Estimate], limit: float | None) -> float:
+    """The largest change to draw."""
+    ends = [end for one in ratios for end in ((one.low, one.value, one.high) if one.known else (one.value,))]
+    return 1.1 * max(0.01, limit or 0.0, *(abs(end - 1) for end in ends))
+
+
 def _changes(found: Comparison, limit: float | None) -> Shown:
     """The change of each arm's step with its interval, beside no change and the limit of the gate."""
     title = f"Change of the step, B over A, with 95 % intervals ({found.label})"
     rows = [(one.name, one.ratio, one.comparable) for one in found.changes]
     if not rows:
         return Shown(title, missing="No arm has a counted step in both.")
-    ends = [end for _, one, _ in rows for end in ((one.low, one.value, one.high) if one.known else (one.value,))]
-    widest = 1.1 * max(0.01, limit or 0.0, *(abs(end - 1) for end in ends))
+    widest = _widest([ratio for _, ratio, _ in rows], limit)
     scale = Scale(-widest, widest)
     picture = Picture("change of each step, B over A")
     for name, ratio, comparable in rows:

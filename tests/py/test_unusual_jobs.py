@@ -257,3 +257,26 @@ def test_a_link_between_hosts_of_several_ranks_is_full_only_if_a_ring_or_its_cou
     assert decided.code == code
     assert ("50 % at least, by levels or trees" in decided.why) == (code == "INCONCLUSIVE")
     assert decided.next.startswith("Record NCCL's algorithm") == (code == "INCONCLUSIVE")
+
+
+def test_calls_of_the_script_are_no_reason_to_compare_transports():
+    """They travel over the script's own process group, whatever the arm."""
+    job = Job(arms=("stock", "tcp"), blocks=6, block_steps=13, buckets=(40 * MIB, 40 * MIB), link_bps=4e9, flow_bps=1e9)
+    trace = trace_of(job)
+    found, decided = judged(by_script(trace))
+    assert found.comparisons == ()
+    assert not any(one.cause == "transport" and one.applies for one in decided.evidence)
+    small = [one for one in trace.collectives if one.bucket == 1]
+    calls = tuple(
+        replace(one, tensor_bytes=1024) if one in small else replace(one, bucket=None) for one in trace.collectives
+    )
+    calls = tuple(one if one.bucket is not None else replace(one, phase="backward") for one in calls)
+    _, decided = judged(replace(trace_of(replace(job, arms=("stock",))), collectives=calls))
+    assert (decided.code, decided.next) == ("INCONCLUSIVE", verdict.CALLS)
+
+
+def test_a_run_without_a_forward_pass_says_what_its_compute_holds():
+    trace = replace(trace_of(Job(blocks=1)), network=None)
+    assert not any("no forward pass" in note for note in findings.find(trace).trace.notes)
+    blind = replace(trace, steps=tuple(replace(step, forward=()) for step in trace.steps))
+    assert any("no forward pass" in note for note in findings.find(blind).trace.notes)

@@ -178,6 +178,7 @@ def test_a_stated_rate_is_not_used_if_more_moved_over_whole_steps(tmp_path, part
         ("gloo", (2, 30), 1.45, True),
         ("gloo", (9, 31), 1.55, True),  # 11 ms of the stated rate beyond it
         ("gloo", (9, 80), 1.55, False),  # 24 ms
+        ("gloo", (9, 80), 1.75, True),  # 33 ms, of a link that is in use 96 % of the time
         ("gloo", (1, 6), 1.55, False),  # of a link that is idle most of the time
         ("nccl", (2, 30), 1.45, True),
         ("nccl", (9, 31), 1.55, False),

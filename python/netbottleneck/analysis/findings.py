@@ -67,6 +67,7 @@ from netbottleneck.analysis.thresholds import (
     HANDICAP_MAX,
     LINK_EXCEEDED,
     LINK_EXCEEDED_AT_TIMES,
+    LINK_USED,
     LINK_USED_IN_BURSTS,
     STEPS_MIN,
     TIMEOUT_NS,
@@ -387,9 +388,13 @@ def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
 
 
 def _in_bursts(rate: float, between_bps: float, moved: Achieved) -> bool:
-    """True if a shaper of that rate can have let operations pass at a higher one: what it saved up in pauses."""
+    """True if a shaper of that rate can have let operations pass at a higher one: what it saved up in pauses.
+
+    Or if the link is in use nearly all the time: operations that end before their bytes have left only seem faster.
+    """
     saved_up_s = (between_bps / rate - 1) * moved.operation_s
-    return saved_up_s <= BURST_S and moved.average_bps >= LINK_USED_IN_BURSTS * rate
+    used = moved.average_bps / rate
+    return used >= LINK_USED or (saved_up_s <= BURST_S and used >= LINK_USED_IN_BURSTS)
 
 
 def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
@@ -443,7 +448,9 @@ def _scaling(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
 
 
 def _comparisons(common: Findings, base: Arm, warmup: int) -> tuple[Paired, ...]:
-    """`base` against each other arm that moves gradients."""
+    """`base` against each other arm that moves gradients; none if base moves none: the arms are the same then."""
+    if all(one.by_script for one in common.trace.collectives if one.arm == base):
+        return ()
     others = [arm for arm in common.times if arm.real and arm != base]
     pairs = [compare(common.trace, base, arm, warmup) for arm in others]
     return tuple(pair for pair in pairs if pair is not None)
@@ -546,6 +553,17 @@ def _mean_ns(trace: Trace, arms: Iterable[Arm], whole: Parts) -> float:
     return (whole.step_ns * whole.steps + sum(bare)) / (whole.steps + len(bare))
 
 
+def _no_forward(trace: Trace, base: Arm | None) -> str:
+    """A note if no forward pass of a script was recorded, where gradients were; "" else."""
+    own = [step for step in trace.steps if step.arm == base]
+    if not trace.of_script or any(step.forward for step in own) or not any(step.grad_ready for step in own):
+        return ""
+    return (
+        "no forward pass was recorded: what is before the first gradient counts as compute. If torch.compile wraps the "
+        "DDP model, call netbottleneck.attach on the result, or compile the module inside"
+    )
+
+
 def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     """Compute the findings of a trace."""
     trace = aligned(trace)
@@ -560,7 +578,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     base = _base(trace, parts, times)
     link_bps, doubt = link_rate(trace, base, None if base is None else achieved[base])
     common = Findings(
-        trace=replace(trace, notes=(*trace.notes, doubt)) if doubt else trace,
+        trace=replace(trace, notes=(*trace.notes, *filter(None, (doubt, _no_forward(trace, base))))),
         clock_error_ns=clock_error_ns(trace),
         times=_there(times),
         parts=parts,

@@ -14,6 +14,8 @@ LINK_EXCEEDED = 1.05
 LINK_EXCEEDED_AT_TIMES = 1.50
 # Up to this it may be the burst of a shaper: what an operation moved beyond the link's rate, in seconds at that rate.
 BURST_S = 0.02
+# So it may from this on: rate over whole steps, over the link's, which then is in use most of the time.
+LINK_USED = 0.90
 # A burst is saved up in pauses of a link in use: rate over whole steps, over the link's, at least.
 LINK_USED_IN_BURSTS = 0.50
 # The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.

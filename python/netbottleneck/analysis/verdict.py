@@ -357,6 +357,8 @@ def _missing(facts: Facts) -> str:
     hooked = any(HOOKED in note for note in f.trace.notes)
     if hooked or not f.trace.buckets:  # no transport of ours can move its gradients
         return LINK_SPEED if _is_link_unknown(facts) else WITHOUT_HOOK if hooked else QUIET
+    if 2 * f.script_ns > f.parts_ns["idle"].value:  # they travel over the script's own process group
+        return LINK_SPEED if _is_link_unknown(facts) else CALLS
     if not others:
         arms = ",".join(beside(f, "tcp"))
         return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
@@ -374,6 +376,7 @@ LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's p
 SAME_STEPS = "Profile the same steps of one run on all ranks, with netbottleneck run where groups have a part of them."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
 WITHOUT_HOOK = "Measure a run without that communication hook: no transport takes turns with it."
+CALLS = "Look at the script's own calls, which are most of this and which no transport carries: fewer, or smaller ones."
 QUIET = "Measure on hosts that do nothing else, for more steps."
 
 

@@ -235,16 +235,17 @@ class Gradients(GradientSink):
     """Hooks on parameters that fill buckets and send each complete one to a destination; see `target`.
 
     parameters: (name, tensor) pairs, the same on every rank and in the same order; those without gradient or without
-    elements are left out. passes: backward passes a step. direct_bytes: a gradient of this size or more is sent from
-    the memory that autograd chose; a smaller one is copied to its bucket and back. In both cases `grad` stays the
-    tensor that autograd or the user put there. limits: bytes of the first bucket, and of the others. agree: a
-    collective that returns rank 0's bytes on all ranks, of equal length, or None on all of them. It is called at the
-    end of the first step, so that all ranks re-order their buckets alike, and of later ones while it returns None.
-    None: through the Comm; without a destination, buckets keep backward order. among: the ranks of a Comm's sums; None:
-    all. Sparse gradients are made dense. drop_sparse: parameters with a sparse gradient in rank 0's first step are left
-    out from then on, and named in `dropped`. flagged: each bucket ends with a flag for each gradient, and a gradient
-    that no rank has stays None; otherwise a missing gradient becomes zeros, as with Horovod. limit_s: after which a
-    bucket over a Comm fails, if a rank has not sent its own; 0: none.
+    elements are left out. by_name: the ranks may hold them in different orders; the order of the names then makes the
+    buckets of the first step, before the ranks agree on another. passes: backward passes a step. direct_bytes: a
+    gradient of this size or more is sent from the memory that autograd chose; a smaller one is copied to its bucket and
+    back. In both cases `grad` stays the tensor that autograd or the user put there. limits: bytes of the first bucket,
+    and of the others. agree: a collective that returns rank 0's bytes on all ranks, of equal length, or None on all of
+    them. It is called at the end of the first step, so that all ranks re-order their buckets alike, and of later ones
+    while it returns None. None: through the Comm; without a destination, buckets keep backward order. among: the ranks
+    of a Comm's sums; None: all. Sparse gradients are made dense. drop_sparse: parameters with a sparse gradient in rank
+    0's first step are left out from then on, and named in `dropped`. flagged: each bucket ends with a flag for each
+    gradient, and a gradient that no rank has stays None; otherwise a missing gradient becomes zeros, as with Horovod.
+    limit_s: after which a bucket over a Comm fails, if a rank has not sent its own; 0: none.
 
     Raises ValueError for a parameter outside host and CUDA memory, for parameters on several devices, and for one with
     a dtype that cannot be reduced, or with gradients of another dtype. If only the backward pass shows another dtype,
@@ -265,6 +266,7 @@ class Gradients(GradientSink):
         drop_sparse: bool = False,
         flagged: bool = False,
         limit_s: float = 0.0,
+        by_name: bool = False,
     ) -> None:
         chosen = [(name, p) for name, p in parameters if p.requires_grad and p.numel() > 0]
         for name, parameter in chosen:
@@ -291,7 +293,9 @@ class Gradients(GradientSink):
         self._limit_s = limit_s
         self._settled = False
         self._handles: list[Any] = []
-        self._build(self._plan(None))
+        places = range(len(self.names))
+        self._common = sorted(places, key=self.names.__getitem__) if by_name else list(places)
+        self._build(self._plan(self._common[::-1]))
 
     def _passes_change(self) -> None:
         self.hook.passes = self._passes
@@ -393,7 +397,7 @@ class Gradients(GradientSink):
             handle.remove()
         self._handles.clear()
 
-    def _plan(self, order: list[int] | None) -> list[list[int]]:
+    def _plan(self, order: list[int]) -> list[list[int]]:
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         return plan.buckets(sizes, [p.dtype for p in self.parameters], order, *self._limits)
 
@@ -428,14 +432,24 @@ class Gradients(GradientSink):
             OnAccumulated(parameter, self.hook.hook(index)) for index, parameter in enumerate(self.parameters)
         ]
 
-    def _drop(self, order: list[int], sparse: list[int]) -> list[int]:
-        """Leave out parameters marked as sparse; return the order of the others, with their new indices."""
-        kept = [index for index in range(len(order)) if not sparse[index]]
-        self.dropped = tuple((self.names[i], self.parameters[i]) for i in range(len(order)) if sparse[i])
+    def _drop(self, order: list[int], sparse: set[int]) -> list[int]:
+        """Leave out sparse parameters; return the order of the others, with their new indices."""
+        kept = [index for index in range(len(order)) if index not in sparse]
+        self.dropped = tuple((self.names[index], self.parameters[index]) for index in self._common if index in sparse)
         self.names = tuple(self.names[index] for index in kept)
         self.parameters = tuple(self.parameters[index] for index in kept)
         now = {index: place for place, index in enumerate(kept)}
         return [now[index] for index in order if index in now]
+
+    def _observed(self) -> list[int]:
+        """Return the parameters in this step's order of readiness, then for each whether its gradient was sparse.
+
+        A parameter is given as its place in the common order.
+        """
+        places = {index: place for place, index in enumerate(self._common)}
+        ready = [places[index] for index in dict.fromkeys(self.hook.ready_order())]
+        sparse = self.hook.sparse() if self._drop_sparse else []
+        return [*ready, *sorted(set(places.values()) - set(ready), reverse=True), *(i in sparse for i in self._common)]
 
     def _settle(self) -> None:
         """Use rank 0's order of this step on all ranks, and rebuild the buckets if it changes them."""
@@ -445,17 +459,14 @@ class Gradients(GradientSink):
             agree = lambda mine: comm.exchange(mine)[0]  # noqa: E731
         if agree is None:
             return
-        count = len(self.parameters)
-        seen = list(dict.fromkeys(self.hook.ready_order()))
-        seen += sorted(set(range(count)) - set(seen), reverse=True)
-        sparse = self.hook.sparse() if self._drop_sparse else []
-        mine = np.array([*seen, *(index in sparse for index in range(count))], np.int32)
-        answer = agree(mine.tobytes())
+        answer = agree(np.array(self._observed(), np.int32).tobytes())
         if answer is None:
             return
         self._settled = True
         agreed = np.frombuffer(answer, np.int32).tolist()
-        chosen = self._plan(self._drop(agreed[:count], agreed[count:]))
+        order = [self._common[place] for place in agreed[: len(self._common)]]
+        sparse = {index for index, flag in zip(self._common, agreed[len(self._common) :], strict=True) if flag}
+        chosen = self._plan(self._drop(order, sparse))
         if self.dropped or chosen != [list(bucket.parameters) for bucket in self.buckets]:
             self.version += 1
             if isinstance(self._memory, torch.Tensor) and self._memory.is_cuda:

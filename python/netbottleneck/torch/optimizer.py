@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import hashlib
+import json
 import warnings
 import weakref
 from collections import Counter
@@ -15,7 +17,7 @@ import torch
 
 from netbottleneck.errors import FAILURES, HorovodInternalError
 from netbottleneck.runtime import async_operations, job
-from netbottleneck.runtime.async_operations import Members, ProcessSet, global_process_set, members_of
+from netbottleneck.runtime.async_operations import Array, Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import Gradients, bucket_limits, own_type
 from netbottleneck.torch.handles import synchronize
@@ -115,7 +117,9 @@ def adasum_optimizer(
 ) -> Any:
     """Return an optimizer of the same class whose steps are combined over a process set."""
     result = remade(optimizer, _Adasum)
-    result._parameter_names = {parameter: name for name, parameter in named if parameter.requires_grad}
+    # Adasum has several rounds, and each begins only in a wait: all ranks wait in one order.
+    in_order = sorted(named, key=lambda pair: pair[0])
+    result._parameter_names = {parameter: name for name, parameter in in_order if parameter.requires_grad}
     result._process_set = process_set
     result._compression = compression
     result.backward_passes_per_step = positive(passes)
@@ -123,6 +127,8 @@ def adasum_optimizer(
 
 
 # Carriers of a distributed optimizer's gradients in the current job: in buckets, or one by one.
+
+NAMED_MOST = 4  # parameters that an error names for each rank
 
 
 class Carrier(Protocol):
@@ -157,6 +163,7 @@ class Wanted:
     predivide: float
     sparse_as_dense: bool
     process_set: ProcessSet
+    by_name: bool = False  # gradients match by the script's names; else by their places in the optimizer
 
 
 class Guarded:
@@ -249,6 +256,7 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
         agree=_agreement(wanted.label, among) if among.size > 1 else None,
         among=None if everybody else among,
         drop_sparse=apart,
+        by_name=wanted.by_name and among.size > 1,
     )
     moved = among.size > 1 and this.settings.transports[0] != "null"
     reduction, _ = async_operations.reduction(wanted.op, among.size)
@@ -259,6 +267,14 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
     return SparseApart(gradients, _ways(wanted)) if apart else gradients
 
 
+def _sum(kind: str, label: str, among: Members, values: Array) -> Array:
+    """Add up an array over the ranks of a set, in place, and return it. A rank that has joined adds zeros."""
+    this, core = job.current(), job.core()
+    name, code = async_operations.label(kind, label, among), async_operations.code_of(values)
+    this.wait([this.comm.submit(name, core.ALLREDUCE, values, code, group=among.number, keep=values)])
+    return values
+
+
 def _agreement(label: str, among: Members) -> Callable[[bytes], bytes | None]:
     """Return a function that gives all ranks of a set the 32-bit integers of its first rank, as bytes.
 
@@ -267,14 +283,55 @@ def _agreement(label: str, among: Members) -> Callable[[bytes], bytes | None]:
     """
 
     def agree(mine: bytes) -> bytes | None:
-        this, core = job.current(), job.core()
         present, values = 1, np.frombuffer(mine, np.int32)
-        sums = np.array([present, *(values if among.rank == 0 else np.zeros_like(values))], np.int32)
-        name = async_operations.label("order", label, among)
-        this.wait([this.comm.submit(name, core.ALLREDUCE, sums, core.INT32, group=among.number, keep=sums)])
+        own = [present, *(values if among.rank == 0 else np.zeros_like(values))]
+        sums = _sum("order", label, among, np.array(own, np.int32))
         return sums[1:].tobytes() if sums[0] == among.size else None
 
     return agree
+
+
+def _described(names: dict[torch.Tensor, str], by_name: bool) -> list[str]:
+    """Return what matches the gradients of each parameter on all ranks, and its shape; sorted."""
+    return sorted(
+        f"{name if by_name else f'parameter {place}'} {list(parameter.shape)}"
+        for place, (parameter, name) in enumerate(names.items())
+        if parameter.requires_grad
+    )
+
+
+def _compare(label: str, among: Members, own: list[str]) -> bool:
+    """Return True if all ranks of a set have described the same parameters, False while one has joined.
+
+    Raises ValueError on all ranks, with the first two that differ, and what only one of them has.
+    """
+    text = json.dumps(own).encode()
+    seen = np.zeros((among.size, 2), np.int64)
+    seen[among.rank] = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"), len(text)
+    _sum("parameters", label, among, seen)
+    present = np.flatnonzero(seen[:, 1]).tolist()
+    first = present[0]
+    other = next((rank for rank in present if seen[rank, 0] != seen[first, 0]), None)
+    if other is None:
+        return len(present) == among.size
+    split, end = np.cumsum(seen[[first, other], 1]).tolist()
+    both = np.zeros(end, np.uint8)
+    if among.rank == first:
+        both[:split] = np.frombuffer(text, np.uint8)
+    elif among.rank == other:
+        both[split:] = np.frombuffer(text, np.uint8)
+    _sum("parameters.differ", label, among, both)
+    here, there = json.loads(both[:split].tobytes()), json.loads(both[split:].tobytes())
+    raise ValueError(
+        f"{label}: the ranks optimize different parameters, so their gradients do not match: "
+        f"{_only(among.ranks[first], here, there)}; {_only(among.ranks[other], there, here)}"
+    )
+
+
+def _only(rank: int, own: list[str], others: list[str]) -> str:
+    found = sorted(set(own) - set(others))
+    more = f" and {len(found) - NAMED_MOST} more" if len(found) > NAMED_MOST else ""
+    return f"only rank {rank} has {', '.join(found[:NAMED_MOST]) or 'none'}{more}"
 
 
 def _ways(wanted: Wanted) -> Ways:
@@ -317,6 +374,7 @@ class _Distributed(torch.optim.Optimizer):
     _close: Callable[[], Any] | None = None
     _ended: bool = False
     _resting: bool = False  # its job has ended, and it has not joined another
+    _uncompared: list[str] | None = None  # its parameters, until all ranks have been found to have the same
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool
     _should_synchronize: bool
@@ -331,7 +389,8 @@ class _Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; those that the backward pass did not reach are sent as zeros.
 
-        If its job has ended, it joins the running job; ValueError if there is none.
+        If its job has ended, it joins the running job; ValueError if there is none. Raises ValueError in the first step
+        if the ranks have different parameters.
         """
         if self._ended:
             raise RuntimeError(
@@ -342,6 +401,7 @@ class _Distributed(torch.optim.Optimizer):
             self._again()
         if self._carrier is not None:
             self._carrier.flush()
+            self._compare()
             self._carrier.wait()
         self._synchronized = True
 
@@ -384,11 +444,19 @@ class _Distributed(torch.optim.Optimizer):
         self._leave()
         self._job, self._synchronized = job.current(), False
         self._carrier = carrier(self, self._parameter_names, self.backward_passes_per_step, self._wanted)
+        self._uncompared = _described(self._parameter_names, self._wanted.by_name)
         self._ended = self._resting = False
         if self._carrier is not None:
             self._close = weakref.finalize(self, self._carrier.close)
             itself = weakref.ref(self)
             self._job.ending.append(lambda: _rest(itself()))
+
+    def _compare(self) -> None:
+        """Compare the parameters of all ranks, once in a job, before any sum is used."""
+        if self._uncompared is not None:
+            among = members_of(self._wanted.process_set)
+            if among.size == 1 or _compare(self._wanted.label, among, self._uncompared):
+                self._uncompared = None
 
     def _again(self) -> None:
         """Join the running job under a new name. All ranks reach this by the same call."""
@@ -466,7 +534,13 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     result._should_synchronize = True
     result.backward_passes_per_step = positive(backward_passes_per_step)
     result._wanted = Wanted(
-        _label(process_set), compression, op, gradient_predivide_factor, sparse_as_dense, process_set
+        _label(process_set),
+        compression,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        process_set,
+        by_name=named_parameters is not None,
     )
     result._begin()
     _made.append(weakref.ref(result, _made.remove))  # by identity: a script's class may be unhashable
@@ -516,7 +590,7 @@ def renew(here: tuple[int, int]) -> None:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of all parameters in the optimizer's own order, which is the model's."""
+    """Return (name, parameter) of all parameters in the optimizer's own order, which may differ between ranks."""
     own = [
         (f"allreduce.noname.{index}.{member}", parameter)
         for index, group in enumerate(optimizer.param_groups)

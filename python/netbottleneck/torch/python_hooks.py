@@ -229,7 +229,9 @@ class PerParameter(GradientSink):
         self._stamp("WAIT_BEGIN")
         try:
             results = {parameter: (wait(), context) for parameter, (wait, context) in sent.items()}
-            return results | {parameter: (wait(), None) for parameter, wait in sparse.items()}
+            # A sparse sum has several rounds, and each begins only in a wait: all ranks wait in one order.
+            in_order = sorted(sparse, key=lambda parameter: self.names[self._index[parameter]])
+            return results | {parameter: (sparse[parameter](), None) for parameter in in_order}
         finally:
             self._stamp("WAIT_END")
 

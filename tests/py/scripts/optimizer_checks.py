@@ -380,5 +380,97 @@ def buckets_settle_on_one_order() -> None:
     assert hvd.allgather_object(seen) == [seen] * hvd.size()
 
 
+def in_another_order(parameters: list[Any]) -> list[Any]:
+    """The same parameters, in an order of each rank's own."""
+    return parameters[hvd.rank() :] + parameters[: hvd.rank()]
+
+
+PATHS: list[dict[str, Any]] = [
+    {},
+    {"op": hvd.Sum},
+    {"op": hvd.Max},
+    {"op": hvd.Adasum},
+    {"sparse_as_dense": True},
+    {"compression": hvd.Compression.fp16},
+    {"backward_passes_per_step": 2},
+]
+
+
+@check
+def gradients_match_by_name_whatever_the_order_of_the_parameters() -> None:
+    for options in PATHS:
+        for of_same_size in (True, False):
+            sizes = [4] * 5 if of_same_size else [2, 70_000, 3, 2, 5]
+            weights = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+            named = [(f"weight{index}", weight) for index, weight in enumerate(weights)]
+            base = torch.optim.SGD(in_another_order(weights), lr=1.0)
+            optimizer = hvd.DistributedOptimizer(base, in_another_order(named[::-1]), **options)
+            passes, op = options.get("backward_passes_per_step", 1), options.get("op", hvd.Average)
+            for _ in range(3):
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    sum(((index + 1) * weight).sum() for index, weight in enumerate(weights)).backward()
+                optimizer.step()
+            for index, weight in enumerate(weights):
+                total = -3.0 * (index + 1) * passes * (hvd.size() if op == hvd.Sum else 1)
+                if op == hvd.Adasum:
+                    torch.testing.assert_close(weight, torch.full_like(weight, total), rtol=1e-5, atol=0)
+                else:
+                    assert torch.equal(weight, torch.full_like(weight, total)), (options, index)
+
+
+@check
+def sparse_gradients_match_by_name_whatever_the_order_of_the_parameters() -> None:
+    tables = [torch.nn.Embedding(4, 2, sparse=index != 1) for index in range(3)]
+    weights = [table.weight for table in tables]
+    for weight in weights:
+        torch.nn.init.zeros_(weight)
+    named = [(f"{index}.weight", weight) for index, weight in enumerate(weights)]
+    base = torch.optim.SGD(in_another_order(weights), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(base, named, op=hvd.Sum)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(table(torch.tensor([index])).sum() * (index + 1) for index, table in enumerate(tables)).backward()
+        optimizer.step()
+    for index, weight in enumerate(weights):
+        wanted = torch.zeros(4, 2)
+        wanted[index] = -3.0 * (index + 1) * hvd.size()
+        assert torch.equal(weight, wanted), index
+
+
+@check
+def buckets_hold_the_same_names_and_follow_the_backward_pass() -> None:
+    layers = torch.nn.Sequential(*[torch.nn.Linear(600, 600, bias=False) for _ in range(3)])
+    base = torch.optim.SGD(in_another_order(list(layers.parameters())), lr=0.0)
+    optimizer = hvd.DistributedOptimizer(base, layers.named_parameters())
+    gradients = optimizer._carrier.inner.gradients
+    for _ in range(2):
+        layers(torch.ones(1, 600)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = [[gradients.names[index] for index in bucket.parameters] for bucket in gradients.buckets]
+    assert seen == [["2.weight"], ["1.weight", "0.weight"]]
+    assert hvd.allgather_object(seen) == [seen] * hvd.size()
+
+
+@check
+def different_parameters_are_named_on_every_rank() -> None:
+    last = hvd.size() - 1
+    own = "b" if hvd.rank() < last else "c"
+    missing = rf"only rank 0 has b \[2\]; only rank {last} has c \[2\]$"
+    for options in ({}, {"sparse_as_dense": True}, {"gradient_predivide_factor": 2.0}):
+        a, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, other], lr=1.0), [("a", a), (own, other)], **options)
+        (a.sum() + other.sum()).backward()
+        with pytest.raises(ValueError, match=missing):
+            optimizer.step()
+        assert other.tolist() == [0.0, 0.0]
+    shapes = torch.nn.Parameter(torch.zeros(2 if hvd.rank() < last else 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([shapes], lr=1.0))
+    shapes.sum().backward()
+    with raises(ValueError, f"only rank 0 has parameter 0 [2]; only rank {last} has parameter 0 [3]"):
+        optimizer.step()
+
+
 if __name__ == "__main__":
     main()

@@ -404,6 +404,21 @@ def an_optimizer_of_a_set_leaves_others_alone() -> None:
 
 
 @check
+def gradients_of_a_set_match_by_name() -> None:
+    sets = halves()
+    even = sets[0]
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    order = [a, b] if hvd.rank() == 0 else [b, a]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=1.0), [("a", a), ("b", b)], process_set=even)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (a.sum() + 10 * b.sum()).backward()
+        optimizer.step()
+    assert (a.tolist(), b.tolist()) == ([-2.0, -2.0], [-20.0, -20.0])
+    forget(sets)
+
+
+@check
 def steps_are_joined_by_adasum() -> None:
     size, rank = hvd.size(), hvd.rank()
     weights = [torch.nn.Parameter(torch.full((3,), 1.0)) for _ in range(2)]

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from netbottleneck.torch.backend import collectives
+from netbottleneck.torch.backend.operations import Move, Operation
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # A rank that is missing is named soon.
@@ -205,6 +206,42 @@ assert type(world._get_backend(torch.device("meta"))).__name__ == "FakeProcessGr
 dist.destroy_process_group()
 """
     warm_ranks(2, script)
+
+
+def taken(names: collectives.Names, nbytes: int, operation: Operation, **more: Any) -> str:
+    return names.take(Move("ALLREDUCE", [(0, nbytes)], 6, **more), operation)[0]
+
+
+def begun(*works: Any) -> Operation:
+    operation = Operation()
+    operation.run(iter([works] if works else []))
+    return operation
+
+
+def test_operations_of_different_signatures_have_their_names_in_any_order() -> None:
+    nbytes, kinds = range(4, 40_000, 4), ({}, {"op": 1}, {"root": 1}, {"factor": 0.5})
+    one, other = collectives.Names(0), collectives.Names(0)
+    operation = begun()
+    asked = [(size, more) for size in nbytes for more in kinds]
+    found = [taken(one, size, operation, **more) for size, more in asked]
+    assert len(set(found)) == len(asked)
+    assert found[::-1] == [taken(other, size, operation, **more) for size, more in reversed(asked)]
+
+
+def test_names_forget_only_what_other_ranks_need_not_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "KEPT_MAX", 4)
+    names, pending = collectives.Names(0), begun(SimpleNamespace(test=lambda: False))
+    for _ in range(collectives.SLOTS):
+        taken(names, 4, begun())
+        taken(names, 8, pending)
+    taken(names, 12, begun())
+    for size in range(100, 200):
+        for _ in range(collectives.SLOTS):
+            taken(names, size, begun())
+    assert len(names._series) <= 2 * 4
+    assert taken(names, 4, begun()).endswith(".0")
+    assert taken(names, 12, begun()).endswith(".1")
+    assert names.take(Move("ALLREDUCE", [(0, 8)], 6), begun())[1] is pending
 
 
 @pytest.mark.parametrize(

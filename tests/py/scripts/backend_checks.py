@@ -325,6 +325,16 @@ def operations_go_on_side_by_side() -> None:
 
 
 @check
+def operations_of_different_sizes_begin_in_any_order() -> None:
+    tensors = [torch.full((size,), float(rank())) for size in (172_032, 37)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in (tensors if rank() else tensors[::-1])]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert all(torch.equal(tensor, torch.full_like(tensor, sum(range(size())))) for tensor in tensors)
+
+
+@check
 def futures_hold_what_was_written() -> None:
     tensor = torch.ones(4)
     work = dist.all_reduce(tensor, async_op=True)

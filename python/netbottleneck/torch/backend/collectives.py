@@ -1,7 +1,6 @@
 """Collectives of the backend on tensors, and point-to-point messages."""
 
 import functools
-import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -320,8 +319,7 @@ def barrier(ranks: Ranks) -> Rounds:
 # Operation names: the same on all ranks that make the same calls, and reused so that the engine knows them by number.
 
 SLOTS = 16  # pending operations with equal signatures; further ones wait for these
-SERIES = 4096  # series of names between the same ranks
-LABELS_MAX = 4096  # most cached labels
+KEPT_MAX = 4096  # series, and labels, above which those that can be made again are dropped
 
 
 class _Series:
@@ -331,37 +329,47 @@ class _Series:
         self.count = 0
         self.last: dict[int, Operation] = {}
 
+    def is_as_new(self) -> bool:
+        """Forget operations that are over. True if a new series would go on in the same way: on every rank alike."""
+        self.last = {at: operation for at, operation in self.last.items() if not operation.over(0.0)}
+        return self.count % SLOTS == 0 and not self.last
+
 
 class Names:
     """The names of a process group's operations.
 
     Operations with equal signatures take names in turn, in the order in which they begin, which is the same on all
     their ranks. Other operations may begin in a different order on each rank, for example from callbacks of futures.
+    So each signature has a series of its own, which all ranks continue alike.
     """
 
     def __init__(self, number: int) -> None:
         self._group = f"torch group {number}"
-        self._labels: dict[Hashable, tuple[Hashable, str]] = {}
+        self._labels: dict[Hashable, str] = {}
         self._series: dict[Hashable, _Series] = {}
+        self._series_max = KEPT_MAX
 
     def take(self, move: Move, operation: Operation) -> tuple[str, Operation | None]:
         """Return a name for an operation, and the pending operation that still holds it, or None."""
-        key, label = self._label(move)
+        key = (move.way, move.signature())
         series = self._series.get(key)
         if series is None:
+            if len(self._series) >= self._series_max:
+                self._series = {known: one for known, one in self._series.items() if not one.is_as_new()}
+                self._series_max = max(KEPT_MAX, 2 * len(self._series))
             series = self._series[key] = _Series()
         at = series.count % SLOTS
         series.count += 1
         before, series.last[at] = series.last.get(at), operation
-        return f"{label}.{at}", None if before is None or before.over(0.0) else before
+        return f"{self._label(key, move)}.{at}", None if before is None or before.over(0.0) else before
 
-    def _label(self, move: Move) -> tuple[Hashable, str]:
-        signature = (move.way, move.signature())
-        found = self._labels.get(signature)
+    def _label(self, key: Hashable, move: Move) -> str:
+        """Return a text that differs between signatures; the factor of a group's moves is 1 or its average's."""
+        found = self._labels.get(key)
         if found is None:
-            number = zlib.crc32(repr(signature).encode()) % SERIES
-            text = " ".join(filter(None, (self._group, move.way, move.kind.lower(), f"{move.nbytes} B")))
-            if len(self._labels) >= LABELS_MAX:
+            numbers = f"#{move.code}.{move.op}.{move.root}{'' if move.factor == 1.0 else '.avg'}"
+            parts = (self._group, move.way, move.kind.lower(), f"{move.nbytes} B", numbers)
+            if len(self._labels) >= KEPT_MAX:
                 self._labels.clear()
-            found = self._labels[signature] = ((move.way, number), f"{text} #{number}")
+            found = self._labels[key] = " ".join(filter(None, parts))
         return found

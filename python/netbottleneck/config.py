@@ -71,6 +71,21 @@ def integer(low: int, high: int | None = None) -> Kind:
 MOST = 2**31 - 1  # the core counts steps and events in 32 bits
 MOST_S = 2_147_483  # the engine counts milliseconds in 32 bits
 MOST_GBPS = 1e6
+MOST_BYTES = 2**63 - 1  # the core counts bytes in 63 bits
+SEGMENT_BYTES = (16 << 10, 2 << 20)  # of the core
+
+
+def sizes(low: int, high: int, example: str) -> Kind:
+    """A number of bytes in [low, high], or 0. Above 0, low is at least 1."""
+
+    def parse(text: str) -> int:
+        value = size(text)
+        if value and not low <= value <= high:
+            raise ValueError(text)
+        return value
+
+    at_least = f"0, or {low} to {high}" if low > 1 else f"at most {high}"
+    return Kind(parse, f"bytes, {at_least}, such as {example} (M is 10^6, Mi is 2^20)")
 
 
 def seconds(low: float) -> Kind:
@@ -203,7 +218,9 @@ def cpus(text: str) -> tuple[int, ...]:
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 GBPS = Kind(rate, f"Gbit/s, above 0, at most {MOST_GBPS:.0f}")
-BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
+BYTES = sizes(1, MOST_BYTES, "65536, 256Ki, 1M or 64Mi")
+SEGMENT = sizes(*SEGMENT_BYTES, "65536, 256Ki or 1M")
+GATHER = sizes(1, MOST, "65536, 256Ki or 1M")
 TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
@@ -327,7 +344,7 @@ class Settings:
     )
     congestion: str | None = _row("CONGESTION", TEXT, None, "tcp's congestion control; default: the host's (lo: reno)")
     ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the kernel chooses")
-    segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "size of a segment; 0: the engine chooses")
+    segment_bytes: int = _row("SEGMENT_BYTES", SEGMENT, 0, "size of a segment; 0: the engine chooses")
     bucket_bytes: int = _row(
         "BUCKET_BYTES",
         BYTES,
@@ -447,7 +464,7 @@ class Settings:
     )
     cuda_gather_bytes: int = _row(
         "CUDA_GATHER_BYTES",
-        BYTES,
+        GATHER,
         0,
         "size up to which a kernel copies the tensors of a grouped operation from and to a GPU together; "
         "0: the copy engine copies each",

@@ -14,7 +14,7 @@ from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import config
 from netbottleneck.config import describe, settings, without_effect
-from netbottleneck.launch import rendezvous, topology
+from netbottleneck.launch import connect, rendezvous, topology
 
 PYTHON = Path(__file__).resolve().parents[2] / "python"
 
@@ -179,6 +179,10 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
         ("HOROVOD_THREAD_AFFINITY", "all", "numbers of CPUs"),
         ("NETBOTTLENECK_SEGMENT_BYTES", "1.5", "bytes"),
         ("NETBOTTLENECK_SEGMENT_BYTES", "-1", "bytes"),
+        ("NETBOTTLENECK_SEGMENT_BYTES", "16383", "bytes, 0, or 16384 to 2097152"),
+        ("NETBOTTLENECK_SEGMENT_BYTES", "64Mi", "bytes, 0, or 16384 to 2097152"),
+        ("NETBOTTLENECK_CUDA_GATHER_BYTES", "2Gi", "bytes, at most 2147483647"),
+        ("NETBOTTLENECK_BUCKET_BYTES", "9223372036854775808", "bytes, at most 9223372036854775807"),
         ("NETBOTTLENECK_TIMEOUT_S", "0", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "nan", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "inf", "seconds"),
@@ -236,7 +240,13 @@ def test_the_window_of_steps_must_not_be_empty() -> None:
     ],
 )
 def test_sizes_are_decimal_or_binary_as_written(text: str, nbytes: int) -> None:
-    assert settings(environ={"NETBOTTLENECK_SEGMENT_BYTES": text}).segment_bytes == nbytes
+    assert settings(environ={"NETBOTTLENECK_BUCKET_BYTES": text}).bucket_bytes == nbytes
+
+
+@pytest.mark.parametrize("nbytes", [0, *config.SEGMENT_BYTES])
+def test_the_core_takes_each_size_of_a_segment_that_is_allowed(nbytes: int) -> None:
+    chosen = settings(environ={"NETBOTTLENECK_SEGMENT_BYTES": str(nbytes), "NETBOTTLENECK_CUDA_GATHER_BYTES": "1Gi"})
+    connect.connect(chosen, connect.Place(0, 1)).close()
 
 
 @pytest.fixture(autouse=True)

@@ -233,8 +233,9 @@ SECRET_FILE = Kind(str, "path of a file with mode 0600, whose content is valid f
 LEVEL = Kind(level, f"one of {', '.join(LEVELS)}")
 CPU = integer(0, 1023)
 CPUS = Kind(cpus, "numbers of CPUs, such as 2,3")
-RANK = integer(0)
-RANKS = integer(1)
+RANKS_MAX = 10_000_000  # of a job: what a trace can hold
+RANK = integer(0, RANKS_MAX - 1)
+RANKS = integer(1, RANKS_MAX)
 
 
 PREFIX = "NETBOTTLENECK"

@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 from conftest import RANKS_LIMIT_S, Ranks, free_port, inherited
 
-from netbottleneck.config import settings
+from netbottleneck.config import RANKS_MAX, settings
 from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect, pmi, rendezvous
 from netbottleneck.launch import topology as launch_topology
@@ -38,6 +38,7 @@ from netbottleneck.launch.rendezvous import (
     wait_for,
 )
 from netbottleneck.launch.topology import with_package
+from netbottleneck.trace.model import SIZE_MAX
 
 HOROVOD = {
     "HOROVOD_RANK": "3",
@@ -130,6 +131,8 @@ def test_launchers_that_agree_are_read_in_order() -> None:
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["torchrun: rank 0 of 1", "srun: rank 3 of 4"]),
         ({**HOROVOD, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, ["disagree", "0 of 8"]),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "6"}, ["disagree", "0 of 6"]),
+        ({"RANK": "0", "WORLD_SIZE": "10000001"}, ["WORLD_SIZE=10000001", "at most 10000000 ranks"]),
+        ({"NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "10000001"}, ["NETBOTTLENECK_SIZE=10000001", "10000000"]),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "4"}, ["disagree", "torchrun: rank 0 of 4", "srun: rank 3 of 4"]),
         ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "4"}, ["disagree", "torchrun: rank 0 of 4", "mpirun: rank 3 of 4"]),
         ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "RANK is not set", "SLURM_NTASKS=4"]),
@@ -377,7 +380,7 @@ def test_waiting_for_a_key_ends_at_the_deadline(tmp_path: Path) -> None:
 
 # A rank that joins a job, prints "joined", and leaves it.
 JOIN = """
-from netbottleneck.config import settings
+from netbottleneck.config import RANKS_MAX, settings
 from netbottleneck.launch.connect import connect, detect
 chosen = settings()
 comm = connect(chosen, detect(chosen))
@@ -769,7 +772,7 @@ def test_without_torch_a_torchrun_job_fails_with_the_remedy(monkeypatch: pytest.
 
 
 STORE_RANK = """
-from netbottleneck.config import settings
+from netbottleneck.config import RANKS_MAX, settings
 from netbottleneck.launch.connect import connect, detect
 import torch
 import torch.distributed as dist
@@ -805,7 +808,7 @@ NAMELESS_RANK = """
 import socket
 import torch
 from netbottleneck.runtime import communicators
-from netbottleneck.config import settings
+from netbottleneck.config import RANKS_MAX, settings
 from netbottleneck.launch.connect import connect, detect
 known = socket.gethostbyname
 socket.gethostbyname = lambda host: "127.0.1.1" if host == "node1" else known(host)
@@ -837,7 +840,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from netbottleneck.runtime import communicators
-from netbottleneck.config import settings
+from netbottleneck.config import RANKS_MAX, settings
 from netbottleneck.launch.connect import connect, detect
 def threads():
     names = []
@@ -928,3 +931,47 @@ def test_a_value_of_pmix_is_used_only_if_it_is_one_of_bytes() -> None:
         pmix(3).share(b"mine", [1], RANKS_LIMIT_S)
     with pytest.raises(pmi.Unusable, match=r"PMIx_Get of netbottleneck.1 returned no value"):
         pmix(None).share(b"mine", [1], RANKS_LIMIT_S)
+
+
+class Present:
+    """A channel in which all ranks but some have a value."""
+
+    name = "the channel"
+    exposed = False
+
+    def __init__(self, absent: Sequence[int]) -> None:
+        self.absent = {f"key.{rank}" for rank in absent}
+        self.looks = 0
+
+    def put(self, key: str, value: bytes) -> None:
+        raise AssertionError
+
+    def get(self, key: str) -> bytes | None:
+        self.looks += 1
+        return None if key in self.absent else b"value"
+
+    def delete(self, key: str) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("absent", "naming_s", "said", "looks"),
+    [
+        ((2,), 100.0, "of 1000 ranks, rank 2 did not", 999),
+        ((2, 5), 100.0, "of 1000 ranks, ranks 2, 5 did not", 999),
+        (range(1, 1000), 100.0, "of 1000 ranks, ranks 1, 2, 3, 4, 5, 6, 7, 8 and perhaps others did not", 8),
+        ((2,), 0.0, "of 1000 ranks, rank 2 and perhaps others did not", 2),
+    ],
+)
+def test_few_missing_ranks_are_named_in_little_time(
+    absent: Sequence[int], naming_s: float, said: str, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "NAMING_S", naming_s)
+    channel = Present(absent)
+    with pytest.raises(TimeoutError, match=said):
+        rendezvous.gather(channel, "key", 1000, 0.0)
+    assert channel.looks == looks
+
+
+def test_a_job_has_no_more_ranks_than_a_trace_can_hold() -> None:
+    assert RANKS_MAX == SIZE_MAX

@@ -163,6 +163,10 @@ class ManagerExchange:
         """Do nothing: the values stay with the launcher, which ends with the job."""
 
 
+NAMED_MOST = 8  # ranks that an error names
+NAMING_S = 1.0  # for finding them, after the deadline
+
+
 def gather(channel: Channel, key: str, size: int, limit_s: float, prefix: bytes = b"") -> list[bytes]:
     """Return the values of ranks 1 to size - 1 under key.RANK. A value without `prefix` does not count.
 
@@ -174,15 +178,28 @@ def gather(channel: Channel, key: str, size: int, limit_s: float, prefix: bytes 
         return value if value is not None and value.startswith(prefix) else None
 
     deadline = time.monotonic() + limit_s
-    found = {rank: poll(functools.partial(of, rank), deadline) for rank in range(1, size)}
-    values = [value for value in found.values() if value is not None]
-    if len(values) == len(found):
-        return values
-    missing = [str(rank) for rank, value in found.items() if value is None]
-    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-    raise TimeoutError(
-        f"of {size} ranks, {ranks} did not reach {channel.name} within {limit_s:g} s (NETBOTTLENECK_START_TIMEOUT_S)"
-    )
+    values = []
+    for rank in range(1, size):
+        value = poll(functools.partial(of, rank), deadline)
+        if value is None:
+            raise TimeoutError(
+                f"of {size} ranks, {_missing_from(of, range(rank, size), deadline + NAMING_S)} did not reach "
+                f"{channel.name} within {limit_s:g} s (NETBOTTLENECK_START_TIMEOUT_S)"
+            )
+        values.append(value)
+    return values
+
+
+def _missing_from(of: Callable[[int], bytes | None], ranks: range, deadline: float) -> str:
+    """Return the missing ranks as text: the first of `ranks`, and others found until `deadline`."""
+    missing, more = [ranks[0]], ""
+    for rank in ranks[1:]:
+        if len(missing) == NAMED_MOST or time.monotonic() >= deadline:
+            more = " and perhaps others"
+            break
+        if of(rank) is None:
+            missing.append(rank)
+    return f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}{more}"
 
 
 def wait_for(channel: Channel, key: str, deadline: float) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from netbottleneck.config import Settings
+from netbottleneck.config import RANKS_MAX, Settings
 
 # The known launchers as data: the variables that each sets, and the methods of rendezvous of its ranks.
 
@@ -368,6 +368,8 @@ def _check_rank(launcher: Launcher, rank: int, size: int) -> None:
             f"{launcher.rank}={rank}, {launcher.size}={size}: rank {rank} of {size}: a rank must be from 0 to one less "
             f"than the size: {REMEDY}"
         )
+    if size > RANKS_MAX:
+        raise ValueError(f"{launcher.size}={size}: a job has at most {RANKS_MAX} ranks: {REMEDY}")
 
 
 def _check_local(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> None:

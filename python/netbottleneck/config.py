@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from netbottleneck.trace.transports import AUTO, BARE, SELECTABLE, STOCK, Arm, arm_of
@@ -50,8 +51,8 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text)
     if match is None:
         raise ValueError(text)
-    value = float(match.group(1)) * SIZES[match.group(2) or ""]
-    if value != int(value):
+    value = Fraction(match.group(1)) * SIZES[match.group(2) or ""]
+    if value.denominator != 1:
         raise ValueError(text)
     return int(value)
 
@@ -110,7 +111,7 @@ def rate(text: str) -> float:
 
 def fusion_threshold(text: str) -> int:
     """Return the largest bucket that a value of HOROVOD_FUSION_THRESHOLD allows; 0 there: each gradient alone."""
-    value: int = integer(0).parse(text)
+    value: int = integer(0, MOST_BYTES).parse(text)
     return max(1, value)
 
 
@@ -216,10 +217,12 @@ def cpus(text: str) -> tuple[int, ...]:
 
 
 BOOLEAN = Kind(boolean, "0 or 1")
+HOROVOD_BOOLEAN = Kind(horovod_boolean, "a whole number; above 0: on")
 TEXT = Kind(str, "text")
 GBPS = Kind(rate, f"Gbit/s, above 0, at most {MOST_GBPS:.0f}")
 BYTES = sizes(1, MOST_BYTES, "65536, 256Ki, 1M or 64Mi")
 SEGMENT = sizes(*SEGMENT_BYTES, "65536, 256Ki or 1M")
+FUSION = Kind(fusion_threshold, f"a whole number of bytes without a unit, as Horovod reads it, 0 to {MOST_BYTES}")
 GATHER = sizes(1, MOST, "65536, 256Ki or 1M")
 TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
@@ -293,15 +296,15 @@ def without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 @dataclass(frozen=True)
 class Variable:
-    """One row. `fallbacks`: other programs' variables that apply if ours is unset, each with its parser."""
+    """One row. `fallbacks`: other programs' variables that apply if ours is unset, each with its kind of value."""
 
     name: str
     kind: Kind
     text: str
-    fallbacks: tuple[tuple[str, Callable[[str], Any]], ...] = ()
+    fallbacks: tuple[tuple[str, Kind], ...] = ()
 
 
-def _row(name: str, kind: Kind, default: Any, text: str, *fallbacks: tuple[str, Callable[[str], Any]]) -> Any:
+def _row(name: str, kind: Kind, default: Any, text: str, *fallbacks: tuple[str, Kind]) -> Any:
     full = f"{PREFIX}_{name}" if name else PREFIX
     return field(default=default, repr=kind is not SECRET, metadata={"variable": Variable(full, kind, text, fallbacks)})
 
@@ -334,14 +337,14 @@ class Settings:
         TEXT,
         None,
         "interfaces, in NCCL_SOCKET_IFNAME's syntax: eth0, =eth0, ^lo,docker",
-        ("HOROVOD_GLOO_IFACE", lambda text: f"={text}" if text else None),
+        ("HOROVOD_GLOO_IFACE", Kind(lambda text: f"={text}", "the name of an interface")),
     )
     affinity: tuple[int, ...] = _row(
         "AFFINITY",
         CPUS,
         (),
         "CPUs of the communication threads, one for each local rank; default: the kernel chooses",
-        ("HOROVOD_THREAD_AFFINITY", CPUS.parse),
+        ("HOROVOD_THREAD_AFFINITY", CPUS),
     )
     congestion: str | None = _row("CONGESTION", TEXT, None, "tcp's congestion control; default: the host's (lo: reno)")
     ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the kernel chooses")
@@ -352,7 +355,7 @@ class Settings:
         0,
         "largest bucket of `DistributedOptimizer` and of `netbottleneck.profile` without DDP; 0: 1 MiB for the first "
         "one, 25 MiB for the others. DDP's buckets are DDP's",
-        ("HOROVOD_FUSION_THRESHOLD", fusion_threshold),
+        ("HOROVOD_FUSION_THRESHOLD", FUSION),
     )
     direct_bytes: int = _row(
         "DIRECT_BYTES",
@@ -365,7 +368,7 @@ class Settings:
         seconds(0.1),
         30.0,
         "deadline: seconds of silence after which a peer counts as lost",
-        ("HOROVOD_GLOO_TIMEOUT_SECONDS", seconds(0.1).parse),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", seconds(0.1)),
     )
     start_timeout_s: float = _row("START_TIMEOUT_S", seconds(0.1), 300.0, "deadline for all ranks to join the job")
     stall_s: float = _row(
@@ -373,22 +376,22 @@ class Settings:
         seconds(0),
         60.0,
         "seconds after which the log names ranks that have not submitted an operation; 0: never",
-        ("HOROVOD_STALL_CHECK_DISABLE", _stall_off),
-        ("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds(0).parse),
+        ("HOROVOD_STALL_CHECK_DISABLE", Kind(_stall_off, HOROVOD_BOOLEAN.allowed)),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds(0)),
     )
     stall_end_s: float = _row(
         "STALL_END_S",
         seconds(0),
         0.0,
         "seconds after which such a stall ends the job; 0, or less than STALL_S: never",
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds(0).parse),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds(0)),
     )
     dynamic_process_sets: bool = _row(
         "DYNAMIC_PROCESS_SETS",
         BOOLEAN,
         False,
         "1: process sets may be added and removed after init()",
-        ("HOROVOD_DYNAMIC_PROCESS_SETS", horovod_boolean),
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", HOROVOD_BOOLEAN),
     )
     start_step: int = _row("START_STEP", integer(0, MOST), 10, "first step that is recorded")
     end_step: int = _row("END_STEP", integer(0, MOST), 0, "stop recording before this step; 0: never")
@@ -440,16 +443,16 @@ class Settings:
         None,
         "file of Horovod's timeline; %r is the rank; without %r, ranks above 0 insert theirs before the suffix; "
         "DYNAMIC: hvd.start_timeline() names the file",
-        ("HOROVOD_TIMELINE", str),
+        ("HOROVOD_TIMELINE", TEXT),
     )
     timeline_mark_cycles: bool = _row(
         "TIMELINE_MARK_CYCLES",
         BOOLEAN,
         False,
         "1: mark negotiation cycles in the timeline",
-        ("HOROVOD_TIMELINE_MARK_CYCLES", horovod_boolean),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", HOROVOD_BOOLEAN),
     )
-    log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "lowest level to log", ("HOROVOD_LOG_LEVEL", LEVEL.parse))
+    log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "lowest level to log", ("HOROVOD_LOG_LEVEL", LEVEL))
     log_file: str | None = _row(
         "LOG_FILE",
         TEXT,
@@ -577,27 +580,27 @@ def _argument(name: str, variable: Variable, arguments: Mapping[str, Any]) -> tu
     if isinstance(value, bytes):
         value = value.hex()
     text = value if isinstance(value, str) else _show(value, variable.kind)
-    return _parse(name, text, variable.kind.parse, variable), "argument"
+    return _parse(name, text, variable.kind), "argument"
 
 
 def _from_environment(variable: Variable, environ: Mapping[str, str]) -> tuple[Any, str] | None:
     text = environ.get(variable.name, "")
     if text:
-        return _parse(variable.name, text, variable.kind.parse, variable), variable.name
-    for name, parse in variable.fallbacks:
+        return _parse(variable.name, text, variable.kind), variable.name
+    for name, kind in variable.fallbacks:
         text = environ.get(name, "")
-        value = _parse(name, text, parse, variable) if text else None
+        value = _parse(name, text, kind) if text else None
         if value is not None:
             return value, name
     return None
 
 
-def _parse(name: str, text: str, parse: Callable[[str], Any], variable: Variable) -> Any:
+def _parse(name: str, text: str, kind: Kind) -> Any:
     try:
-        return parse(text)
+        return kind.parse(text)
     except ValueError:
-        shown = "(redacted)" if variable.kind is SECRET else text
-        raise ValueError(f"{name}={shown}: must be {variable.kind.allowed}") from None
+        shown = "(redacted)" if kind is SECRET else text
+        raise ValueError(f"{name}={shown}: must be {kind.allowed}") from None
 
 
 _warned: set[str] = set()  # unknown names, each of which is logged once in a process

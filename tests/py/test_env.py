@@ -182,6 +182,8 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
         ("NETBOTTLENECK_SEGMENT_BYTES", "16383", "bytes, 0, or 16384 to 2097152"),
         ("NETBOTTLENECK_SEGMENT_BYTES", "64Mi", "bytes, 0, or 16384 to 2097152"),
         ("NETBOTTLENECK_CUDA_GATHER_BYTES", "2Gi", "bytes, at most 2147483647"),
+        ("HOROVOD_FUSION_THRESHOLD", "64Mi", "a whole number of bytes without a unit"),
+        ("NETBOTTLENECK_BUCKET_BYTES", "9" * 400, "bytes, at most 9223372036854775807"),
         ("NETBOTTLENECK_BUCKET_BYTES", "9223372036854775808", "bytes, at most 9223372036854775807"),
         ("NETBOTTLENECK_TIMEOUT_S", "0", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "nan", "seconds"),
@@ -237,6 +239,8 @@ def test_the_window_of_steps_must_not_be_empty() -> None:
         ("1.5Gi", 3 << 29),
         ("64 M", 64 * 10**6),
         ("10B", 10),
+        ("9007199254740993", 2**53 + 1),
+        ("0.001953125Ki", 2),
     ],
 )
 def test_sizes_are_decimal_or_binary_as_written(text: str, nbytes: int) -> None:

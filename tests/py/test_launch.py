@@ -975,3 +975,17 @@ def test_few_missing_ranks_are_named_in_little_time(
 
 def test_a_job_has_no_more_ranks_than_a_trace_can_hold() -> None:
     assert RANKS_MAX == SIZE_MAX
+
+
+def test_a_rendezvous_that_is_no_folder_to_write_to_is_named_with_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere"), Path("/proc")):
+        with pytest.raises(ValueError, match=f"NETBOTTLENECK_RENDEZVOUS={path}: .* a folder that all ranks can write"):
+            meeting({**TORCHRUN, "NETBOTTLENECK_RENDEZVOUS": str(path)})
+
+
+def test_an_unknown_host_of_rank_0_is_named_with_its_variable() -> None:
+    chosen = settings(environ={"NETBOTTLENECK_MASTER": "nosuchhost.invalid:80", "NETBOTTLENECK_SECRET": "0" * 32})
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match=r"NETBOTTLENECK_MASTER=nosuchhost.invalid:80: no such host"):
+            connect.connect(chosen, Place(rank, 2), environ={})

@@ -120,6 +120,10 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
     """Add to an error the variable that caused it, if the text has the words that the C module says of its value."""
     try:
         yield
+    except ValueError as error:
+        if settings.master is not None and str(error).startswith(f"{settings.master}: "):
+            raise ValueError(f"NETBOTTLENECK_MASTER={error}") from error
+        raise
     except Error as error:
         text = error.strerror or str(error)
         low, high = settings.ports
@@ -231,7 +235,8 @@ def host_of_rank_0(settings: Settings, place: Place) -> str:
     """Rank 0: return an address of this host, without brackets, at which the other ranks reach it."""
     if settings.master is None:
         return _interface(settings)
-    return _host(_address_of_rank_0(settings, place, settings.master)).strip("[]")
+    with _named_variable(settings):
+        return _host(_address_of_rank_0(settings, place, settings.master)).strip("[]")
 
 
 def _interface(settings: Settings) -> str:

@@ -486,7 +486,7 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     if settings.master is not None:
         return _at_address(settings.master, settings, place)
     if settings.rendezvous is not None:
-        return Rendezvous(Folder(Path(settings.rendezvous)))
+        return Rendezvous(_named_folder(settings.rendezvous))
     store = initialised_store(place)
     if store is not None:
         return Rendezvous(store)
@@ -499,6 +499,18 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     raise ValueError(
         f"{place.size} ranks, started by {place.launcher}, have no way to meet ({'; '.join(reasons)}): {ADVICE}"
     )
+
+
+def _named_folder(path: str) -> Folder:
+    """Return the folder of NETBOTTLENECK_RENDEZVOUS. Raises ValueError if this rank cannot write to it."""
+    try:
+        folder = Folder(Path(path))
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(
+            f"NETBOTTLENECK_RENDEZVOUS={path}: {error.strerror}: must be a folder that all ranks can write"
+        ) from error
+    return folder
 
 
 def secret_source(settings: Settings, place: "Place", environ: Mapping[str, str] = os.environ) -> str:

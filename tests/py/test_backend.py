@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from netbottleneck.torch.backend import collectives
-from netbottleneck.torch.backend.operations import Move, Operation
+from netbottleneck.torch.backend.operations import Move, Operation, Touched
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # A rank that is missing is named soon.
@@ -206,6 +206,19 @@ assert type(world._get_backend(torch.device("meta"))).__name__ == "FakeProcessGr
 dist.destroy_process_group()
 """
     warm_ranks(2, script)
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view, lambda tensor: tensor.conj().imag])
+def test_values_are_sent_and_received_not_what_a_view_negates(view: Any) -> None:
+    tensor = view(torch.tensor([1 + 2j, 3 + 4j]))
+    wanted = tensor.tolist()
+    touched = Touched()
+    sent, into = touched.read(tensor), touched.written(tensor)
+    assert not any(one.is_conj() or one.is_neg() for one in (sent, into))
+    assert sent.tolist() == wanted
+    into.mul_(2)
+    touched.settle()
+    assert tensor.tolist() == [2 * value for value in wanted]
 
 
 def taken(names: collectives.Names, nbytes: int, operation: Operation, **more: Any) -> str:

@@ -325,6 +325,23 @@ def operations_go_on_side_by_side() -> None:
 
 
 @check
+def negated_views_have_their_values() -> None:
+    def negated(value: float) -> torch.Tensor:
+        made = torch.full((2,), -value if rank() == 0 else value)
+        return torch._neg_view(made) if rank() == 0 else made
+
+    total = negated(rank() + 1.0)
+    dist.all_reduce(total)
+    assert total.tolist() == [float(sum(range(size() + 1)))] * 2
+    first = negated(rank() + 1.0)
+    dist.broadcast(first, 0)
+    assert first.tolist() == [1.0, 1.0]
+    found = [negated(-1.0) for _ in range(size())]
+    dist.all_gather(found, negated(float(rank())))
+    assert [one.tolist() for one in found] == [[float(at)] * 2 for at in range(size())]
+
+
+@check
 def operations_of_different_sizes_begin_in_any_order() -> None:
     tensors = [torch.full((size,), float(rank())) for size in (172_032, 37)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in (tensors if rank() else tensors[::-1])]

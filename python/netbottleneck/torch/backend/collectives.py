@@ -76,7 +76,7 @@ def all_gather_whole(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequ
 
 def _own(place: torch.Tensor, mine: torch.Tensor) -> None:
     """Copy this rank's part to its place, unless it is already there."""
-    if place.data_ptr() != mine.data_ptr() or not mine.is_contiguous():
+    if place.data_ptr() != mine.data_ptr() or not mine.is_contiguous() or mine.is_neg() or mine.is_conj():
         place.copy_(mine.detach().reshape(place.shape))
 
 

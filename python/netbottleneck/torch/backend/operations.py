@@ -374,7 +374,7 @@ class Move:
 
 
 class Touched:
-    """The tensors of one collective; for a tensor that is not contiguous, a copy is sent."""
+    """The tensors of one collective; of one that is not contiguous, or a negated or conjugated view, a copy is sent."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -386,18 +386,18 @@ class Touched:
                 f"a {tensor.layout} tensor on {tensor.device} is not supported here: dense tensors travel, from host "
                 'and CUDA memory; for other devices name their backend too, as in "cpu:nb,xpu:xccl"'
             )
-        plain = tensor.detach() if tensor.requires_grad else tensor
+        plain = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
         return plain if plain.is_contiguous() else plain.contiguous()
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor to receive into."""
         found = self.read(tensor)
-        if found is not tensor and not tensor.is_contiguous():
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._copies.append((tensor.detach(), found))
         return found
 
     def settle(self) -> None:
-        """Copy received data to the tensors that are not contiguous."""
+        """Copy received data to the tensors that were copied."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
 

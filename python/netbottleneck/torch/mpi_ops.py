@@ -18,6 +18,7 @@ from netbottleneck.runtime.async_operations import (
     ProcessSet,
     Product,
     Sum,
+    fitted,
     global_process_set,
     label,
     members_of,
@@ -363,7 +364,7 @@ def grouped(
     for tensor in tensors:
         check(tensor)  # refuse a tensor that cannot be sent before any is sent
     count = len(tensors)
-    each = [of_one(tensor, f"{base}_{index + 1}of{count}") for index, tensor in enumerate(tensors)]
+    each = [of_one(tensor, fitted(f"{base}_{index + 1}of{count}")) for index, tensor in enumerate(tensors)]
     return tuple((yield from async_operations.together(each)))
 
 

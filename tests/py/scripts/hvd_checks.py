@@ -238,6 +238,9 @@ def names_may_be_long_and_alike_in_their_beginning() -> None:
         assert hvd.synchronize(handle).tolist() == [float(i * hvd.size())] * 2
     gathered = hvd.allgather(torch.full((1 + hvd.rank(),), 1.0), name=names[0])
     assert gathered.sum().item() == sum(range(1, hvd.size() + 1))
+    ones = [torch.ones(1)] * 1000
+    for name in names:
+        assert [len(tensor) for tensor in hvd.grouped_allgather(ones, name=name)] == [hvd.size()] * 1000
     state = {name: torch.full((2,), float(hvd.rank() + i)) for i, name in enumerate(names)}
     hvd.broadcast_parameters(state, root_rank=0)
     assert [tensor.tolist() for tensor in state.values()] == [[float(i)] * 2 for i in range(3)]

@@ -586,7 +586,9 @@ def sparse_allreduce_async(
     def wait() -> torch.Tensor:
         found, at = synchronize(values), synchronize(indices)
         found = found / size if op == Average else found
-        total: torch.Tensor = torch.sparse_coo_tensor(at.transpose(0, 1), found, tensor.size(), dtype=tensor.dtype)
+        total: torch.Tensor = torch.sparse_coo_tensor(
+            at.transpose(0, 1), found, tensor.size(), dtype=tensor.dtype, check_invariants=False
+        )
         return total
 
     return wait

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -284,7 +285,12 @@ def sparse_tensors_add_up() -> None:
     dense = torch.zeros(7, 3)
     dense[hvd.rank()] = 1 + hvd.rank()
     dense[6] = 2
-    total = hvd.sparse_allreduce_async(dense.to_sparse(), "sparse", hvd.Sum)()
+    sparse = dense.to_sparse()
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        total = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)()
+    torch.set_warn_always(False)
     assert torch.equal(total.to_dense(), hvd.allreduce(dense, op=hvd.Sum))
     mean = hvd.sparse_allreduce_async(dense.to_sparse(), "sparse", hvd.Average)()
     assert torch.allclose(mean.to_dense(), hvd.allreduce(dense))

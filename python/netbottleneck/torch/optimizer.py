@@ -520,11 +520,13 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     them, in a measured run, and with sparse_as_dense. process_set: whose gradients are reduced; on other ranks the
     optimizer is unchanged. op=Adasum: each rank makes its step, and the steps are combined.
 
-    Raises ValueError for named_parameters that repeat a name or omit a parameter, for a predivide factor with another
-    op, and for a parameter that is neither in host nor in CUDA memory, or whose type cannot be reduced.
+    Raises ValueError for named_parameters that repeat a name or omit a parameter, for groups that are neither a number
+    nor lists of tensors, for a predivide factor with another op, and for a parameter that is neither in host nor in
+    CUDA memory, or whose type cannot be reduced.
     """
     if gradient_predivide_factor != 1.0 and op != async_operations.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
+    _check_groups(num_groups if groups is None else groups)
     named = _named(optimizer, named_parameters)
     if op == async_operations.Adasum:
         return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
@@ -545,6 +547,23 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     result._begin()
     _made.append(weakref.ref(result, _made.remove))  # by identity: a script's class may be unhashable
     return result
+
+
+def _check_groups(groups: Any) -> None:
+    """Raise ValueError for groups that Horovod would refuse."""
+    if isinstance(groups, int) and groups >= 0:
+        return
+    if not isinstance(groups, list) or not all(map(_is_list, groups)):
+        raise ValueError(f"groups={groups!r}: must be a whole number, at least 0, or a list of lists of tensors")
+    members = [member for group in groups for member in group]
+    if not all(isinstance(member, torch.Tensor) for member in members):
+        raise ValueError("groups must consist of tensors")
+    if len(set(map(id, members))) < len(members):
+        raise ValueError("a tensor may be in groups only once")
+
+
+def _is_list(group: Any) -> bool:
+    return isinstance(group, Iterable) and not isinstance(group, torch.Tensor)
 
 
 def _label(process_set: ProcessSet) -> str:

@@ -141,6 +141,15 @@ def several_passes_a_step() -> None:
 
 
 @check
+def groups_are_numbers_or_lists() -> None:
+    trains(steps=2, num_groups=2)
+    trains(steps=2, groups=0)
+    model = Net()
+    groups = [list(model.conv.parameters()), model.back.parameters()]
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=groups)
+
+
+@check
 def predivided() -> None:
     trains(gradient_predivide_factor=2.0)
 
@@ -264,6 +273,15 @@ def misuse_raises() -> None:
         hvd.DistributedOptimizer(base, named, op=hvd.Sum, gradient_predivide_factor=2.0)
     with raises(ValueError, "at least 1"):
         hvd.DistributedOptimizer(base, named, backward_passes_per_step=0)
+    weight = named[0][1]
+    for groups in ("x", -1, 1.5, [1], [weight], [[weight], 2]):
+        for argument in ("groups", "num_groups"):
+            with raises(ValueError, "must be a whole number, at least 0, or a list of lists of tensors"):
+                hvd.DistributedOptimizer(base, named, **{argument: groups})
+    with raises(ValueError, "groups must consist of tensors"):
+        hvd.DistributedOptimizer(base, named, groups=[["x"]])
+    with raises(ValueError, "a tensor may be in groups only once"):
+        hvd.DistributedOptimizer(base, named, groups=[[weight], [weight]])
     strange = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with raises(ValueError, "torch.complex64"):
         hvd.DistributedOptimizer(torch.optim.SGD([strange], lr=0.1))

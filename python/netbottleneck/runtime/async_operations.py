@@ -5,6 +5,7 @@ result. So a collective of two rounds is polled like any other.
 """
 
 import hashlib
+import threading
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -154,7 +155,7 @@ Steps = Generator[list[Any], None, T]
 
 
 class Pending(Generic[T]):
-    """A pending operation."""
+    """A pending operation. Threads may poll it while another one waits for it."""
 
     def __init__(self, steps: Steps[T]) -> None:
         self._job = job.current()
@@ -163,6 +164,7 @@ class Pending(Generic[T]):
         self._result: T | None = None
         self._failure: Exception | None = None
         self._done = False
+        self._lock = threading.Lock()  # of the steps: held while they run
         self.advance()
 
     @property
@@ -180,7 +182,9 @@ class Pending(Generic[T]):
             self._result, self._done, self._works = end.value, True, []
 
     def poll(self) -> bool:
-        """Return True if `wait` would return, or raise, at once."""
+        """Return True if `wait` would return, or raise, at once. False while another thread resumes the operation."""
+        if not self._lock.acquire(blocking=False):
+            return False
         try:
             while not self._done:
                 if not all(work.test() for work in self._works):
@@ -189,6 +193,8 @@ class Pending(Generic[T]):
                 self._advance_later()
         except (*FAILURES, HorovodInternalError):
             return True  # of a work, which raises it again
+        finally:
+            self._lock.release()
         return True
 
     def _advance_later(self) -> None:
@@ -201,8 +207,11 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """Return the result. Raises HorovodInternalError when the operation failed."""
         while not self._done:
-            self._job.wait(self._works)
-            self.advance()
+            works = self._works
+            self._job.wait(works)
+            with self._lock:
+                if self._works is works:
+                    self.advance()
         if self._failure is not None:
             raise self._failure
         return cast(T, self._result)

@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 NOTICE_S = 5.0
+OTHERS_S = 0.005  # a wait looks so often at the other pending operations: their next rounds may be due
 TAKEN_NS = 5_000_000  # the name of an operation without a waiter stays in use this long, even after completion
 TAKEN_MAX = 256  # names; above that, expired ones are dropped
 LEVELS = {
@@ -110,6 +111,16 @@ class Watcher(Protocol):
         """Note operations that are done, or soon waited for."""
 
 
+class Polled(Protocol):
+    """A pending operation, of one or more rounds."""
+
+    def poll(self) -> bool:
+        """Begin each round that is due. Return True if the operation is done."""
+
+    def wait(self) -> Any:
+        """Return the result."""
+
+
 @dataclass
 class Job:
     """A running job. Operations may be submitted from any thread."""
@@ -120,7 +131,7 @@ class Job:
     homogeneous: bool = True  # the same number of ranks on every host
     recorder: "_core.Recorder | None" = None
     observer: Observer = field(default_factory=Observer)
-    handles: dict[int, Any] = field(default_factory=dict)  # pending operations by handle
+    handles: dict[int, "Polled"] = field(default_factory=dict)  # pending operations by handle
     process_sets: dict[int, Any] = field(default_factory=dict)  # registered sets by number, without the global one
     ending: list[Callable[[], None]] = field(default_factory=list)  # callbacks before the comm closes
     watcher: Watcher | None = None
@@ -134,7 +145,7 @@ class Job:
         """Return the count of earlier calls for this kind. Ranks that make the same calls get the same numbers."""
         return next(self._numbers.setdefault(kind, itertools.count()))
 
-    def hold(self, pending: Any) -> int:
+    def hold(self, pending: "Polled") -> int:
         """Store a pending operation, and return its handle."""
         handle = self.number("handle")
         self.handles[handle] = pending
@@ -177,18 +188,18 @@ class Job:
         self.waited([work for work in list(self._names) if work.times()[0] < latest])
 
     def wait(self, works: Sequence["_core.Work"]) -> None:
-        """Wait for all works, and log stalls meanwhile.
+        """Wait for all works. Meanwhile, log stalls, and go on with the pending operations that have handles.
 
-        Raises the first failure, a HorovodInternalError, once all are done or have failed. So no transfer touches
-        memory that the caller may free.
+        Another rank may wait for a round of one of those first. Raises the first failure, a HorovodInternalError, once
+        all are done or have failed. So no transfer touches memory that the caller may free.
         """
         failure: HorovodInternalError | None = None
         self.waited(works)
         over = None if self.watcher is None else self.watcher.blocks(works)
         for work in works:
             try:
-                while not work.wait(NOTICE_S):
-                    self.log_notices()
+                while not work.wait(OTHERS_S if self.handles else NOTICE_S):
+                    self._meanwhile()
             except HorovodInternalError as error:
                 failure = failure or error
             except FAILURES as error:
@@ -200,6 +211,12 @@ class Job:
                 raise failure
         finally:
             del failure  # its traceback refers to this frame: a cycle that would keep the callers' tensors alive
+
+    def _meanwhile(self) -> None:
+        """Do what is due while a thread waits."""
+        self.log_notices()
+        for pending in list(self.handles.values()):
+            pending.poll()
 
     def log_notices(self) -> None:
         """Log the communicator's notices: stalled ranks, lost lanes."""

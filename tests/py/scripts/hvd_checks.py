@@ -222,6 +222,29 @@ def allgather_joins_what_differs_in_length() -> None:
 
 
 @check
+def handles_may_be_synchronized_in_another_order_on_each_rank() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    starts: list[Callable[[int], int]] = [
+        lambda i: hvd.allgather_async(torch.full((i + 1, 2), float(rank)), name=f"gather{i}"),
+        lambda i: hvd.alltoall_async(torch.full((size,), float(rank)), name=f"all{i}"),
+        lambda i: hvd.allreduce_async(torch.full((5,), 2.0), name=f"adasum{i}", op=hvd.Adasum),
+        lambda i: hvd.grouped_allgather_async([torch.full((1,), float(rank))] * 2, name=f"group{i}"),
+    ]
+    gathered = [float(other) for other in range(size)]
+    handles = [start(i) for start in starts for i in range(2)]
+    if rank == 0:  # waits within a call, where the others wait for handles
+        assert hvd.allreduce(torch.ones(2), name="between", op=hvd.Sum).tolist() == [float(size)] * 2
+    order = list(range(len(handles)))
+    found = {i: hvd.synchronize(handles[i]) for i in (order if rank % 2 else order[::-1])}
+    if rank != 0:
+        assert hvd.allreduce(torch.ones(2), name="between", op=hvd.Sum).tolist() == [float(size)] * 2
+    assert [found[i].tolist() for i in (0, 1)] == [[[o, o] for o in gathered for _ in range(n)] for n in (1, 2)]
+    assert [found[i][0].tolist() for i in (2, 3)] == [gathered] * 2
+    assert [found[i].tolist() for i in (4, 5)] == [[2.0] * 5] * 2
+    assert [[part.tolist() for part in found[i]] for i in (6, 7)] == [[gathered] * 2] * 2
+
+
+@check
 def a_failure_that_poll_has_met_is_raised_by_synchronize() -> None:
     handle = hvd.allgather_async(torch.zeros(2, 3 + hvd.rank()))
     while not hvd.poll(handle):

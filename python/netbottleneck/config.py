@@ -367,7 +367,8 @@ class Settings:
         "TIMEOUT_S",
         seconds(0.1),
         30.0,
-        "deadline: seconds of silence after which a peer counts as lost",
+        "deadline: seconds of silence after which a peer counts as lost. If it is not set, a DDP model has the timeout "
+        "of its process group, 30 minutes over gloo",
         ("HOROVOD_GLOO_TIMEOUT_SECONDS", seconds(0.1)),
     )
     start_timeout_s: float = _row("START_TIMEOUT_S", seconds(0.1), 300.0, "deadline for all ranks to join the job")
@@ -408,7 +409,10 @@ class Settings:
         "SAMPLE_EVERY", integer(0, MOST), 20, "record forward times by module in one of N steps; 0: never"
     )
     link_gbps: float | None = _row(
-        "LINK_GBPS", GBPS, None, "rate of each host's link, one way; default: what the interface states"
+        "LINK_GBPS",
+        GBPS,
+        None,
+        "rate of each host's link, one way, read by the ranks of a run; default: what the interface states",
     )
     monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 2, "samples of a host's counters per second; 0: none")
     progress_s: float = _row(

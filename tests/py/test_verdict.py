@@ -425,7 +425,9 @@ def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
     assert v.next == "Do nothing: keep stock."
     unknown = verdict.decide(findings_of(tmp_path / "unknown", run={"network": None}, **alike))
     assert unknown.code == "DO_NOTHING"
-    assert unknown.next.startswith("Do nothing: keep stock. Set NETBOTTLENECK_LINK_GBPS to the link's speed")
+    assert unknown.next.startswith(
+        "Do nothing: keep stock. Measure again with NETBOTTLENECK_LINK_GBPS, the link's speed"
+    )
 
 
 def gaining(tmp_path, value, low, high):

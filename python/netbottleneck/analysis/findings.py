@@ -419,7 +419,7 @@ def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[fl
         return rate, ""
     return None, (
         f"the link's stated rate of {gbit(rate)} is not used: {arm} moved {seen}. "
-        "Set NETBOTTLENECK_LINK_GBPS to the true rate"
+        "Measure again with NETBOTTLENECK_LINK_GBPS, the true rate"
     )
 
 

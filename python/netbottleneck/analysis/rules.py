@@ -731,7 +731,7 @@ def other_traffic(facts: Facts) -> RuleResult:
         "network, or communication of this job outside of its gradients.",
         needs="Measure while nothing else uses the network: no other job, and data from a local disk or memory."
         if speed is not None or interface == LOOPBACK
-        else "Measure while nothing else uses the network, or set NETBOTTLENECK_LINK_GBPS to the link's speed, which "
+        else "Measure while nothing else uses the network, or with NETBOTTLENECK_LINK_GBPS, the link's speed, which "
         "tells whether these bytes fill it.",
     )
 

@@ -372,7 +372,7 @@ def _is_link_unknown(facts: Facts) -> bool:
     return facts.link_bps is None and len({rank.host_id for rank in facts.f.trace.ranks}) > 1
 
 
-LINK_SPEED = "Set NETBOTTLENECK_LINK_GBPS to the link's speed: then the link's part of this is known."
+LINK_SPEED = "Measure again with NETBOTTLENECK_LINK_GBPS, the link's speed: then the link's part of this is known."
 SAME_STEPS = "Profile the same steps of one run on all ranks, with netbottleneck run where groups have a part of them."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
 WITHOUT_HOOK = "Measure a run without that communication hook: no transport takes turns with it."

@@ -200,7 +200,7 @@ STUDY_OPTIONS = (
 )
 OWN_NETWORK = (
     "To measure your own network, start the study with a launcher on its hosts (torchrun, mpirun, srun). Or run "
-    "`netbottleneck bench --listen` on one host and `netbottleneck bench --connect HOST` on another, or add "
+    "`netbottleneck bench --listen` on one host, and the command that it prints on another, or add "
     "`import netbottleneck` to your training script."
 )
 

@@ -174,7 +174,10 @@ class Plain(_ProcessGroup):  # type: ignore[misc]
         self._refuse("recv from any source", "name the source: recv(tensor, src=…)")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("monitored_barrier", "barrier(timeout=…) names the ranks that are missing")
+        self._refuse(
+            "monitored_barrier",
+            "barrier() names the missing ranks, if its timeout is longer than NETBOTTLENECK_STALL_S",
+        )
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("split_group", "use new_group()")

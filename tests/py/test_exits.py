@@ -57,3 +57,30 @@ def test_a_process_ends_well_or_by_the_known_abort_of_torch(ranks: Ranks, api: s
         if result.code != 0:
             assert result.code == -signal.SIGABRT, (result.code, result.stderr)
             assert any(text in result.stderr for text in OF_TORCH), result.stderr
+
+
+INTERRUPTED = """
+import os
+import signal
+import time
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+"""
+
+
+def test_an_interrupted_process_ends_by_the_signal_for_its_shell(ranks: Ranks) -> None:
+    """The report of rank 0, which is made at exit, does not turn the end by SIGINT into one by exit code 1."""
+    values = {"NB_TESTS_OWN_EXIT": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK": "1"}
+    assert [result.code for result in ranks(2, INTERRUPTED, values, check=False)] == [-signal.SIGINT] * 2

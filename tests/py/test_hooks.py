@@ -92,6 +92,101 @@ def test_a_loop_begins_with_equal_weights_and_the_log_says_who_had_others(warm_r
     assert "other weights" not in second.stderr
 
 
+OTHERS_MOVE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.hooks.loop import Run
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+
+
+class Around(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def weights(model):
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+mesh = init_device_mesh("cpu", (2,))
+models = {
+    "pass that model instead, netbottleneck.profile(model.inner, optimizer)": Around(DistributedDataParallel(layers())),
+    "FlatParameter": FullyShardedDataParallel(layers(), device_id=torch.device("cpu")),
+    "DTensor": parallelize_module(layers(), mesh, {"0": ColwiseParallel()}),
+}
+for why, model in models.items():
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
+    for measure in (lambda: netbottleneck.profile(model, optimizer).__enter__(), lambda: Run(model, optimizer)):
+        try:
+            measure()
+        except ValueError as error:
+            assert why in str(error) or "DistributedDataParallel wraps" in str(error), error
+        else:
+            raise AssertionError(why)
+    assert all(map(torch.equal, before, weights(model))), why
+print("refused")
+"""
+
+
+def test_a_model_whose_gradients_other_code_moves_is_refused_and_stays_as_it_is(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, OTHERS_MOVE, ENV):
+        assert "refused" in result.stdout
+
+
+COMPILED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.hooks import ddp
+from netbottleneck.hooks.loop import Run
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+compiled, optimizer = torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def gradients():
+    model.zero_grad()
+    compiled(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+expected = gradients()
+with netbottleneck.profile(compiled, optimizer, transport="stock,tcp", directory="profiled"):
+    assert ddp.measured_by(model) is not None
+    for _ in range(8):
+        assert all(map(torch.equal, gradients(), expected))
+run = Run(compiled, optimizer)
+assert run.session is not None and Run(compiled, optimizer).session is run.session
+outer = DistributedDataParallel(torch.nn.Sequential(model))
+assert ddp.attach(outer) is None
+assert not ddp.measured_by(model).closed
+assert any("a DDP model (Sequential" in note and "left alone" in note for note in run.session.notes), run.session.notes
+run.end()
+print("measured")
+"""
+
+
+def test_a_compiled_ddp_model_is_measured_as_that_model_is(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, COMPILED, {**ENV, "NETBOTTLENECK_TRANSPORT": "stock"}):
+        assert "measured" in result.stdout
+
+
 COUNT = """
 import sys
 import torch

@@ -216,8 +216,9 @@ def attach(
 
 
 def measured_by(model: torch.nn.Module) -> Measured | None:
-    """Return the measurement of a DDP model, or None."""
-    return _measured.get(model)
+    """Return the measurement of a DDP model that goes on, or None."""
+    measured = _measured.get(model)
+    return None if measured is None or measured.closed else measured
 
 
 def _attach(
@@ -453,21 +454,31 @@ def _not_the_only_one(ddp: DistributedDataParallel) -> str:
 
 
 def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:
-    """End the measurement of other DDP wrappers around the same parameters: the model was wrapped again."""
+    """End the measurement of other DDP wrappers around the same parameters: the model was wrapped again.
+
+    A wrapper inside of this model goes on to move its gradients, and is measured on.
+    """
     own = {id(parameter) for parameter in ddp.module.parameters()}
+    inside = set(map(id, ddp.modules()))
     for other, measured in _measured.items():
-        if other is not ddp and any(id(parameter) in own for parameter in other.module.parameters()):
+        if id(other) not in inside and any(id(parameter) in own for parameter in other.module.parameters()):
             measured.close()
             _measured.pop(other)
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
-    inner = uncompiled(model)
-    if not isinstance(inner, DistributedDataParallel):
-        raise TypeError(
-            f"{type(inner).__name__} is no DistributedDataParallel model: netbottleneck.profile takes others"
-        )
-    return inner
+    whole = uncompiled(model)
+    if not isinstance(whole, DistributedDataParallel):
+        name, ddp = inner_ddp(whole)
+        instead = "netbottleneck.profile takes others" if ddp is None else f"pass the one that it contains, {name}"
+        raise TypeError(f"{type(whole).__name__} is no DistributedDataParallel model: {instead}")
+    return whole
+
+
+def inner_ddp(model: torch.nn.Module) -> tuple[str, DistributedDataParallel | None]:
+    """Return the name of a module's first part that is a DDP model, and the part; ("", None) without one."""
+    parts = model.named_modules()
+    return next(((name, part) for name, part in parts if isinstance(part, DistributedDataParallel)), ("", None))
 
 
 def _name(ddp: DistributedDataParallel) -> str:

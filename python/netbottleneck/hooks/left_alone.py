@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from netbottleneck import config
@@ -90,13 +90,25 @@ def held(optimizer: Any) -> list[Any]:
         return []
 
 
+def spread_as(parameters: Iterable[Any]) -> str:
+    """Return the kind of tensor in which other code spreads parameters over the ranks, "" if they are plain."""
+    kinds = set()
+    for parameter in parameters:
+        kinds.add("FlatParameter" if getattr(parameter, "_fsdp_flattened", False) else type(parameter).__name__)
+    return next((kind for kind in ("DTensor", "FlatParameter") if kind in kinds), "")
+
+
 def why_not(optimizer: Any) -> str:
     """Return why the training with this optimizer is not measured."""
     parameters = held(optimizer)
-    kinds = {type(p).__name__ for p in parameters}
-    if "DTensor" in kinds:
-        return "its parameters are sharded, and no module of FSDP2 holds them all: only DDP and FSDP2 are measured"
-    if "FlatParameter" in kinds or any(getattr(p, "_fsdp_flattened", False) for p in parameters):
+    spread = spread_as(parameters)
+    if spread == "DTensor":
+        return (
+            "its parameters are sharded, and no call of an FSDP2 module that holds them all was seen: only DDP and "
+            "FSDP2 are measured. If the script calls another method of such a module than forward, call "
+            "netbottleneck.attach(model, optimizer)"
+        )
+    if spread:
         return "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return "DeepSpeed moves its gradients, which is not measured yet: use DDP"

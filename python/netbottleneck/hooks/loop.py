@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
 from netbottleneck.hooks.calls import EachCall
-from netbottleneck.hooks.left_alone import held, left_alone
-from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device
+from netbottleneck.hooks.left_alone import held, left_alone, spread_as
+from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
@@ -53,20 +53,21 @@ def profile(
 ) -> Generator[Session | None, None, None]:
     """Measure the loop inside, and average its gradients over all ranks by the named transports.
 
-    model: a plain module, a DDP model, or one that FSDP2 shards. A plain module must be the same on all ranks: its
-    parameters and buffers are broadcast from rank 0 at the start, as DDP does, and the log says if other ranks had
-    others. A DDP model keeps its own reducer, and FSDP2 its communication. Arguments
-    override the environment's variables. At the end rank 0 writes the report into the run folder. Yields None for a
-    model that is left alone.
+    model: a plain module, a DDP model, one that FSDP2 shards, or the result of torch.compile on one of them. A plain
+    module must be the same on all ranks: its parameters and buffers are broadcast from rank 0 at the start, as DDP
+    does, and the log says if other ranks had others. A DDP model keeps its own reducer, and FSDP2 its communication.
+    Arguments override the environment's variables. At the end rank 0 writes the report into the run folder. Yields None
+    for a model that is left alone. Raises ValueError for a plain module whose gradients other code moves.
     """
     settings = config.settings({"transports": transport, "streams": streams, "directory": directory})
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(uncompiled(model), DistributedDataParallel):
         found = ddp_hooks.attach(model, optimizer, session=session, settings=settings)
     elif is_sharded(model):
         if session is not None:
             raise ValueError("session: a model that FSDP2 shards is observed in a session of its own; leave it out")
         found = attach_sharded(model, optimizer, settings=settings)
     else:
+        check_plain(model)
         chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
         found = measure(chosen, model, optimizer)
     of = session if found is None else found.session
@@ -88,12 +89,14 @@ def profile(
 
 
 def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
-    """Attach the hooks to a DDP model or a plain one. Raises ValueError for a DDP model that is left alone."""
-    if isinstance(model, DistributedDataParallel):
+    """Attach the hooks to a DDP model or a plain one. Raises ValueError for a model that cannot be measured."""
+    inside = uncompiled(model)
+    if isinstance(inside, DistributedDataParallel):
         measured = ddp_hooks.attach(model, optimizer, session=session)
         if measured is None:
-            raise ValueError(f"the DDP model of {type(model.module).__name__} is left alone: the log says why")
+            raise ValueError(f"the DDP model of {type(inside.module).__name__} is left alone: the log says why")
         return measured
+    check_plain(model)
     _compare(session.control, model)
     broadcast(session.control, model)
     follow_device(session, model.parameters())
@@ -108,6 +111,21 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
         limit_s=limit_s,
     )
     return Measured(session, gradients, optimizer, model=model)
+
+
+def check_plain(model: torch.nn.Module) -> None:
+    """Raise ValueError if other code moves gradients of a module: a DDP model or FSDP in it, or tensor parallelism."""
+    name, ddp = ddp_hooks.inner_ddp(model)
+    if ddp is not None:
+        raise ValueError(
+            f"{type(model).__name__} contains a DistributedDataParallel, {name}, which averages its gradients: "
+            f"pass that model instead, netbottleneck.profile(model.{name}, optimizer)"
+        )
+    if spread := spread_as(model.parameters()):
+        raise ValueError(
+            f"the model of {type(model).__name__} cannot be measured: other code spreads its parameters over the ranks "
+            f"({spread}). DDP, FSDP2 and plain modules can be"
+        )
 
 
 def _limit(settings: config.Settings, model: torch.nn.Module) -> float:
@@ -372,7 +390,8 @@ class Run:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        earlier = ddp_hooks.measured_by(model)
+        wrapped = uncompiled(model)
+        earlier = ddp_hooks.measured_by(wrapped)
         self.session: Session | None
         if earlier is not None:  # measured since it was built, by an environment variable
             self.session = earlier.session
@@ -380,7 +399,7 @@ class Run:
                 earlier.begun_by(optimizer)
             return
         spread = distributed.is_initialized() and distributed.get_world_size() > 1
-        if spread and not isinstance(model, DistributedDataParallel):
+        if spread and not isinstance(wrapped, DistributedDataParallel):
             raise ValueError(
                 f"a {type(model).__name__} on {distributed.get_world_size()} ranks: netbottleneck measures models that "
                 "DistributedDataParallel wraps"
@@ -388,9 +407,10 @@ class Run:
         place = {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()} if spread else {}
         settings = config.settings(place)
         found: Measured | None
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(wrapped, DistributedDataParallel):
             found = ddp_hooks.attach(model, inner(optimizer), settings=settings)
         else:
+            check_plain(model)
             found = measure(open_session(settings, model=type(model).__name__), model, inner(optimizer))
             finish_at_exit(found.session)
         self.session = None if found is None else found.session

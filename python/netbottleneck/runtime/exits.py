@@ -6,7 +6,9 @@ default action would end the process before the script's handlers. So SIGTERM en
 """
 
 import atexit
+import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -25,6 +27,7 @@ def register(call: Callable[[], None]) -> None:
 
     def at_exit() -> None:
         _give_way(call)
+        _stay_interrupted()
 
     _registered.append((call, at_exit))
     atexit.register(at_exit)
@@ -53,6 +56,17 @@ def _give_way(call: Callable[[], None]) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     except Told:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _stay_interrupted() -> None:
+    """Let the process still end by SIGINT after an uncaught KeyboardInterrupt: a shell then ends the script's loop.
+
+    The interpreter keeps a mark of that exception. It clears the mark when it runs the code of a string, as the import
+    of a dataclass does, and sets it again when such code ends by a KeyboardInterrupt.
+    """
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) and not hasattr(sys, "ps1"):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _tell(number: int, _frame: FrameType | None) -> None:

@@ -9,8 +9,10 @@ import pytest
 from netbottleneck import study
 from netbottleneck.lab import LinkSpec
 from netbottleneck.launch.connect import Place
+from netbottleneck.report.compare import FACTS
 from netbottleneck.study import cells, command, spec
 from netbottleneck.study.spec import Cell, StudySpec
+from netbottleneck.study.task import Outcome
 
 SHIPPED = Path(study.__file__).parent
 
@@ -272,6 +274,52 @@ def test_rank_0_alone_compares_a_study_with_its_folder(tmp_path: Path) -> None:
     assert requested(tmp_path, str(given), size=2, rank=1).spec.cells
     with pytest.raises(ValueError, match="only 2 were started"):
         requested(tmp_path, str(given), size=2)
+
+
+def completed(tmp_path: Path, text: str) -> cells.StudyFolder:
+    """Return the folder of a study whose cells are complete."""
+    folder = cells.StudyFolder(tmp_path / "s")
+    folder.create(text)
+    for cell in made(text).cells:
+        outcome = Outcome(str(folder.cell_folder(cell.key) / "run"), 9, ("a", "a"))
+        folder.write_result(cells.CellResult(cell, outcome))
+        (folder.cell_folder(cell.key) / FACTS).write_text("{}")
+    return folder
+
+
+MEASURED = (
+    'networks = ["1gbit"]\ntransports = ["stock", "tcp"]\n[[model]]\nname = "resnet50"\n[[model]]\njob = "digits"\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"resnet50"', '"resnet50"\nscale = 0.5', "cell resnet50-2-1gbit .* scale was 1.0, now 0.5: restore"),
+        ('"digits"', '"digits"\nrounds = 2', "cell digits-2-1gbit .* rounds was 6, now 2: restore"),
+        ('["stock", "tcp"]', '["stock"]', "cell resnet50-2-1gbit .* arms was stock,tcp, now stock: restore"),
+    ],
+)
+def test_a_changed_study_does_not_keep_cells_of_other_values(tmp_path: Path, old: str, new: str, why: str) -> None:
+    folder = completed(tmp_path, MEASURED)
+    assert len(requested(tmp_path).spec.cells) == 2
+    folder.file.write_text(MEASURED.replace(old, new))
+    with pytest.raises(ValueError, match=why):
+        requested(tmp_path)
+
+
+def test_a_study_keeps_its_cells_if_others_are_added(tmp_path: Path) -> None:
+    folder = completed(tmp_path, MEASURED)
+    folder.file.write_text(MEASURED.replace('["1gbit"]', '["1gbit", "none"]'))
+    assert len(requested(tmp_path).spec.cells) == 4
+
+
+def test_a_resumed_study_keeps_the_arms_of_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "default_transports", lambda _provider: (("stock", "tcp"), ("no ofi",)))
+    first = requested(tmp_path, "--quick")
+    first.folder.create(first.text)
+    monkeypatch.setattr(cells, "default_transports", lambda _provider: (("stock", "ofi"), ()))
+    assert requested(tmp_path).spec == first.spec
 
 
 def test_tables_are_read_as_they_were_written() -> None:

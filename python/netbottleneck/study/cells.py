@@ -100,6 +100,21 @@ class StudyFolder:
         """Return whether a cell's facts exist."""
         return (self.cell_folder(key) / FACTS).exists()
 
+    def check_complete(self, cells: Sequence[Cell]) -> None:
+        """Raise ValueError if a complete cell ran with other values than those of its specification in `cells`."""
+        for cell in cells:
+            if not self.done(cell.key):
+                continue
+            try:
+                recorded = self.read_result(cell.key).cell
+            except (OSError, ValueError):
+                continue  # the study reports this cell as failed
+            if unlike := _differences(recorded, cell):
+                raise ValueError(
+                    f"{self.path}: cell {cell.key} is complete, with other values: {'; '.join(unlike)}: restore them, "
+                    f"pass another --directory, or remove {self.cell_folder(cell.key)} to run the cell again"
+                )
+
     def new_cell_folder(self, key: str) -> Path:
         """Return a cell's folder, new and empty; files of an earlier attempt are moved to aside/."""
         folder = self.cell_folder(key)
@@ -139,6 +154,20 @@ class StudyFolder:
 
     def _present(self, key: str, recorded: str) -> str:
         return str(present(self.cell_folder(key), recorded))
+
+
+def _differences(recorded: Cell, cell: Cell) -> list[str]:
+    """Return the values in which two cells of one key differ, as text; not `same`, which follows from other cells."""
+    old, new = ({**values.pop("model"), **values} for values in map(asdict, (recorded, cell)))
+    return [
+        f"{name} was {_shown(old[name])}, now {_shown(value)}"
+        for name, value in new.items()
+        if name != "same" and old[name] != value
+    ]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -224,7 +253,8 @@ def parse_request(args: argparse.Namespace, arguments: Sequence[str], place: con
     """Return the study that a command line requests, for the ranks of a launcher; writes nothing.
 
     Raises OSError, and ValueError for an invalid file, for options without an effect, or for a folder with another
-    study. Rank 0 alone compares with the folder, which other hosts need not have.
+    study or with complete cells of other values. Rank 0 alone compares with the folder, which other hosts need not
+    have.
     """
     folder = StudyFolder(Path(args.directory or f"study-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     path = _path(args, folder)
@@ -245,9 +275,10 @@ def parse_request(args: argparse.Namespace, arguments: Sequence[str], place: con
         raise ValueError(
             f"{folder.path} holds another study: pass another --directory, or only --directory to resume it"
         )
-    return StudyRequest(
-        _stored_text(text, path), found, folder, notes, ("netbottleneck", "study", *arguments), args.strict
-    )
+    if place.rank == 0:
+        folder.check_complete(found.cells)
+    stored = _stored_text(text, path, transports)
+    return StudyRequest(stored, found, folder, notes, ("netbottleneck", "study", *arguments), args.strict)
 
 
 def _elsewhere(_key: str) -> bool:
@@ -313,14 +344,17 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start})") from None
 
 
-def _stored_text(text: str, path: Path) -> str:
-    """Return a study's text as its folder stores it, with absolute paths of the files to replay."""
+def _stored_text(text: str, path: Path, transports: Sequence[str]) -> str:
+    """Return a study's text as its folder stores it, with absolute paths of the files to replay.
+
+    transports: this machine's default if the text names none; a resumed study keeps its arms.
+    """
     raw = spec.load(text, str(path))
-    if not any("file" in table for table in raw["model"]):
-        return text
-    base = path.absolute().parent
-    models = [t | ({"file": str((base / t["file"]).absolute())} if "file" in t else {}) for t in raw["model"]]
-    return spec.dump({**raw, "model": models})
+    if any("file" in table for table in raw["model"]):
+        base = path.absolute().parent
+        models = [t | ({"file": str((base / t["file"]).absolute())} if "file" in t else {}) for t in raw["model"]]
+        text = spec.dump({**raw, "model": models})
+    return f"transports = {json.dumps(transports)}\n{text}" if transports else text
 
 
 def _with_options(raw: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

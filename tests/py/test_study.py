@@ -21,16 +21,17 @@ from conftest import RANKS_LIMIT_S
 
 from netbottleneck import Evidence, study
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.lab import Lab, LinkSpec
+from netbottleneck.lab import Lab, LinkSpec, parse_lab
 from netbottleneck.report import Run
 from netbottleneck.study import cells, command, report, runner, spec
 from netbottleneck.study import ranks as study_ranks
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.task import SAME_STEPS, Outcome, Task, from_json, to_json
+from netbottleneck.study.task import SAME_STEPS, Outcome, Task, from_json, to_json, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.transports import Arm
+from netbottleneck.whatif.plan import ReplaySchedule
 
 pytest.importorskip("torch")
 
@@ -171,6 +172,20 @@ def test_a_job_without_progress_ends_at_its_limit(tmp_path: Path) -> None:
     with Lab(2, "none", ways=("loopback",)) as lab, pytest.raises(JobError, match="no progress for 3 s"):
         run_in_lab(lab, [task], lambda *_: None, limit_s=3.0)
     assert processes_with(task.folder) == []
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "nbytes", "link", "longest_s"),
+    [(1000, 4, "none", 1000), (0, 10**9, "10mbit", 1600), (0, 4, "2gbit/100kbit", 8 * 2 * 96 * 2**20 / 1e5)],
+)
+def test_a_replay_is_given_the_time_of_its_longest_step(
+    tmp_path: Path, forward_s: int, nbytes: int, link: str, longest_s: float
+) -> None:
+    file = tmp_path / "schedule.json"
+    tensors, ready = (("w", nbytes),), ((0, forward_s * 10**9),)
+    write_schedule(file, ReplaySchedule("made", tensors, ready, forward_s * 10**9, 0, ((0,),)))
+    task = Task("play", (Arm("tcp"),), str(tmp_path / "r"), schedule=str(file))
+    assert study_ranks.patience_s(task, parse_lab(link)) >= study_ranks.SILENCE_S + longest_s
 
 
 def test_a_killed_rank_is_named_first(tmp_path: Path) -> None:

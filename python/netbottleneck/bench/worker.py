@@ -272,6 +272,7 @@ def main() -> int:
 
 # Processes of the ranks: one for each, in a lab or on loopback. Rank 0's output is read.
 
+UNCAPPED_BPS = 1e8  # for limits of time: less than any network without caps carries
 SILENCE_S = 120.0  # limit without output of rank 0, in addition to the time of the slowest all-reduce
 GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
 MESSAGES = ("open", "left_out", "row", "progress")  # keys of a rank's messages
@@ -414,9 +415,7 @@ def patience_s(request: Request, spec: LinkSpec | None) -> float:
     """Return the allowed silence of rank 0: SILENCE_S and twice a round of the largest size on all paths.
 
     The round is estimated at the slowest rate of the network."""
-    rate = 1e8
-    if spec is not None and spec.capped:
-        rate = min([float(spec.link_bps or 1e12), *map(float, spec.flow_bps)])
+    rate = (spec.slowest_bps if spec is not None else None) or UNCAPPED_BPS
     paths = len(request.transports) * (1 + len(request.streams))
     return SILENCE_S + 2 * paths * 8 * 2 * max(request.sizes) / rate
 

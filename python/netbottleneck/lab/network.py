@@ -48,6 +48,12 @@ class LinkSpec:
         """Each interface of a host as a link of its own."""
         return tuple(LinkSpec(bps, self.flow_bps) for bps in (self.link_bps, *self.more_bps))
 
+    @property
+    def slowest_bps(self) -> int | None:
+        """The lowest cap of a link or flow; None without a cap."""
+        links = () if self.link_bps is None else (self.link_bps,)
+        return min((*links, *self.more_bps, *self.flow_bps), default=None)
+
     def expected_bps(self, flows: int) -> float | None:
         """Return the rate that `flows` flows in one direction can reach on the first link; None without a cap."""
         total = float(sum(self.flow_rate(index) for index in range(flows))) if self.flow_bps else None

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from netbottleneck.bench.worker import message_of
+from netbottleneck.bench.worker import UNCAPPED_BPS, message_of
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch.topology import without_job
-from netbottleneck.study.task import Outcome, Task, to_json
+from netbottleneck.study.task import WARM_BYTES, WARM_TIMES, Outcome, Task, read_schedule, to_json
 
-LIMIT_S = 300.0  # without progress of a task
+SILENCE_S = 300.0  # limit without progress of a task, in addition to twice its longest step
 GRACE_S = 3.0  # after one rank has failed, for the others to report their errors
 SHOWN_LINES = 12
 # Variables that would install our hooks in the ranks, or redirect their records.
@@ -58,12 +58,14 @@ def run_in_lab(
     on_progress: TaskProgress,
     *,
     env: Mapping[str, str] | None = None,
-    limit_s: float = LIMIT_S,
+    limit_s: float | None = None,
 ) -> list[Outcome]:
     """Run tasks one after another on all ranks of a lab, one process each. Calls on_progress(task, step, steps, arm).
 
-    Raises JobError if a rank fails, or no task makes progress for limit_s; all ranks are then ended.
+    Raises JobError if a rank fails, or no task makes progress for limit_s (None: see patience_s); all ranks are then
+    ended.
     """
+    limit_s = max(patience_s(task, lab.spec, lab.ranks_per_host) for task in tasks) if limit_s is None else limit_s
     logs = Path(tasks[0].folder).parent
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "netbottleneck.study.worker", to_json(tasks)]
@@ -89,6 +91,19 @@ def run_in_lab(
         return outcomes
     finally:
         _kill(ranks)
+
+
+def patience_s(task: Task, spec: LinkSpec, ranks_per_host: int = 1) -> float:
+    """Return the allowed silence of rank 0: SILENCE_S, twice a step, and twice the transfers before the first one.
+
+    Transfers are estimated at the slowest rate of the network, which the ranks of a host share."""
+    compute_ns = nbytes = 0
+    if task.schedule:
+        schedule = read_schedule(task.schedule)
+        compute_ns, nbytes = schedule.compute_ns, schedule.bytes
+    nbytes += WARM_TIMES * WARM_BYTES * len(task.arms)
+    transfer_s = 8 * 2 * nbytes * ranks_per_host / (spec.slowest_bps or UNCAPPED_BPS)
+    return SILENCE_S + 2 * (compute_ns / 1e9 + transfer_s)
 
 
 @dataclass(frozen=True)

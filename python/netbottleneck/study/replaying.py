@@ -94,7 +94,7 @@ def _replay(
     write_schedule(file, schedule)
     reporter.message(
         f"{schedule.name}: {len(schedule.tensors)} gradients, {schedule.bytes / 1e6:.1f} MB in {len(schedule.buckets)} "
-        f"operations; compute is a {args.compute} of {ms(schedule.ready[-1][1] + schedule.tail_ns)} ({schedule.note})"
+        f"operations; compute is a {args.compute} of {ms(schedule.compute_ns)} ({schedule.note})"
     )
     with Lab(args.ranks, link) as lab:
         with reporter.progress(f"{link}: measuring the actual rates"):

@@ -252,6 +252,11 @@ class ReplaySchedule:
         """Bytes of all gradients."""
         return sum(size for _, size in self.tensors)
 
+    @property
+    def compute_ns(self) -> int:
+        """The step without communication."""
+        return self.ready[-1][1] + self.tail_ns
+
     def bucket_bytes(self, index: int) -> int:
         """Bytes of one bucket."""
         return sum(self.tensors[at][1] for at in self.buckets[index])

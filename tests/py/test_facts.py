@@ -12,6 +12,7 @@ from netbottleneck.analysis.usage import HostUse, Use
 from netbottleneck.report import Run
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.trace.transports import Arm
+from netbottleneck.whatif import questions, sweeps
 
 MS = cellmaker.MS
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
@@ -110,6 +111,19 @@ def test_facts_of_the_stored_trace_survive_json(tmp_path):
     assert cell.outlook.at_full_use.points[0][1].value == pytest.approx(cell.outlook.full_use.value)
     values.write(tmp_path / "facts.json", cell)
     assert values.read(tmp_path / "facts.json") == cell
+
+
+@pytest.mark.parametrize("part", [0.95, 1.02])
+def test_the_compression_for_a_target_and_the_scaling_factors_use_the_same_step_alone(part):
+    trace = Run(STORED).trace
+    job = questions.job(trace, Arm("stock"))
+    alone_ns = part * job.alone_ns
+    outlook = facts.outlook_of(trace, Arm("stock"), 2e9, alone_ns)
+    full = replace(job, cost=sweeps.with_link(job.cost, 2e9))
+    for one, ratio in ((job, outlook.ratio), (full, outlook.full_use_ratio)):
+        setting = next(sweeps.compression(one, [ratio.value], facts.FREE_CODEC))
+        step_ns = questions.simulate_setting(one, setting).step_ns
+        assert alone_ns / step_ns == pytest.approx(facts.TARGET, rel=0.01)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format":"netbottleneck-cell","version":9}', "7"])

@@ -238,47 +238,49 @@ FREE_CODEC = sweeps.Codec()
 def outlook_of(trace: Trace, transport: Arm, link_bps: float | None, single_ns: float | None) -> Outlook | None:
     """Return the what-if answers; None if no cost model can be fitted to the run.
 
-    Scaling factors use single_ns where it was measured."""
+    Scaling factors, and the targets of inverse questions, use single_ns where it was measured."""
     try:
         job = questions.job(trace, transport)
     except ValueError:
         return None
-    alone_ns = single_ns or job.alone_ns
+    if single_ns:
+        ends = tuple(replace(end, alone_ns=single_ns) for end in job.at_ends)
+        job = replace(job, alone_ns=single_ns, at_ends=ends)
     ratio, enough = sweeps.least_compression(job, TARGET, FREE_CODEC), sweeps.enough_link(job)
     outlook = Outlook(
         transport,
         TARGET,
-        as_used=_curve(job, f"at {transport}'s achieved rate", alone_ns),
+        as_used=_curve(job, f"at {transport}'s achieved rate"),
         ratio=_bounded(ratio, sweeps.RATIO[1]),
         ratio_why=ratio.reason,
         enough_bps=_bounded(enough, sweeps.LINK_BPS[1]),
         notes=job.notes,
     )
-    return _at_full_use(outlook, job, link_bps, alone_ns) if link_bps else outlook
+    return _at_full_use(outlook, job, link_bps) if link_bps else outlook
 
 
-def _at_full_use(outlook: Outlook, job: questions.Job, link_bps: float, alone_ns: float) -> Outlook:
+def _at_full_use(outlook: Outlook, job: questions.Job, link_bps: float) -> Outlook:
     full = questions.answer(job, sweeps.full_use(job, link_bps)).step_s
     fully = replace(job, cost=sweeps.with_link(job.cost, link_bps))
     least = sweeps.least_compression(fully, TARGET, FREE_CODEC)
     return replace(
         outlook,
         full_use_ns=None if full is None else Estimate(1e9 * full.value, 1e9 * full.low, 1e9 * full.high),
-        full_use=None if full is None else _scaling(alone_ns, full),
-        at_full_use=_curve(fully, f"{gbit(link_bps)}, fully used", alone_ns),
+        full_use=None if full is None else _scaling(job, full),
+        at_full_use=_curve(fully, f"{gbit(link_bps)}, fully used"),
         full_use_ratio=_bounded(least, sweeps.RATIO[1]),
         full_use_ratio_why=least.reason,
     )
 
 
-def _curve(job: questions.Job, label: str, alone_ns: float) -> Curve | None:
+def _curve(job: questions.Job, label: str) -> Curve | None:
     rows = sweeps.answers(job, sweeps.compression(job, RATIOS, FREE_CODEC))
-    points = tuple((one.setting.cost.ratio, _scaling(alone_ns, one.step_s)) for one in rows if one.step_s is not None)
+    points = tuple((one.setting.cost.ratio, _scaling(job, one.step_s)) for one in rows if one.step_s is not None)
     return Curve(label, points) if points else None
 
 
-def _scaling(alone_ns: float, step_s: Estimate) -> Estimate:
-    value, low, high = (alone_ns / (1e9 * step) for step in (step_s.value, step_s.high, step_s.low))
+def _scaling(job: questions.Job, step_s: Estimate) -> Estimate:
+    value, low, high = (job.alone_ns / (1e9 * step) for step in (step_s.value, step_s.high, step_s.low))
     return Estimate(value, low, high)
 
 

@@ -63,7 +63,7 @@ struct sim {
 
 // ---- check.c
 
-// 0, or -EINVAL.
+// 0, -EINVAL, -EOVERFLOW for a launch that takes too long, or -ENOMEM.
 int check_input(const struct nb_sim_program *program, const struct nb_sim_plan *plan, const struct nb_sim_cost *cost,
                 struct nb_error *err);
 

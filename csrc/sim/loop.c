@@ -43,7 +43,8 @@ static void op_start(struct sim *sim, int number) {
     *flight = (struct flight){.op = number};
     flight->phases = nb_sim_phases(sim->cost, op->bytes, op->members, flight->plan);
     if (flight->phases < 0) {
-        sim->failed = nb_fail(sim->err, -EOVERFLOW, "an operation of %lld bytes takes too long", (long long)op->bytes);
+        sim->failed = nb_fail(sim->err, -EOVERFLOW, "an operation of %lld bytes among %d ranks would take over %lld s",
+                              (long long)op->bytes, sim->cost->size, (long long)(NB_SIM_NS_MAX / 1000000000));
     }
     if (flight->phases > 0) {
         phase_begin(flight);
@@ -262,7 +263,7 @@ static int run(struct sim *sim) {
     }
     rule_step(sim, 0);
     moment(sim);
-    while (!is_over(sim)) {
+    while (sim->failed == 0 && !is_over(sim)) {
         int users[NB_SIM_RESOURCES];
         count_users(sim, users);
         int64_t dt = least(flights_next(sim, users), ranks_next(sim));

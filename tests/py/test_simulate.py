@@ -358,6 +358,15 @@ def test_invalid_arguments_are_refused(change: dict[str, object], what: str) -> 
         simulate(trace, plan, cost, **arguments)  # type: ignore[arg-type]
 
 
+def test_the_limit_of_time_is_that_of_an_operation_and_not_of_a_step() -> None:
+    trace = trace_of([[RankStep(1, [(1, 1), (0, 1)], 1, 1)]] * 2, [600, 600], ["f", "f"])
+    cost = Cost(link=Link(8))  # a byte a second
+    (step,) = simulate(trace, Plan.explicit([(1,), (0,)]), cost, steps=1).steps[:1]
+    assert step.duration_ns > 1200 * 10**9
+    with pytest.raises(ValueError, match="an operation of 1200 bytes among 2 ranks would take over 1000 s"):
+        simulate(trace, Plan.explicit([(0, 1)]), cost, steps=1)
+
+
 def test_an_incomplete_trace_is_refused() -> None:
     trace = trace_of([[RankStep(1, [(0, 1)], 1, 1)]] * 2, [8], ["f"])
     with pytest.raises(ValueError, match="does not describe its tensors"):

@@ -187,7 +187,7 @@ def achievable(trace: Trace, transport: Arm | None = None) -> Link | None:
     """Return the best point of the transport's own probe, else of the fastest one; None without a probe."""
     own = None if transport is None else probed(trace).get(Arm.parse(transport).transport)
     found = own or achievable_bandwidth(trace)
-    return None if found is None else Link(found.best[1], found.best[0], dict(found.points).get(1))
+    return None if found is None else Link(found.best[1], found.best[0])
 
 
 def nominal(trace: Trace, transport: Arm) -> Link | None:

@@ -96,6 +96,14 @@ def test_a_thin_bert_scores_words_and_reaches_all_parameters() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["thin_resnet", "thin_bert"])
+def test_a_random_batch_is_an_input_of_its_model(name: str) -> None:
+    torch.manual_seed(7)
+    batch = passes.random_batch(name, 40)
+    assert batch.shape == (40, *models.sample_shape(name)[1:])
+    models.build(name)(batch)
+
+
 @pytest.fixture(name="digits")
 def fixture_digits() -> models.Digits:
     if importlib.util.find_spec("sklearn") is None:

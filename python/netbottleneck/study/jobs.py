@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.bench import models
 from netbottleneck.bench.models import digits
-from netbottleneck.bench.models.passes import IdleOptimizer, replay
+from netbottleneck.bench.models.passes import IdleOptimizer, random_batch, replay
 from netbottleneck.hooks.loop import measure
 from netbottleneck.runtime.communicators import gloo_store, key_of
 from netbottleneck.runtime.session import Session
@@ -194,7 +194,6 @@ def _digest(model: torch.nn.Module) -> bytes:
 # waits record the time blocked on communication. Nothing is trained.
 
 SAMPLES = 4  # per step, for a model without a data set here
-TOKENS = 1000
 WARMUP = 5
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
@@ -299,8 +298,7 @@ def _losses(name: str, rank: int, size: int) -> Iterator[Loss]:
         images, labels = torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
         for pick in batches(len(images), rank, size, BATCH):
             yield partial(_entropy, images[pick], labels[pick])
-    shape = (SAMPLES, *models.sample_shape(name)[1:])
-    inputs = torch.rand(shape) if len(shape) == 4 else torch.randint(0, TOKENS, shape)
+    inputs = random_batch(name, SAMPLES)
     while True:
         yield lambda model: _tensor_of(model(inputs)).float().square().mean()
 

@@ -82,9 +82,15 @@ WARMUP = 5  # the first passes are much slower: libraries choose algorithms, thr
 EVENTS_A_TENSOR = 1
 EVENTS_A_STEP = 8
 COPIES = 4  # minimum memory in sizes of the model: parameters, gradients, and temporaries of a step
-TOKENS = 1000
+TOKENS = 256  # the smallest vocabulary of a model
 
 Progress = Callable[[int, int], None]
+
+
+def random_batch(name: str, count: int) -> Tensor:
+    """Return `count` random inputs of a named model: images, or sequences of tokens of its vocabulary."""
+    shape = (count, *models.sample_shape(name)[1:])
+    return torch.rand(shape) if len(shape) == 4 else torch.randint(0, TOKENS, shape)
 
 
 def measured(name: str, *, batch: int, passes: int, device: str, progress: Progress = lambda *_: None) -> tr.Trace:
@@ -97,9 +103,7 @@ def measured(name: str, *, batch: int, passes: int, device: str, progress: Progr
         raise ValueError(f"{name} needs at least {needed >> 20} MiB of free memory: --modelled needs no memory")
     torch.manual_seed(7)
     model = models.build(name).to(device)
-    shape = (batch, *models.sample_shape(name)[1:])
-    images = torch.rand(shape) if len(shape) == 4 else torch.randint(0, TOKENS, shape)
-    work = _Work(model, images.to(device))
+    work = _Work(model, random_batch(name, batch).to(device))
     steps = (_on_gpu if device.startswith("cuda") else _on_cpu)(work, passes, progress)
     named = [(key, value.numel() * value.element_size()) for key, value in model.named_parameters()]
     note = f"measured on {device}, batch {batch}, {torch.get_num_threads()} threads"

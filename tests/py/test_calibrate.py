@@ -58,6 +58,14 @@ def test_a_model_is_measured_in_the_order_of_readiness_with_its_spread(tmp_path:
     assert f"{torch.get_num_threads()} threads" in record["note"]
 
 
+def test_a_model_with_several_outputs_is_measured_with_all_its_gradients(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folder = tmp_path / "p"
+    assert run("thin_bert", "--passes", "2", "--batch", "2", "--no-tables", "--directory", str(folder)) == 0
+    trace = tr.read(folder / "thin_bert.jsonl.gz")
+    assert [len(step.grad_ready) for step in trace.steps] == [len(trace.parameters)] * 2
+
+
 def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.bench import models
 from netbottleneck.bench.models import digits
-from netbottleneck.bench.models.passes import IdleOptimizer, random_batch, replay
+from netbottleneck.bench.models.passes import IdleOptimizer, loss_of, random_batch, replay, tensors_of
 from netbottleneck.hooks.loop import measure
 from netbottleneck.runtime.communicators import gloo_store, key_of
 from netbottleneck.runtime.session import Session
@@ -251,7 +251,7 @@ class Hooked:
         self._session.describe(modules=[], **described(tensors, self._gradients.buckets, key_of))
 
     def _after_forward(self, _model: Any, _args: Any, output: Any) -> None:
-        _tensor_of(output).register_hook(self._backward_begins)
+        next(tensors_of(output)).register_hook(self._backward_begins)
 
     def _backward_begins(self, _gradient: Any) -> None:
         _engine.queue_callback(self._backward_ends)
@@ -300,15 +300,8 @@ def _losses(name: str, rank: int, size: int) -> Iterator[Loss]:
             yield partial(_entropy, images[pick], labels[pick])
     inputs = random_batch(name, SAMPLES)
     while True:
-        yield lambda model: _tensor_of(model(inputs)).float().square().mean()
+        yield lambda model: loss_of(model(inputs))
 
 
 def _entropy(images: torch.Tensor, labels: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(images), labels)
-
-
-def _tensor_of(output: Any) -> torch.Tensor:
-    """Return the first tensor of an output: a tensor, or a possibly nested sequence or mapping."""
-    while not isinstance(output, torch.Tensor):
-        output = next(iter(output.values() if isinstance(output, dict) else output))
-    return output

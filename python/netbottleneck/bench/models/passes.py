@@ -93,6 +93,20 @@ def random_batch(name: str, count: int) -> Tensor:
     return torch.rand(shape) if len(shape) == 4 else torch.randint(0, TOKENS, shape)
 
 
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a model's output: a tensor, or a possibly nested sequence or mapping."""
+    if isinstance(output, Tensor):
+        yield output
+    else:
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from tensors_of(part)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return a loss of all tensors of an output, so that every parameter that one of them uses has a gradient."""
+    return torch.stack([one.float().square().mean() for one in tensors_of(output)]).sum()
+
+
 def measured(name: str, *, batch: int, passes: int, device: str, progress: Progress = lambda *_: None) -> tr.Trace:
     """Return `passes` steps of a named model (forward, backward, SGD) on one device, with the time of each gradient.
 
@@ -185,10 +199,7 @@ class _Work:
 
     def forward(self) -> torch.Tensor:
         """Return the loss of a forward."""
-        output: Any = self.model(self.batch)
-        while not isinstance(output, torch.Tensor):
-            output = next(iter(output.values() if isinstance(output, dict) else output))
-        return output.float().square().mean()
+        return loss_of(self.model(self.batch))
 
     def step(self) -> None:
         """Run one step that is not measured."""

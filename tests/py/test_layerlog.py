@@ -155,6 +155,24 @@ def test_a_log_survives_conversion_to_a_trace_and_back() -> None:
         layer_log.to_trace(LayerLog("m", log.tensors, 0.003))
 
 
+def test_a_trace_has_each_gradients_median_over_the_batches_of_one_shape() -> None:
+    first, second, third, other = (
+        ((0.001, 40), (0.002, 80)),
+        ((0.003, 40), (0.004, 80)),
+        ((0.002, 40), (0.100, 80)),
+        ((0.009, 80), (0.009, 40)),
+    )
+    whole = layer_log.to_trace(LayerLog("m", first, 0.010, (second, other)))
+    assert whole.steps[0].forward == ((0, 5_000_000),)
+    assert whole.steps[0].grad_ready == ((1, 7_000_000), (0, 10_000_000))
+    assert [note.partition(" of the")[0] for note in whole.notes] == [
+        "each gradient's time is its median over 2 batches",
+        "1 of 3 batches",
+    ]
+    assert layer_log.to_trace(LayerLog("m", first, None, (second, third))).steps[0].end_ns == 7_000_000
+    assert layer_log.to_trace(LayerLog("m", first)).notes == ()
+
+
 def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readiness() -> None:
     run = tr.read(TRACE)
     log = layer_log.of_trace(run)

@@ -14,7 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -247,25 +247,43 @@ def write_table(path: Path | str, table: VecTable) -> None:
 def to_trace(log: LayerLog) -> Trace:
     """Return a trace of one step of one rank alone; the time outside the backward is before it.
 
-    The parameters are in the model's order, so the last gradient comes first. Raises ValueError if the step is shorter
-    than its backward."""
-    backward_s = log.backward_s
+    A gradient's time is the median over the batches that have the first batch's sizes. The parameters are in the
+    model's order, so the last gradient comes first. Raises ValueError if the step is shorter than its backward."""
+    batches, notes = _alike_batches(log)
+    backward_s = statistics.median(math.fsum(wait_s for wait_s, _ in batch) for batch in batches)
     before_ns = round(((log.batch_s or backward_s) - backward_s) * 1e9)
     if before_ns < 0:
         raise ValueError(f"layer log {log.name!r}: a step of {log.batch_s} s, but {backward_s} s of backward pass")
     count = len(log.tensors)
-    ready, passed_s = [], 0.0
-    for at, (wait_s, _) in enumerate(log.tensors):
-        passed_s += wait_s
-        ready.append((count - 1 - at, before_ns + round(passed_s * 1e9)))
+    passed_s = zip(*(accumulate(wait_s for wait_s, _ in batch) for batch in batches), strict=True)
+    ready = [(count - 1 - at, before_ns + round(statistics.median(s) * 1e9)) for at, s in enumerate(passed_s)]
     end_ns = max(ready[-1][1], round((log.batch_s or 0) * 1e9))
     forward = ((0, before_ns),) if before_ns else ()
     step = Step(0, 0, 0, SINGLE, 0, end_ns, forward=forward, grad_ready=tuple(ready))
     sizes = [size for _, size in reversed(log.tensors)]
     parameters = tuple(Parameter(f"tensor.{at}", size, "float32") for at, size in enumerate(sizes))
     return Trace(
-        log.name, 1, (SINGLE,), model=log.name, ranks=(Rank(0, finished=True),), parameters=parameters, steps=(step,)
+        log.name,
+        1,
+        (SINGLE,),
+        model=log.name,
+        notes=notes,
+        ranks=(Rank(0, finished=True),),
+        parameters=parameters,
+        steps=(step,),
     )
+
+
+def _alike_batches(log: LayerLog) -> tuple[list[Tensors], tuple[str, ...]]:
+    """Return the batches that have the first one's sizes, and notes."""
+    sizes = [size for _, size in log.tensors]
+    alike = [batch for batch in log.batches if [size for _, size in batch] == sizes]
+    notes = []
+    if len(alike) > 1:
+        notes.append(f"each gradient's time is its median over {len(alike)} batches of the layer log")
+    if left := len(log.batches) - len(alike):
+        notes.append(f"{left} of {len(log.batches)} batches of the layer log have other sizes and are left out")
+    return alike, tuple(notes)
 
 
 def _offsets(step: Step) -> dict[int, int]:

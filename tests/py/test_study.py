@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -399,6 +400,31 @@ def test_a_moved_study_finds_all_its_runs(tmp_path: Path) -> None:
     assert found.stock_alone is not None
     now = [found.outcome.folder, found.stock_alone.folder, found.tuned]
     assert now == [str(new.cell_folder(cell.key) / name) for name in ("run", "run/2", "stock-x4")]
+
+
+def test_a_resumed_study_describes_a_network_by_the_cells_that_use_its_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "s" / "study.toml"
+    file.parent.mkdir()
+    file.write_text(
+        'networks = ["1gbit"]\ntransports = ["tcp"]\n'
+        '[[model]]\nname = "resnet50"\nranks_per_host = 2\n[[model]]\nname = "resnet50"\n'
+    )
+    arguments = ["--directory", str(file.parent)]
+    request = cells.parse_request(command.parser().parse_args(arguments), arguments)
+    networks = {}
+    for cell in request.spec.cells:
+        folder = request.folder.cell_folder(cell.key)
+        request.folder.write_result(cells.CellResult(cell, Outcome(str(folder / "run"), 9, ("a", "a"))))
+        (folder / "facts.json").write_text("{}")
+        networks[str(folder / "run")] = tr.Network("a lab", cell.link.link_bps)
+    monkeypatch.setattr(report, "Run", lambda path: SimpleNamespace(trace=SimpleNamespace(network=networks[path])))
+    for order in (request.spec.cells, request.spec.cells[::-1]):
+        resumed = report.Study(replace(request, spec=replace(request.spec, cells=order)))
+        resumed.load_complete()
+        assert resumed.failed == {}
+        assert resumed.networks["1gbit"]["link_bps"] == 1e9
 
 
 def test_a_resumed_study_that_is_interrupted_keeps_its_complete_cells(killed: Path, tmp_path: Path) -> None:

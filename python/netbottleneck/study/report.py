@@ -224,7 +224,7 @@ class Study:
         done = self.request.folder.read_result(cell.key)
         run = Run(done.outcome.folder)
         network = run.trace.network
-        if network is not None:
+        if network is not None and cell.uses_links:
             document = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
             self.networks.setdefault(cell.network, document | {"verified": dict(network.verified)})
         return self.add(done, run)

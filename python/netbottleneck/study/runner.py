@@ -104,7 +104,7 @@ class _CellRunner:
             self._reporter.message(f"{group.how}: {group.why}.")
         network = described_network(group.how, group.caps, seen)
         notes = (*self._request.notes, *([f"{group.how}: {group.why}"] if group.why else []))
-        if waiting[0].link == spec.caps(waiting[0].network):  # else all ranks share one host
+        if waiting[0].uses_links:
             self._study.networks[waiting[0].network] = network
         while waiting:
             cell = waiting.pop(0)

@@ -249,6 +249,11 @@ class Cell:
         return LinkSpec() if _on_one_host(self.ranks, self.ranks_per_host) else caps(self.network)
 
     @property
+    def uses_links(self) -> bool:
+        """True if its links have the caps of its network; False if all ranks share one host instead."""
+        return self.link == caps(self.network)
+
+    @property
     def steps(self) -> int:
         """The minimum number of steps."""
         return self.alone + self.rounds * self.block_steps * len(self.arms)

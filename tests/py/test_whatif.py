@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netbottleneck.analysis import arrivals, findings
+from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.trace import layer_log, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
@@ -189,6 +190,14 @@ def test_compressed_operations_smaller_than_those_measured_have_a_note_and_keep_
     poor = replace(job, cost=replace(cost, poor="two operations alone"))
     (refused,) = sweeps.answers(poor, sweeps.compression(poor, [10.0], FREE))
     assert "refused to extrapolate a poor fit" in refused.refused
+
+
+def test_combined_errors_do_not_make_a_value_negative() -> None:
+    job = made(Cost())
+    ends = [questions.IntervalEnd(source, job) for source in ("residual", "line", "contention")]
+    assert questions.interval(1.0, ends, [0.2, 0.1, 1.3]) == Estimate(1.0, 0.0, pytest.approx(1.3))
+    _, factor = questions.estimates(job, 1e9, ends, [1e11, 1e11, 1e9])
+    assert factor.low == 0
 
 
 def reached(job: Job, setting: questions.Setting) -> float:

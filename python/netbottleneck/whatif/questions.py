@@ -149,11 +149,15 @@ def interval_ends(job: Job, cost: Cost) -> tuple[IntervalEnd, ...]:
 
 
 def interval(value: float, found: Sequence[IntervalEnd], at: Sequence[float]) -> Estimate:
-    """A value with its interval; `at` holds its values at the ends `found`."""
+    """A time, rate or factor with its interval; `at` holds its values at the ends `found`.
+
+    Combined errors do not make it negative.
+    """
     by_source: dict[str, list[float]] = defaultdict(list)
     for end, other in zip(found, at, strict=True):
         by_source[end.source].append(other)
-    return widened(value, by_source.values())
+    whole = widened(value, by_source.values())
+    return replace(whole, low=max(0.0, whole.low))
 
 
 def estimates(

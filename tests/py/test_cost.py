@@ -151,6 +151,32 @@ def with_info(run: Trace, info: TransportInfo) -> Trace:
     return replace(run, ranks=tuple(replace(rank, transports=(info,)) for rank in run.ranks))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "ranks_per_host", "part"),
+    [
+        *(("ring", 4, 1, 1 / 4), ("two_level", 8, 4, 1 / 4), ("two_level", 8, 1, 1 / 8), ("tree", 8, 4, 1)),
+        *(("halving_doubling", 8, 1, 1 / 2), ("halving_doubling", 6, 1, 1), ("direct", 2, 1, 1), ("ring", 1, 1, 0)),
+    ],
+)
+@pytest.mark.parametrize(("ratio", "whole_sums"), [(1.0, False), (10.0, False), (10.0, True)])
+def test_additions_beyond_the_table_are_those_that_the_engine_makes(
+    algorithm: str, workers: int, ranks_per_host: int, part: float, ratio: float, whole_sums: bool
+) -> None:
+    largest = 8_000_000 * part / (1 if whole_sums else ratio)
+    for end, beyond in ((largest - 1, True), (largest + 1, False)):
+        if end < 1:
+            continue
+        cost = Cost(
+            algorithm,
+            ranks_per_host=ranks_per_host,
+            add=Table((0.5, end), (1.0, 2.0)),
+            ratio=ratio,
+            whole_sums=whole_sums,
+        )
+        notes = cost.extrapolation_notes([8_000_000], workers)
+        assert any(f"sums of {largest:.0f} bytes exceed the table" in note for note in notes) == beyond
+
+
 def test_measured_step_costs_and_the_probe_enter_the_fit() -> None:
     run = run_at(Cost(alpha_ns=30_000, fixed_ns=200_000, link=Link(1e9)))
     probe = (Probe(1, 10**6, 16 * 10**6), Probe(2, 2 * 10**6, 16 * 10**6), Probe(4, 2 * 10**6, 16 * 10**6))

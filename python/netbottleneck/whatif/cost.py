@@ -245,12 +245,26 @@ class Cost:
         if notes and self.poor:
             raise ValueError(f"refused to extrapolate a poor fit: {self.poor}; requested: {'; '.join(notes)}")
         if isinstance(self.add, Table) and not self.add.clamped:
-            share = max(sizes) / (workers if self.algorithm == "ring" else 1)
+            share = max(sizes) / (1 if self.whole_sums else self.ratio) * self._largest_sum(workers)
             end = self.add.bytes[-1]
             notes += [
                 f"sums of {share:.0f} bytes exceed the table, which ends at {end:.0f}: its last slope is extrapolated"
             ] * (share > end)
         return tuple(notes)
+
+    def _largest_sum(self, workers: int) -> float:
+        """Return the largest part of an operation's bytes that is added at once, as in csrc/sim/shape.c; 0 for none."""
+        inside = min(self.ranks_per_host, workers)
+        if workers < 2:
+            return 0.0
+        match self.algorithm:
+            case "ring":
+                return 1 / workers
+            case "two_level":
+                return 1 / (inside if inside > 1 else workers)
+            case "halving_doubling":
+                return 0.5 if workers.bit_count() == 1 else 1.0
+        return 1.0
 
     def _beyond_sizes(self, least: int, most: int) -> list[str]:
         """Notes on sizes, on the wire, outside of those in the fit."""

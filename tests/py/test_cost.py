@@ -15,7 +15,7 @@ from netbottleneck.trace.model import Parameter, Probe, Rank, Step, Trace, Trans
 from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif import questions, sweeps
 from netbottleneck.whatif.cost import UNLIMITED, Cost, Link, Table
-from netbottleneck.whatif.fit import Fit, Service, bounding_lines, fit, services
+from netbottleneck.whatif.fit import Fit, Service, bounding_lines, fit, services, step_and_sum
 from netbottleneck.whatif.plan import Plan, in_flight
 from netbottleneck.whatif.simulate import simulate
 
@@ -186,6 +186,13 @@ def test_measured_step_costs_and_the_probe_enter_the_fit() -> None:
     assert found.cost.add == 0.25
     assert found.achievable == Link(1e9, 2)
     assert found.nominal == Link(1e9)
+
+
+@pytest.mark.parametrize("name", ["tcp", "tcp:fp16", "ofi"])
+def test_measured_step_costs_are_those_of_an_arms_transport(name: str) -> None:
+    info = TransportInfo("tcp", costs=(30_000.0, 8.0, 0.25, 0.0, 0.0))
+    known = step_and_sum(with_info(run_at(Cost()), info), Arm.parse(name))
+    assert known == ((None, 0.0) if name == "ofi" else (30_000, 0.25))
 
 
 def noisy(run: Trace, most: float) -> Trace:

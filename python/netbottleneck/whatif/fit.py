@@ -165,14 +165,14 @@ def fit_line(nbytes: Iterable[float], ns: Iterable[float], fixed_ns: float | Non
 
 
 def _transport_infos(trace: Trace, transport: Arm) -> list[TransportInfo]:
-    """Transport records of all ranks: those of this transport first."""
-    infos = [info for rank in trace.ranks for info in rank.transports]
-    return sorted(infos, key=lambda info: info.name != transport)
+    """Records of an arm's transport on all ranks."""
+    name = Arm.parse(transport).transport
+    return [info for rank in trace.ranks for info in rank.transports if info.name == name]
 
 
 def flows(trace: Trace, transport: Arm) -> tuple[float, float]:
     """Number of flows to a peer that a transport used, and the number it may use elsewhere (inf: any number)."""
-    infos = [info for rank in trace.ranks for info in rank.transports if info.name == Arm.parse(transport).transport]
+    infos = _transport_infos(trace, transport)
     info = infos[0] if infos else None
     if info is None or info.streams_open is None:
         # A transport without stream counts has one flow for each of its interfaces, as gloo has.
@@ -204,9 +204,7 @@ def nominal(trace: Trace, transport: Arm) -> Link | None:
 
 def step_and_sum(trace: Trace, transport: Arm) -> tuple[float | None, float]:
     """Ns of a step and of an added byte, where the job measured them (csrc/coll/choose.h)."""
-    found = [
-        info.costs for info in _transport_infos(trace, transport) if info.name == transport and len(info.costs) >= 3
-    ]
+    found = [info.costs for info in _transport_infos(trace, transport) if len(info.costs) >= 3]
     return (float(found[0][0]), float(found[0][2])) if found else (None, 0.0)
 
 

@@ -41,6 +41,7 @@ from netbottleneck.bench.values import (  # noqa: E402
     Results,
     Samples,
     cells,
+    line,
     parse_lanes,
     parse_sizes,
 )
@@ -218,6 +219,15 @@ def test_a_row_is_the_arithmetic_of_its_samples() -> None:
         "busy_s": [0.02] * 3,
         "sent_bytes": [900_000] * 3,
     }
+
+
+def test_cells_of_a_line_are_apart_however_wide() -> None:
+    values = np.full((2, 1, 6), 10**12, np.int64)
+    values[:, :, 3] = -1
+    path = {"transport": "tcp", "streams": 1, "dtype": "float32", "redop": "sum"}
+    row = Samples(values, 2, 4, wire=False).row() | path
+    assert line(row).split() == list(cells(row))
+    assert "-" in cells(row)
 
 
 def test_a_row_of_several_all_reduces_per_round_is_for_one() -> None:

@@ -339,8 +339,8 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return a row of the table."""
-    return "".join(cell.rjust(width) for cell, (_, _, width) in zip(cells(row), _COLUMNS, strict=True))
+    """Return a row of the table; a cell as wide as its column is still apart from the previous one."""
+    return "".join(f" {cell}".rjust(width) for cell, (_, _, width) in zip(cells(row), _COLUMNS, strict=True))
 
 
 @dataclass

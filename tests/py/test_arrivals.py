@@ -394,8 +394,8 @@ def test_a_straggler_is_told_with_every_phase_that_takes_much_longer():
     assert judged.code == "STRAGGLER"
     longer = found.lateness.longer
     assert f" Its input takes {units.ms(longer['input'])} longer than on the other ranks" in judged.why
-    assert judged.why.endswith(f", its checkpoint {units.ms(longer['checkpoint'])}.")
-    assert judged.next.endswith("its data loader and disk, where its checkpoints go.")
+    assert f", its checkpoint {units.ms(longer['checkpoint'])}. The others' data loaders may fetch" in judged.why
+    assert "its data loader and disk, where its checkpoints go. If the others' loaders" in judged.next
     other = replace(found.lateness, longer=dict.fromkeys(longer, 0.0) | {"other": found.lateness.persistent_ns.value})
     judged = verdict.decide(replace(found, lateness=other))
     assert " Its other code takes " in judged.why

@@ -77,7 +77,13 @@ def _hidden(facts: Facts, saving: Estimate, wait: Estimate) -> str:
     """Sentence, with a space before it, on transfers that the work of late ranks hides; "" if none."""
     if saving.value >= limits.HIDDEN_LESS * wait.value:
         return ""
-    return f" On time, transfers would last longer than the work: the step would be {facts.share(saving)} shorter."
+    shorter = facts.share(saving)
+    return f" If they were on time, transfers would outlast the work, and the step would be {shorter} shorter."
+
+
+# A loader with workers fetches while its rank waits for a late one, so its own time does not show.
+AHEAD = " The others' data loaders may fetch while these wait: if they are nearly as slow, a step saves less."
+AS_SLOW = " If the others' loaders are nearly as slow: more data loader workers on all ranks."
 
 
 def straggler(facts: Facts) -> RuleResult:
@@ -95,6 +101,7 @@ def straggler(facts: Facts) -> RuleResult:
     whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
     where = late.who if late.hosts else f"{whose}{f' ({names})' if names else ''}"
     its = "their" if late.several else "its"
+    loads = "input" in phases
     look = ", ".join(dict.fromkeys(PLACES[phase].format(its=its) for phase in phases or ("compute",)))
     return facts.evidence(
         "straggler",
@@ -104,9 +111,10 @@ def straggler(facts: Facts) -> RuleResult:
         saving=saving,
         source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.counted}",
-        why=f"{late.waited} ({ms(waited.low)} to {ms(waited.high)}) a step, step after step "
-        f"({late.counted}; chance {late.chance:.0e}).{_longer(late, phases)}{_hidden(facts, saving, waited)}",
-        next=f"Look at {where}: {look}.",
+        why=f"{late.waited} ({ms(waited.low)} to {ms(waited.high)}) a step, step after step ({late.counted}; chance "
+        f"{late.chance:.0e}).{_longer(late, phases)}{_hidden(facts, saving, waited)}{AHEAD if loads else ''}",
+        next=f"Look at {where}: {look}.{AS_SLOW if loads else ''}",
+        at_most=loads,
         **facts.more_steps(late.saved_ns, error_ns),
     )
 

@@ -122,7 +122,11 @@ def _no_communication(f: Findings) -> Verdict | None:
 
 def _no_step(f: Findings) -> Verdict | None:
     """The verdict if no step was recorded."""
-    return None if f.trace.steps else _too_few("No step was recorded.", limits.STEPS_MIN)
+    if f.trace.steps:
+        return None
+    why = "No step was recorded: a step ends where a torch optimizer updates weights, and the first ones are left out"
+    next_ = f"Measure {limits.STEPS_MIN} more steps or more, whose updates a torch optimizer makes."
+    return Verdict("INCONCLUSIVE", f"{why} (NETBOTTLENECK_START_STEP).", next_, more=limits.STEPS_MIN)
 
 
 def _no_counted_step(f: Findings) -> Verdict | None:
@@ -219,11 +223,12 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     if small:
         return _small(facts, evidence, lost)
     if stock_is_as_good(f) and not facts.missing:
-        large = f.parts_ns["moving"].value >= limits.NETWORK_SHARE_MIN * facts.step_ns
-        more = f" {LINK_SPEED}" if large and _is_link_unknown(facts) else ""
-        return Verdict(
-            "DO_NOTHING", as_good_sentence(f).strip(), f"Do nothing: keep {f.base or STOCK}.{more}", evidence
-        )
+        base, good, moving = f.base or STOCK, as_good_sentence(f).strip(), f.parts_ns["moving"].value
+        if moving < limits.NETWORK_SHARE_MIN * facts.step_ns or not _is_link_unknown(facts):
+            return Verdict("DO_NOTHING", good, f"Do nothing: keep {base}.", evidence)
+        rest = f"{ms(moving)} of exposed transfer, {percent(moving / facts.step_ns)} of the step"
+        why = f"{good} But {rest}, is left, and whether the link is full is not known."
+        return Verdict("INCONCLUSIVE", why, f"Keep {base}. {LINK_SPEED}", evidence)
     return _unexplained(facts, evidence, lost)
 
 
@@ -360,6 +365,9 @@ def _missing(facts: Facts) -> str:
     if 2 * f.script_ns > f.parts_ns["idle"].value:  # they travel over the script's own process group
         return LINK_SPEED if _is_link_unknown(facts) else CALLS
     if not others:
+        assert f.base is not None
+        if _is_link_unknown(facts) and not f.base.own_path:
+            return LINK_SPEED
         arms = ",".join(beside(f, "tcp"))
         return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
     if others - {pair.other for pair in f.comparisons}:

@@ -65,7 +65,7 @@ def test_a_saving_says_whether_it_was_measured_and_keeps_its_path(found, tmp_pat
     own = [n for n in savings if n.labels["cause"] == "transport"]
     assert {(n.labels["source"], n.labels["fired"]) for n in own} == {("measured", "true")}
     paths = {n.path for n in own}
-    assert paths == {f"netbottleneck/saving_seconds/transport{end}" for end in ("", "/low", "/high")}
+    assert paths == {f"netbottleneck/saving_seconds/transport{end}" for end in ("/value", "/low", "/high")}
     assert "netbottleneck/probe_bits_per_second/4" in {n.path for n in found.numbers}
 
 
@@ -100,6 +100,11 @@ def test_names_are_unique_and_follow_the_style_of_prometheus(found):
     paths = [one.path for one in found.numbers]
     assert len(set(paths)) == len(paths)
     assert all(re.fullmatch(r"[a-z_]+", family.name) for family in exporters.FAMILIES)
+
+
+def test_no_name_is_a_folder_of_another(found):
+    names = {one.path for one in found.numbers} | {f"netbottleneck/step/{arm}" for arm in found.steps}
+    assert not names & {str(folder) for name in names for folder in Path(name).parents}
 
 
 LINE = re.compile(r'(?P<name>[a-z_]+)\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\} (?P<value>\S+)')

@@ -29,7 +29,6 @@ DESCRIBING = (
     "at_most",
     "transport",
 )  # labels that say what a number is; no two numbers differ in them alone
-VALUE = ("end", "value")
 MLFLOW_BATCH = 1000  # most metrics of one request
 MLFLOW_REFUSES = re.compile(r"[^\w./ -]")  # characters that the name of a metric must not contain
 
@@ -56,9 +55,9 @@ class Number:
     def path(self) -> str:
         """Name for tools without labels: netbottleneck/step_seconds/stock/0.5.
 
-        It has no label that describes the number, and no end for the value itself.
+        It has no label that describes the number. No path is a folder of another: MLflow stores paths as files.
         """
-        own = [text for label, text in self.labels.items() if label not in DESCRIBING and (label, text) != VALUE]
+        own = [text for label, text in self.labels.items() if label not in DESCRIBING]
         return "/".join([PREFIX, self.family.name, *own])
 
 

@@ -63,7 +63,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "whatif": {"_core", "trace", "analysis"},
     "report": {"trace", "analysis", "whatif"},
     "lab": set(),
-    "launch": {"_core", "config"},
+    "launch": {"_core", "config", "trace"},
     "runtime": {"config", "trace", "analysis", "launch"},
     "torch": {"config", "trace", "whatif", "launch", "runtime"},
     "hooks": {"config", "trace", "whatif", "report", "launch", "runtime", "torch"},

@@ -453,7 +453,9 @@ def test_a_run_whose_ranks_are_there_is_in_progress(tmp_path, monkeypatch):
     assert tr.read(tmp_path / "files" / "ranks" / "0.jsonl.gz").in_progress is False
 
 
-@pytest.mark.parametrize("other", [{"hostname": "elsewhere"}, {"pid_namespace": "pid:[1]"}, {"error": "out of memory"}])
+@pytest.mark.parametrize(
+    "other", [{"hostname": "elsewhere"}, {"machine_id": "00"}, {"pid_namespace": "pid:[1]"}, {"error": "out of memory"}]
+)
 def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkeypatch, other):
     monkeypatch.setattr("netbottleneck.report._lives", lambda *_: True)
     assert "in progress" not in Run(FakeRun(tmp_path, blocks=3, meta=UNFINISHED | other).write()).text

@@ -31,6 +31,7 @@ from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, exporters, progress
 from netbottleneck.runtime.progress import LOG_EVERY, Progress
 from netbottleneck.trace import counter_files, model, ring_file, ring_reader
+from netbottleneck.trace.machine import machine_id
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun, RingWriter
 
@@ -455,16 +456,20 @@ def test_what_a_follower_waits_for_is_told_once(
     assert capsys.readouterr().out.count("no run.json here") == 1
 
 
-def test_a_process_number_of_another_pid_namespace_is_not_judged(tmp_path: Path) -> None:
+def test_a_process_number_of_another_machine_or_pid_namespace_is_not_judged(tmp_path: Path) -> None:
     def state(name: str, **meta: str) -> list[str]:
         about = {"hostname": platform.node(), "finished": False, **meta}
         following = Following(FakeRun(tmp_path / name, blocks=4, meta=about).write())
         return following.about(following.look())
 
-    assert state("here", pid_namespace=os.readlink("/proc/self/ns/pid"))[0] == "stopped"
-    container = state("container", pid_namespace="pid:[1]")
-    assert container[0] == "in progress"
-    assert not any("killed" in line for line in container)
+    own = os.readlink("/proc/self/ns/pid")
+    assert state("unnamed", pid_namespace=own)[0] == "stopped"
+    assert state("here", pid_namespace=own, machine_id=machine_id())[0] == "stopped"
+    container = state("container", pid_namespace="pid:[1]", machine_id=machine_id())
+    machine = state("machine of equal name", pid_namespace=own, machine_id="00" * 16)
+    for elsewhere in (container, machine):
+        assert elsewhere[0] == "in progress"
+        assert not any("killed" in line for line in elsewhere)
 
 
 HERE = {"hostname": platform.node(), "finished": False, "pid_namespace": os.readlink("/proc/self/ns/pid")}

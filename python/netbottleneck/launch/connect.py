@@ -21,7 +21,6 @@ from netbottleneck.launch.rendezvous import secret_source
 from netbottleneck.launch.topology import (
     Place,
     Topology,
-    boot_digest,
     detect,
     export_place,
     host_digest,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Place",
     "Topology",
-    "boot_digest",
     "connect",
     "core",
     "detect",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from netbottleneck.config import RANKS_MAX, Settings
+from netbottleneck.trace.machine import boot_id
 
 # The known launchers as data: the variables that each sets, and the methods of rendezvous of its ranks.
 
@@ -390,23 +391,12 @@ def _check_local(launcher: Launcher, place: Place, environ: Mapping[str, str]) -
         )
 
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 def machine() -> str:
     """Return the machine's identity, shared by processes with a common loopback: boot id and network namespace."""
     try:
-        return f"{BOOT_ID.read_text().strip()}/{Path('/proc/self/ns/net').stat().st_ino}"
+        return f"{boot_id()}/{Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
         return os.uname().nodename
-
-
-def boot_digest() -> bytes:
-    """Return a 16-byte digest that all processes of one kernel share, in any container; empty if it is not known."""
-    try:
-        return _digest(BOOT_ID.read_text().strip())
-    except OSError:
-        return b""
 
 
 def machine_digest() -> bytes:

@@ -30,6 +30,7 @@ from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import counter_files, flight_recorder, kineto, ring_file, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import printable, write_text
+from netbottleneck.trace.machine import machine_id
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING
 from netbottleneck.trace.transports import SINGLE, Arm
 from netbottleneck.units import listed
@@ -646,8 +647,9 @@ def _missing(trace: tr.Trace) -> list[str]:
 
 def _here(folder: Path, trace: tr.Trace) -> list[tr.Rank]:
     """Return the ranks that did not end their record and whose process numbers are of this host."""
-    own = [rank for rank in trace.ranks if not (rank.finished or rank.error) and rank.hostname == platform.node()]
-    return [rank for rank in own if not _elsewhere(folder, rank.rank)]
+    name, machines = platform.node(), ("", machine_id())  # machines may have equal hostnames
+    own = [rank for rank in trace.ranks if rank.hostname == name and rank.machine_id in machines]
+    return [rank for rank in own if not (rank.finished or rank.error or _elsewhere(folder, rank.rank))]
 
 
 def _gone(folder: Path, trace: tr.Trace) -> list[tr.Rank]:

@@ -23,6 +23,7 @@ from netbottleneck.runtime import communicators, exits, job, monitor, nccl, prog
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.blocks import Blocks, Deciding, UntilKnown, observing
 from netbottleneck.runtime.job import together
+from netbottleneck.trace.machine import machine_id
 from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_file import EVENTS
 from netbottleneck.trace.transports import AUTO, BARE, NATIVE, NULL, SINGLE, STOCK, Arm
@@ -285,7 +286,7 @@ class Session:
             "size": self.place.size,
             "hostname": platform.node(),
             "host_id": connect.host_digest(self.settings).hex(),
-            "machine_id": connect.boot_digest().hex(),
+            "machine_id": machine_id(),
             "pid": os.getpid(),
             "pid_namespace": sampler.pid_namespace(),
             "finished": finished,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -370,6 +371,20 @@ def _made(maker: Ranks) -> Generator[Ranks, None, None]:
     yield maker
     for job in maker.jobs:
         job.close()
+
+
+@pytest.fixture
+def many_open_files() -> Generator[None, None, None]:
+    """The next descriptors are above those that select() takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+    while opened[-1] < 1024:
+        opened.append(os.dup(opened[0]))
+    yield
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck.lab import Lab, LabError, LinkSpec, _flows, parse_lab, parse_rate
-from netbottleneck.lab.lab import SHIM
+from netbottleneck.lab.lab import SHIM, first_line
 
 DEADLINE_S = RANKS_LIMIT_S
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -430,6 +430,11 @@ def test_ranks_of_a_host_share_its_id_and_no_others() -> None:
     assert [rank[:2] for rank in ranks] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
     ids = [rank[2] for rank in ranks]
     assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+def test_a_line_is_read_by_a_process_with_many_open_files(many_open_files: None) -> None:
+    with subprocess.Popen(["echo", "ready"], stdout=subprocess.PIPE) as process:
+        assert first_line(process, 60) == b"ready\n"
 
 
 def test_a_missing_command_is_reported() -> None:

@@ -19,7 +19,9 @@ import pytest
 from conftest import RANKS_LIMIT_S, RankJob, Ranks, on_ranks
 
 from netbottleneck import _core
-from netbottleneck.runtime.timeline import path_of
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import Place
+from netbottleneck.runtime.timeline import Timeline, path_of
 from netbottleneck.runtime.timeline_writer import ArrayFile, Chrome, Names, Negotiations, Tail, Writer
 from netbottleneck.trace.events import Event
 from netbottleneck.trace.ring_file import EVENTS, RING_HEADER_BYTES, read_ring
@@ -702,6 +704,16 @@ def test_the_script_can_start_and_stop_the_timeline(warm_ranks: Ranks, tmp_path:
         assert result.stdout == "done\n"
         assert result.stderr.count("the timeline is not written") == 2
         assert "No such file" in result.stderr
+
+
+def test_the_timeline_is_written_by_a_process_with_many_open_files(
+    many_open_files: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = Timeline(settings({}), Place(0, 1))
+    timeline.start(str(tmp_path / "t.json"), mark_cycles=False)
+    timeline.close()
+    assert json.loads((tmp_path / "t.json").read_text())
+    assert not caplog.messages
 
 
 ENDLESS = """

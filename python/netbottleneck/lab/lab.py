@@ -147,8 +147,10 @@ def first_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
     """Return the first line that a process prints; incomplete if it exits or takes longer than limit_s."""
     assert process.stdout is not None
     until = time.monotonic() + limit_s
+    output = select.poll()  # select() takes no descriptor above 1023
+    output.register(process.stdout, select.POLLIN)
     line = b""
-    while not line.endswith(b"\n") and select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+    while not line.endswith(b"\n") and output.poll(1000 * max(0.0, until - time.monotonic())):
         got = os.read(process.stdout.fileno(), 64)
         if not got:
             break

@@ -142,11 +142,12 @@ class Timeline:
         assert writer.stdin is not None
         assert writer.stdout is not None
         until = time.monotonic() + limit_s
+        answers = select.poll()  # select() takes no descriptor above 1023
+        answers.register(writer.stdout, select.POLLIN)
         writer.stdin.write(json.dumps(command).encode() + b"\n")
         writer.stdin.flush()
         while b"\n" not in self._answer:
-            left = max(0.0, until - time.monotonic())
-            if not select.select([writer.stdout], [], [], left)[0]:
+            if not answers.poll(1000 * max(0.0, until - time.monotonic())):
                 raise TimeoutError(f"within {limit_s:g} s")
             received = os.read(writer.stdout.fileno(), ANSWER_BYTES)
             if not received:

@@ -716,6 +716,23 @@ def test_the_timeline_is_written_by_a_process_with_many_open_files(
     assert not caplog.messages
 
 
+def test_the_writer_ends_with_the_timeline_while_a_fork_of_its_process_lives(tmp_path: Path) -> None:
+    timeline = Timeline(settings({}), Place(0, 1))
+    timeline.start(str(tmp_path / "t.json"), mark_cycles=False)
+    writer = timeline._writer
+    assert writer is not None
+    fork = os.fork()
+    if fork == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        timeline.close()
+        assert writer.returncode == 0
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
 ENDLESS = """
 import torch
 import netbottleneck.torch as hvd

@@ -86,7 +86,8 @@ class Timeline:
         """End the file and the writer."""
         if not self._ours():
             return
-        self.stop()
+        if self._writer is not None:
+            self._command({"do": "end"}, ANSWER_S)
         self._leave()
         self.recorder.close()
         self._memory.close()

@@ -474,6 +474,7 @@ class Writer:
         self._path: str | None = None
         self._file: ArrayFile | None = None
         self._chrome: Chrome | None = None
+        self.ended = False  # by its command
 
     @property
     def pause_s(self) -> float:
@@ -543,7 +544,8 @@ class Writer:
             command = json.loads(line)
             if command["do"] == "start":
                 self.start(command["path"], command["mark_cycles"])
-            elif command["do"] == "stop":
+            elif command["do"] in ("stop", "end"):
+                self.ended = command["do"] == "end"
                 self.stop()
             elif command["do"] == "follow":
                 self.follow(command["path"], command["network"])
@@ -553,9 +555,9 @@ class Writer:
 
 
 def serve(writer: Writer, parent: int) -> None:
-    """Write until stdin closes or the parent ends."""
+    """Write until the command to end, the end of stdin, which a fork of the parent keeps open, or of the parent."""
     waiting = b""
-    while os.getppid() == parent:
+    while not writer.ended and os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], writer.pause_s)
         if readable:
             received = os.read(0, WAKE_BYTES)

@@ -191,6 +191,12 @@ def test_of_a_long_ring_only_the_end_is_read(fake: Path, monkeypatch: pytest.Mon
     assert {(c.rank, c.step, c.key) for c in Following(fake).look().trace.collectives if c.step} >= whole
 
 
+def test_of_a_long_ring_a_window_of_all_steps_has_the_middle_too(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "FIRST_EVENTS", 8)
+    monkeypatch.setattr(report, "LAST_EVENTS", 100)
+    assert Following(fake, 0).look().trace == Run(fake).trace
+
+
 def test_a_slot_that_is_filled_late_is_read_then(tmp_path: Path) -> None:
     path = tmp_path / "ranks" / "0.train.ring"
     ring = RingWriter(path, capacity=8)

@@ -70,10 +70,14 @@ OPEN_SLOTS = 64
 
 
 class _Tail:
-    """The end of one ring file that grows. first: the events of this step and of all later ones are complete."""
+    """The end of one ring file that grows. first: the events of this step and of all later ones are complete.
 
-    def __init__(self, path: Path) -> None:
+    whole: its middle is read too, however long it is.
+    """
+
+    def __init__(self, path: Path, *, whole: bool) -> None:
         self.path = path
+        self._whole = whole
         self.first = 0
         self.events = np.empty(0, EVENT)
         self._head: Any = None
@@ -84,7 +88,7 @@ class _Tail:
 
     def grow(self) -> bool:
         """Read the events that were taken since the last call; return True if there are any. Raises as read_slots."""
-        if self._head is None:
+        if self._head is None and not self._whole:
             self._skip()
         again = [ring_file.read_slots(self.path, at, at + 1) for at in self._open.tolist()]
         slots = ring_file.read_slots(self.path, self._next)
@@ -291,7 +295,7 @@ class Part:
         """Read what was written since the last call; return True if anything was."""
         grown = False
         for path in sorted((self._folder / "ranks").glob("*.ring")):
-            tail = self._tails.setdefault(path.name, _Tail(path))
+            tail = self._tails.setdefault(path.name, _Tail(path, whole=not self._steps))
             try:
                 grown |= tail.grow()
             except (OSError, ValueError):  # `ring` reports it, as a note of the trace

@@ -14,7 +14,8 @@ import pytest
 
 from netbottleneck import cli
 from netbottleneck.report import Run, exporters
-from netbottleneck.trace.transports import Arm
+from netbottleneck.trace.model import Step, Trace
+from netbottleneck.trace.transports import STOCK, Arm
 from ringwriter import FakeRun
 
 
@@ -422,7 +423,7 @@ def test_the_tables_hold_every_row_of_the_trace(run, found):
     tables, trace = found.tables(), run.trace
     steps = tables["steps"]
     assert steps.column("duration_ns") == [step.duration_ns for step in trace.steps]
-    assert steps.column("forward_ns") == [sum(e - b for b, e in step.forward) for step in trace.steps]
+    assert steps.column("forward_ns") == [sum(e - b for b, e in step.forward) or None for step in trace.steps]
     assert tables["collectives"].column("done_ns") == [one.done_ns for one in trace.collectives]
     assert [int(key, 16) for key in tables["collectives"].column("key")] == [one.key for one in trace.collectives]
     ready = [(s.rank, s.index, trace.parameters[i].name, at) for s in trace.steps for i, at in s.grad_ready]
@@ -434,6 +435,22 @@ def test_the_tables_hold_every_row_of_the_trace(run, found):
         assert all(len(row) == len(table.columns) for row in table.rows)
         for name, kind in table.columns.items():
             assert {type(cell) for cell in table.column(name)} <= {kind, type(None), *([Arm] if kind is str else [])}
+
+
+@pytest.mark.parametrize(
+    ("step", "recorder", "parts_ns"),
+    [
+        ({}, "", (None, None, None, 0)),  # of the arm bare
+        ({"forward": ((1, 3),), "optimizer": ((4, 5),)}, "", (2, 1, 0, 0)),
+        ({"forward": ((1, 3),), "evaluation": ((6, 7), (8, 9)), "checkpoints": ((9, 12),)}, "", (2, None, 2, 3)),
+        ({"forward": ((1, 3),), "optimizer": ((4, 5),)}, "torch.profiler", (2, 1, None, None)),
+    ],
+)
+def test_a_part_that_was_not_recorded_is_unknown(run, step, recorder, parts_ns):
+    trace = Trace("", 1, (STOCK,), steps=(Step(0, 1, 0, STOCK, 0, 20, **step),), recorder=recorder)
+    steps = exporters.tables(run.summary, trace)["steps"]
+    found = (steps.column(f"{name}_ns") for name in ("forward", "optimizer", "evaluation", "checkpoints"))
+    assert tuple(cell for (cell,) in found) == parts_ns
 
 
 @pytest.mark.frameworks

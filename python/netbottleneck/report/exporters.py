@@ -18,7 +18,7 @@ from typing import Any
 
 from netbottleneck.report.summary import COLLECTIVE_COLUMNS, collective_cells
 from netbottleneck.trace.files import write_text
-from netbottleneck.trace.model import Interval, Trace
+from netbottleneck.trace.model import Interval, Step, Trace
 
 Summary = Mapping[str, Any]
 Labelled = tuple[dict[str, str], float | None]
@@ -224,11 +224,21 @@ def _sum_ns(spans: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
+def _parts_ns(step: Step, recorder: str) -> tuple[int | None, ...]:
+    """Return the sums of a step's forward passes, optimizers, evaluations and checkpoints; None: not recorded.
+
+    Each step has the first two. Evaluations are recorded where forward passes are; torch records no checkpoints and
+    does not tell evaluations from forward passes.
+    """
+    known = (step.forward, step.optimizer, not recorder and (step.forward or step.evaluation), not recorder)
+    parts = (step.forward, step.optimizer, step.evaluation, step.checkpoints)
+    return tuple(_sum_ns(spans) if seen else None for seen, spans in zip(known, parts, strict=True))
+
+
 def _step_rows(trace: Trace) -> Iterator[tuple[Any, ...]]:
     for one in trace.steps:
-        parts = (one.forward, one.optimizer, one.evaluation, one.checkpoints)
         about = one.rank, one.index, one.block, str(one.arm), one.sampled, one.begin_ns, one.end_ns, one.duration_ns
-        yield *about, *map(_sum_ns, parts), one.cpu_ns
+        yield *about, *_parts_ns(one, trace.recorder), one.cpu_ns
 
 
 def _layer_rows(summary: Summary) -> Iterator[tuple[Any, ...]]:

@@ -231,6 +231,23 @@ def test_an_operation_that_left_the_buffer_was_joined(tmp_path):
     assert [one.missing for one in Run(tmp_path).findings.joins] == [(), (), ()]
 
 
+@pytest.mark.parametrize("kept", [(6, 5), (3, 4), (3, 3)])
+def test_coalesced_operations_that_left_the_buffer_in_part_do_not_differ(tmp_path, kept):
+    """Each number has operations of 8 and 9 elements. kept: how many operations the buffer of each rank holds."""
+    rows = [operation(1 + at // 2, size=8 + at % 2, record_id=at) for at in range(6)]
+    for rank, last in enumerate(kept):
+        write(tmp_path, rank, rows[-last:])
+    joins = Run(tmp_path).findings.joins
+    assert [one.differs for one in joins] == [""] * max(kept)
+    assert [one.submitted for one in joins[-min(kept) :]] == [(0, 1)] * min(kept)
+
+
+def test_a_coalesced_operation_that_one_rank_left_out_differs(tmp_path):
+    write(tmp_path, 0, [operation(1, record_id=0), operation(1, size=9, record_id=1)])
+    write(tmp_path, 1, [operation(1, size=9, record_id=0)])
+    assert Run(tmp_path).findings.joins[0].differs
+
+
 DEFAULT = {"process_group": ("0", "default_pg")}
 WHOLE = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
 # What torch 2.13 writes for a rank that has called no operation.

@@ -307,23 +307,47 @@ def _called(dump: _Dump, group: _Group, group_id: int) -> int | None:
     return 0 if member and most <= 0 else None
 
 
-def _of_dump(dump: _Dump, groups: Mapping[_Group, ProcessGroup], epoch_ns: int) -> Iterator[Collective]:
+# What the operations of one number have in common: group, number, and True for sends and receives.
+_Call = tuple[_Group, int, bool]
+
+
+def _calls(dump: _Dump) -> Counter[_Call]:
+    """The number of a dump's operations by call, in the order of its first."""
+    return Counter((_group(dump, entry), entry.number, entry.between_two) for entry in dump.entries)
+
+
+def _overwritten(ranks: Sequence[_Dump]) -> dict[int, Counter[_Call]]:
+    """By rank: how many collectives of its first call in each group left its buffer, as other ranks have them."""
+    calls = {dump.rank: _calls(dump) for dump in ranks}
+    most = Counter[_Call]()
+    for own in calls.values():
+        most |= own
+    found = {dump.rank: Counter[_Call]() for dump in ranks}
+    for dump in (one for one in ranks if _dropped(one)):
+        own = calls[dump.rank]
+        first = {call[0]: call for call in reversed(own) if not call[2]}
+        found[dump.rank].update({call: most[call] - own[call] for call in first.values()})
+    return found
+
+
+def _of_dump(
+    dump: _Dump, groups: Mapping[_Group, ProcessGroup], overwritten: Counter[_Call], epoch_ns: int
+) -> Iterator[Collective]:
     """The operations of a dump. Those of one number (coalesced) are told apart by their place: their key."""
-    order, places = list(groups), Counter[tuple[int, int, bool]]()
+    order, places = list(groups), overwritten.copy()
     for one in dump.entries:
-        comm = order.index(_group(dump, one))
-        members = groups[_group(dump, one)].ranks
-        place = places[comm, one.number, one.between_two]
-        places[comm, one.number, one.between_two] += 1
+        group = _group(dump, one)
+        members = groups[group].ranks
+        places[group, one.number, one.between_two] += 1
         yield Collective(
             dump.rank,
             STOCK,
-            place + 1 + (POINT_TO_POINT if one.between_two else 0),
+            places[group, one.number, one.between_two] + (POINT_TO_POINT if one.between_two else 0),
             one.number,
             one.created_ns - epoch_ns,
             one.bytes,
             one.name,
-            comm=comm,
+            comm=order.index(group),
             ranks=None if members is None else len(members),
             kind=one.kind,
             dtype=one.dtype,
@@ -368,10 +392,14 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_Dump], list[str]]:
     return _with_members(ranks), damaged
 
 
+def _dropped(dump: _Dump) -> int:
+    """Number of operations that left the buffer."""
+    return dump.entries[0].record if dump.entries else 0
+
+
 def _rank_of_dump(dump: _Dump, first: _Dump) -> Rank:
-    dropped = dump.entries[0].record if dump.entries else 0
     clock = Clock("rank 0" if dump is first else "wall")
-    return Rank(dump.rank, finished=True, clock=clock, events_dropped=dropped)
+    return Rank(dump.rank, finished=True, clock=clock, events_dropped=_dropped(dump))
 
 
 def load(paths: Sequence[Path]) -> Trace:
@@ -387,6 +415,7 @@ def load(paths: Sequence[Path]) -> Trace:
     most = RANKS_MOST - 1 if stated is None else max(stated, ranks[-1].rank)
     largest = max(stated or 0, *(rank for _, rank in named if rank <= most))
     groups = _groups(ranks, largest + 1)
+    overwritten = _overwritten(ranks)
     epoch_ns = min((entry.created_ns for one in ranks for entry in one.entries), default=0)
     return Trace(
         named[0][0].rstrip("_-.") or paths[0].absolute().parent.name,
@@ -396,7 +425,7 @@ def load(paths: Sequence[Path]) -> Trace:
         epoch_wall_ns=epoch_ns,
         notes=tuple(_dump_notes(ranks, groups.values(), damaged)),
         ranks=tuple(_rank_of_dump(one, ranks[0]) for one in ranks),
-        collectives=tuple(row for one in ranks for row in _of_dump(one, groups, epoch_ns)),
+        collectives=tuple(row for one in ranks for row in _of_dump(one, groups, overwritten[one.rank], epoch_ns)),
         groups=tuple(groups.values()),
         recorder="flight recorder",
     )

@@ -21,6 +21,10 @@ static bool exceeds(int64_t waited_ns, int limit_ms) {
     return limit_ms > 0 && waited_ns > (int64_t)limit_ms * 1000000;
 }
 
+static bool is_missing(const struct nb_job *job, const struct stalled *stalled, int rank) {
+    return nb_group_has(stalled->group, rank) && !nb_bits_get(stalled->have, (size_t)rank) && !nb_join_has(job, rank);
+}
+
 // Describes the missing ranks, as numbers and in words.
 static void describe(const struct nb_job *job, const struct stalled *stalled, struct wire_stall *out,
                      char text[NB_ERROR_TEXT]) {
@@ -29,14 +33,28 @@ static void describe(const struct nb_job *job, const struct stalled *stalled, st
                      "'%s' has waited for %.0f s. Ranks that have not submitted it:", stalled->desc->name,
                      (double)stalled->waited_ns / 1e9);
     for (int r = 0; r < job->size && n < NB_ERROR_TEXT - 48; r++) {
-        bool owes = nb_group_has(stalled->group, r) && !nb_bits_get(stalled->have, (size_t)r);
-        if (owes && !nb_join_has(job, r)) {
+        if (is_missing(job, stalled, r)) {
             n += snprintf(text + n, NB_ERROR_TEXT - (size_t)n, " %d", r);
             if (out->count < NB_MISSING_MAX) {
                 out->ranks[out->count++] = r;
             }
         }
     }
+}
+
+static void stamp(const struct nb_job *job, const struct stalled *stalled) {
+    uint64_t masks[2] = {0};
+    uint64_t count = 0;
+    for (int r = 0; r < job->size; r++) {
+        if (is_missing(job, stalled, r)) {
+            count++;
+            if (r < 128) {
+                nb_bits_set(masks, (size_t)r);
+            }
+        }
+    }
+    nb_ring_put(job->config.ring, NB_EV_STALL, stalled->desc->key, stalled->round, (uint64_t)stalled->waited_ns,
+                masks[0], masks[1], count);
 }
 
 static void keep(struct nb_job *job, const struct wire_stall *reported) {
@@ -50,10 +68,8 @@ static void report(struct nb_job *job, const struct stalled *stalled) {
         struct wire_stall what;
         char text[NB_ERROR_TEXT];
     } reported;
-    uint64_t all = job->size < 64 ? ((uint64_t)1 << job->size) - 1 : ~(uint64_t)0;
     describe(job, stalled, &reported.what, reported.text);
-    nb_ring_put(job->config.ring, NB_EV_STALL, stalled->desc->key, stalled->round, (uint64_t)stalled->waited_ns,
-                ~stalled->have[0] & (stalled->group != NULL ? stalled->group->members[0] : all), 0, 0);
+    stamp(job, stalled);
     keep(job, &reported.what);
     nb_job_notify(job, reported.text);
     nb_control_broadcast(job, CTL_STALL, &reported, sizeof reported.what + strlen(reported.text));

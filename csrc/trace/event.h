@@ -30,10 +30,11 @@ enum nb_event_kind {
                               // instead of those submitted, 0: these, 1: not seen, e: as of a step
     NB_EV_OP_FIRST_BYTE = 13, // key, a: round; first byte from a peer
     NB_EV_OP_DONE = 14,       // key, a: round, b: bytes sent, c: bytes received, d: algorithm, e: error code (0: none)
-    NB_EV_OP_LANE = 15,   // key, a: round, b: lane (64: shared memory, 65: control), c: bytes sent, d: bytes received
-    NB_EV_CLOCK = 16,     // a: offset to rank 0's clock in ns (int64), b: round trip in ns
-    NB_EV_PROBE = 17,     // a: lanes, b: bytes moved per rank, one way, c: ns
-    NB_EV_STALL = 18,     // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
+    NB_EV_OP_LANE = 15, // key, a: round, b: lane (64: shared memory, 65: control), c: bytes sent, d: bytes received
+    NB_EV_CLOCK = 16,   // a: offset to rank 0's clock in ns (int64), b: round trip in ns
+    NB_EV_PROBE = 17,   // a: lanes, b: bytes moved per rank, one way, c: ns
+    NB_EV_STALL = 18,   // key, a: round, b: waited ns, c, d: bitmask of the missing ranks below 128, e: how many ranks
+                        // are missing, 0: as many as in the bitmask
     NB_EV_PEER_LOST = 19, // a: peer, b: code
     NB_EV_LANE_LOST = 20, // a: peer, b: lane, c: code
     NB_EV_COSTS = 21,     // valid from here on, 0: not measured. In fs. a: a step, b: a byte, c: a byte added,

@@ -13,7 +13,9 @@ from time import monotonic
 import pytest
 
 from netbottleneck.analysis.intervals import counted
+from netbottleneck.report import text
 from netbottleneck.runtime import run_folder
+from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_file, ring_reader
 from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import Arm
@@ -525,6 +527,21 @@ def test_faults_name_the_missing_ranks(tmp_path):
     assert (stall.kind, stall.peers, stall.waited_ns) == ("stall", (1, 3), 5 * MS)
     assert (peer.kind, peer.peers, peer.code) == ("peer_lost", (3,), -104)
     assert (lane.kind, lane.lane, lane.code) == ("lane_lost", 2, -5)
+
+
+@pytest.mark.parametrize(
+    ("masks", "count", "named", "said"),
+    [
+        ((1 << 5, 1 << 16), 2, (5, 80), "rank 5, 80"),
+        ((1 << 5, 0), 3, (5,), "rank 5 and 2 ranks above 127"),
+        ((0, 0), 1, (), "1 rank above 127"),
+        ((1 << 5, 0), 0, (5,), "rank 5"),  # of a version that did not count them
+    ],
+)
+def test_a_stall_names_its_missing_ranks_and_counts_the_others(masks, count, named, said):
+    (fault,) = ring_reader.faults([Event("STALL", 9, 3, 7, 0, 61, *masks, count)], 0, 200)
+    assert (fault.peers, fault.others) == (named, max(0, count - len(named)))
+    assert text._faults(tr.Trace("", 200, (), faults=(fault,))) == [f"rank 0: stall, {said}"]
 
 
 def test_the_probe_of_a_rank_that_left_no_description_is_in_its_ring(tmp_path):

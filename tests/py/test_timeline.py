@@ -283,6 +283,8 @@ def test_stalls_and_lost_peers_are_written() -> None:
     stall = event("STALL", 10, 7, 0, 61 * 10**9, 0b101)
     made = play([*named(7, "x"), submit(1), stall, event("PEER_LOST", 11, 0, 4)])
     assert made[-2]["args"] == {"name": "x", "waited_ms": 61000, "missing_ranks": [0, 2]}
+    (many,) = play([event("STALL", 10, 7, 0, 0, 1, 1 << 16, 9)])
+    assert (many["args"]["missing_ranks"], many["args"]["more_missing_ranks"]) == ([0, 80], 7)
     assert (made[-1]["name"], made[-1]["args"]) == ("PEER_LOST", {"rank": 4})
 
 
@@ -470,7 +472,7 @@ def test_a_disk_that_is_full_leaves_an_array(tmp_path: Path) -> None:
 # what the engine stamps
 
 
-def recorded(folder: Path, size: int) -> tuple[list[_core.Comm], list[_core.Recorder]]:
+def recorded(folder: Path, size: int, **options: float) -> tuple[list[_core.Comm], list[_core.Recorder]]:
     """Open ranks and their rings: of rank 2 for no timeline."""
     listener = _core.Listener(ifname="lo")
     rings = [_core.Recorder(str(folder / f"{rank}.ring"), 4096, rank, timeline=rank < 2) for rank in range(size)]
@@ -479,7 +481,15 @@ def recorded(folder: Path, size: int) -> tuple[list[_core.Comm], list[_core.Reco
         door = {"listener": listener} if rank == 0 else {"address": listener.address}
         secret = b"sixteen bytes..."
         return _core.Comm(
-            rank, size, secret=secret, ifname="lo", streams=1, timeout_s=LIMIT_S, recorder=rings[rank], **door
+            rank,
+            size,
+            secret=secret,
+            ifname="lo",
+            streams=1,
+            timeout_s=LIMIT_S,
+            recorder=rings[rank],
+            **options,
+            **door,
         )
 
     return on_ranks(list(range(size)), open_rank), rings
@@ -552,6 +562,28 @@ def test_a_joined_rank_stamps_its_own_operations_with_the_rounds_and_names_of_th
         names = names_of(events)
         for kind in ("OP_SUBMIT", "OP_START", "OP_DONE"):
             assert [one.a for one in events if one.kind == kind and names.find(one.key) == "x"] == rounds
+
+
+def test_a_rank_that_has_joined_is_not_missing_in_a_stall(tmp_path: Path) -> None:
+    comms, rings = recorded(tmp_path, 3, stall_s=0.05)
+
+    def work(comm: _core.Comm) -> None:
+        until = time.monotonic() + LIMIT_S
+        for name in ("before", "stalled") if comm.rank < 2 else ():  # "before" ends once rank 2 has joined
+            while name == "stalled" and comm.rank == 1 and not comm.missing(name):
+                assert time.monotonic() < until
+            comm.submit(name, _core.ALLREDUCE, bytearray(4), _core.FLOAT32).wait()
+        comm.submit("join", _core.JOIN, bytearray(4), _core.INT32).wait()
+
+    on_ranks(comms, work)
+    on_ranks(comms, lambda comm: comm.close())
+    for one in rings:
+        one.close()
+    events = events_of(tmp_path, 0)
+    names = names_of(events)
+    assert [(one.c, one.d, one.e) for one in events if one.kind == "STALL" and names.find(one.key) == "stalled"] == [
+        (1 << 1, 0, 1)
+    ]
 
 
 # real ranks

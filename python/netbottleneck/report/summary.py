@@ -286,7 +286,14 @@ def _joins(findings: Findings) -> list[dict[str, Any]]:
 
 def _faults(trace: Trace) -> list[dict[str, Any]]:
     return [
-        {"rank": f.rank, "kind": f.kind, "time_ns": f.time_ns, "peers": list(f.peers), "waited_s": f.waited_ns / 1e9}
+        {
+            "rank": f.rank,
+            "kind": f.kind,
+            "time_ns": f.time_ns,
+            "peers": list(f.peers),
+            "other_peers": f.others,
+            "waited_s": f.waited_ns / 1e9,
+        }
         for f in trace.faults
     ]
 

@@ -28,7 +28,7 @@ from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUs
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.trace.files import printable
 from netbottleneck.trace.heartbeats import JUMPED
-from netbottleneck.trace.model import Rank, Trace, TransportInfo
+from netbottleneck.trace.model import NAMED_RANKS, Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
 from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, spread, streams
 
@@ -259,7 +259,9 @@ def _faults(trace: Trace) -> list[str]:
         if f.kind == "lane_lost":
             lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
         else:
-            found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, rank {peers}")
+            named = [f"rank {peers}"] if f.peers or not f.others else []
+            named += [f"{f.others} rank{'s' * (f.others > 1)} above {NAMED_RANKS - 1}"] if f.others else []
+            found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, {' and '.join(named)}")
     for (rank, peer), lanes in lost.items():
         several = len(lanes) > 1
         found.append(
@@ -280,8 +282,7 @@ def warnings(findings: Findings) -> list[str]:
     for rank in trace.ranks:
         found += _about_rank(rank, trace)
     missing = missing_ranks(trace)
-    if missing:
-        found.append(f"no record of rank {listed(missing)}.")
+    found += [f"no record of rank {listed(missing)}."] if missing else []
     found += _faults(trace)
     changed = changed_at(trace)
     if changed is not None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.trace.events import Event, signed
+from netbottleneck.trace.events import Event, missing_ranks, signed
 from netbottleneck.trace.ring_file import EVENTS, slots_of
 from netbottleneck.trace.ring_reader import ALGORITHMS, DTYPES, IN_MEMORY, KINDS
 
@@ -193,8 +193,9 @@ class Chrome:
         elif event.kind in ("PEER_LOST", "LANE_LOST"):
             yield self._instant(event.kind, event.time_ns, {"rank": event.a})
         elif event.kind == "STALL":
-            missing = [rank for rank in range(64) if event.c >> rank & 1]
-            about = {"name": self._names.find(event.key), "waited_ms": event.b // 10**6, "missing_ranks": missing}
+            missing, others = missing_ranks(event)
+            about = {"name": self._names.find(event.key), "waited_ms": event.b // 10**6, "missing_ranks": list(missing)}
+            about |= {"more_missing_ranks": others} if others else {}
             yield self._instant("STALL", event.time_ns, about)
         elif event.kind in USED and event.kind != "OP_NAME":
             tensor = self._tensor(event.key)

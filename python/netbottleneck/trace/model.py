@@ -374,9 +374,15 @@ class NcclOperation:
     network: tuple[NcclStep, ...] = ()
 
 
+NAMED_RANKS = 128  # a stall names the missing ranks below this, and counts the others
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault on one rank. kind: "stall", "peer_lost" or "lane_lost"; peers: the missing or lost ranks."""
+    """A fault on one rank. kind: "stall", "peer_lost" or "lane_lost"; peers: the missing or lost ranks.
+
+    others: of a stall, how many of the missing ranks it does not name.
+    """
 
     rank: int
     kind: str
@@ -386,6 +392,7 @@ class Fault:
     lane: int | None = None
     waited_ns: int = 0
     code: int = 0
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.events import Event, signed
+from netbottleneck.trace.events import Event, missing_ranks, signed
 from netbottleneck.trace.heartbeats import HEARTBEAT, clock_of
 from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING, Ring, read_ring
@@ -318,8 +318,8 @@ def faults(events: Iterable[Event], rank: int, size: int) -> list[tr.Fault]:
     found = []
     for e in events:
         if e.kind == "STALL":
-            missing = tuple(peer for peer in range(min(size, 64)) if e.c >> peer & 1)
-            found.append(tr.Fault(rank, "stall", e.time_ns, missing, key=e.key, waited_ns=e.b))
+            missing, others = missing_ranks(e, size)
+            found.append(tr.Fault(rank, "stall", e.time_ns, missing, key=e.key, waited_ns=e.b, others=others))
         elif e.kind == "PEER_LOST":
             found.append(tr.Fault(rank, "peer_lost", e.time_ns, (e.a,), code=signed(e.b)))
         elif e.kind == "LANE_LOST":

@@ -229,6 +229,15 @@ def test_a_network_is_named_only_where_nccl_has_no_choice(
     assert why in found
 
 
+def test_a_user_without_a_home_has_no_file_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert not nccl.not_sockets({}, tmp_path / "none", tmp_path / "none")
+
+
 # Reasons not to use NCCL.
 
 

@@ -172,8 +172,7 @@ def not_sockets(environ: Mapping[str, str], infiniband: Path = INFINIBAND, site:
     A network that is named has no fallback: a wrong name would end the script's first collective. So Socket is named
     only where NCCL has no other choice.
     """
-    files = [Path(environ["NCCL_CONF_FILE"])] if environ.get("NCCL_CONF_FILE") else [Path.home() / ".nccl.conf"]
-    for file in [*files, site]:
+    for file in [*_own_files(environ), site]:
         names = [line.partition("=")[0].strip() for line in _lines(file)]
         named = next((name for name in names if name.startswith(("NCCL_NET", "NCCL_IB_", "NCCL_ENV_PLUGIN"))), None)
         if named is not None:
@@ -187,6 +186,16 @@ def not_sockets(environ: Mapping[str, str], infiniband: Path = INFINIBAND, site:
             "over sockets"
         )
     return ""
+
+
+def _own_files(environ: Mapping[str, str]) -> list[Path]:
+    """Return the user's configuration file of NCCL; none for a user without a home."""
+    if environ.get("NCCL_CONF_FILE"):
+        return [Path(environ["NCCL_CONF_FILE"])]
+    try:
+        return [Path.home() / ".nccl.conf"]
+    except RuntimeError:
+        return []
 
 
 def _lines(file: Path) -> list[str]:

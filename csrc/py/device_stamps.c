@@ -12,7 +12,10 @@
 #include "cuda/driver.h"
 #include "py/tensor.h"
 
-enum { POLL_NS = 500 * 1000 };
+enum {
+    POLL_NS = 500 * 1000,
+    STATED_EVENTS = 1000, // the error is stated again after so many events: a full ring overwrites earlier ones
+};
 
 _Static_assert(sizeof(struct nb_cuda_mark) == sizeof(struct nb_event), "a mark carries an event");
 
@@ -27,6 +30,7 @@ struct core_device_stamps {
     void *training;          // stream of the last begin of a forward pass or an optimizer; NULL is the default stream
     int64_t stated_error_ns; // as the ring says
     uint64_t stated_lost;
+    uint64_t since_stated; // events
 };
 
 struct core_device_stamps *core_device_stamps_open(struct core_state *state, PyObject *tensor, const char *library) {
@@ -91,13 +95,16 @@ void core_device_stamps_put(struct core_device_stamps *self, const struct nb_rin
     (void)nb_cuda_clock_mark(self->clock, *stream, &mark, is_in_order(self, &event, *stream), &self->failure);
 }
 
-// States the error of the clock when it has grown by a quarter or fallen to half, and the stamps that were lost.
+// States the error of the clock when it has grown by a quarter or fallen to half, and the stamps that were lost; both
+// again after STATED_EVENTS.
 static void state_error(struct core_device_stamps *self, struct nb_ring *ring) {
     int64_t before_ns = self->stated_error_ns;
     int64_t error_ns = nb_cuda_clock_take_error_ns(self->clock);
     uint64_t lost = nb_cuda_clock_lost(self->clock);
     bool other = error_ns > 0 && (error_ns > before_ns + before_ns / 4 || error_ns < before_ns / 2);
-    if (other || lost > self->stated_lost) {
+    bool again = before_ns > 0 && self->since_stated >= STATED_EVENTS;
+    if (other || again || lost > self->stated_lost) {
+        self->since_stated = 0;
         self->stated_error_ns = error_ns = other ? error_ns : before_ns;
         self->stated_lost = lost;
         nb_ring_put(ring, NB_EV_DEVICE_CLOCK, 0, (uint64_t)self->where.number, (uint64_t)error_ns, lost, 0, 0);
@@ -114,6 +121,7 @@ static int read_all(struct core_device_stamps *self, struct nb_ring *ring, struc
         event.e = has_host_time(event.kind) ? (uint64_t)time_ns - event.e : event.e;
         event.time_ns = time_ns;
         nb_ring_put_event(ring, &event);
+        self->since_stated++;
     }
     state_error(self, ring);
     return rc;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import mmap
 import os
 import pickle
@@ -311,6 +312,24 @@ print(passed_ns, released_ns)
     error_ns = found[_core.EVENTS["DEVICE_CLOCK"]][5]
     assert found[_core.EVENTS["OP_START"]][0] <= passed_ns + error_ns
     assert found[_core.EVENTS["FORWARD_END"]][0] >= released_ns - error_ns
+
+
+def test_the_error_of_a_devices_clock_is_stated_again_and_again(tmp_path: Path, fake_driver: Path) -> None:
+    script = """
+recorder.close()
+recorder = _core.Recorder(path, 8192, 0)
+recorder.follow(OnDevice(), library)
+for _ in range(40):
+    for _ in range(100):
+        recorder.put(_core.EVENTS["OP_START"])
+    while recorder.read():
+        pass
+recorder.close()
+"""
+    run_following(script, fake_driver, tmp_path / "ring")
+    events = events_of(tmp_path / "ring")
+    stated = [place for place, event in enumerate(events) if event[1] == _core.EVENTS["DEVICE_CLOCK"]]
+    assert max(after - before for before, after in itertools.pairwise([0, *stated, len(events)])) < 1500
 
 
 def test_a_stamp_whose_stream_lookup_closes_the_recorder_is_dropped(tmp_path: Path, fake_driver: Path) -> None:

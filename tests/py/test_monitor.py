@@ -134,7 +134,8 @@ def test_nothing_moves_over_no_interface() -> None:
             {"a/b/cpu.max": "50000 100000", "cpu.max": "max 100000"},
             {"quota_cores": 0.5, "quota_group": "/a/b"},
         ),
-        ("0::/kubepods/pod1", {"cpu.max": "200000 100000"}, {"quota_cores": 2.0, "quota_group": "/"}),
+        ("0::/", {"cpu.max": "200000 100000"}, {"quota_cores": 2.0, "quota_group": "/"}),
+        ("0::/kubepods/pod1", {"cpu.max": "200000 100000"}, {"quota_cores": 2.0, "quota_group": "/kubepods/pod1"}),
         (
             "4:memory:/a\n3:cpu,cpuacct:/a",
             {"cpu,cpuacct/a/cpu.cfs_quota_us": "300000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
@@ -151,5 +152,8 @@ def test_the_least_processor_quota_is_found(
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(text + "\n", encoding="ascii")
-    assert monitor.quota(tmp_path / "cgroup", tmp_path / "fs") == found
+    assert monitor.quota(tmp_path / "cgroup", tmp_path / "fs", tmp_path / "absent") == found
     assert monitor.quota(tmp_path / "absent", tmp_path / "fs") == {}
+    (tmp_path / "namespace").symlink_to("cgroup:[7]")
+    named = {name: f"cgroup:[7]{value}" if name == "quota_group" else value for name, value in found.items()}
+    assert monitor.quota(tmp_path / "cgroup", tmp_path / "fs", tmp_path / "namespace") == named

@@ -364,7 +364,7 @@ def _cores_used(trace: Trace, steps: Sequence[Step]) -> dict[int, float]:
 def _usable_cores(ranks: Sequence[Rank]) -> float:
     """The cores that the ranks of a machine may use together."""
     cores = float(len({core for rank in ranks for core in rank.cores}))
-    quotas = {(rank.hostname, rank.quota_group): rank.quota_cores for rank in ranks}  # containers have names
+    quotas = {(rank.hostname, rank.quota_group): rank.quota_cores for rank in ranks}
     allowed = [quota for quota in quotas.values() if quota is not None]
     return min(cores, sum(allowed)) if len(allowed) == len(quotas) else cores
 

@@ -35,11 +35,16 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def quota(cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
+def quota(
+    cgroups: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+    namespace: Path = Path("/proc/self/ns/cgroup"),
+) -> dict[str, Any]:
     """Return the least processor quota of this process's control groups, as its record has it; {} without one.
 
     Of the group and of those above it, version 2 (cpu.max) or 1 (cpu.cfs_quota_us). In a container the group's own path
-    may not exist: the top one has its quota then.
+    may not exist: the top one has its quota then. quota_group begins with the namespace of control groups, as those of
+    all containers may be "/".
     """
     found: list[tuple[float, str]] = []
     with contextlib.suppress(OSError, ValueError):
@@ -51,10 +56,13 @@ def quota(cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
             inside = Path(path.strip("/"))
             for group in (inside, *inside.parents):
                 cores_ = _quota_of(top / group)
-                found += [] if cores_ is None else [(cores_, f"/{group}".rstrip("."))]
+                named = group if (top / inside).is_dir() else inside
+                found += [] if cores_ is None else [(cores_, f"/{named}".rstrip("."))]
     if not found:
         return {}
     least, group_ = min(found)
+    with contextlib.suppress(OSError):
+        group_ = os.readlink(namespace) + group_
     return {"quota_cores": least, "quota_group": group_}
 
 

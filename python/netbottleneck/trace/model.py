@@ -154,9 +154,10 @@ class Rank:
 
     machine_id: equal for all hosts of one machine, such as its containers or network namespaces; "" if not recorded.
     quota_cores: the cores' worth of processor time that its control group allows, None without a quota; quota_group:
-    the group, whose processes share it. device_error_ns: the training's times are those of its GPU, on the host's clock
-    within so much; None: the host's. run_steps: sums over the steps of the whole run, if some are left out.
-    stock_variables: the environment variables that choose the network of the script's own path, as it got them.
+    the group, whose processes share it, after its namespace (older traces: without). device_error_ns: the training's
+    times are those of its GPU, on the host's clock within so much; None: the host's. run_steps: sums over the steps of
+    the whole run, if some are left out. stock_variables: the environment variables that choose the network of the
+    script's own path, as it got them.
     """
 
     rank: int

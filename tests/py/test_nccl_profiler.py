@@ -23,6 +23,7 @@ from nccl_programs import LIBRARY, compiled
 
 import netbottleneck
 from netbottleneck.analysis import nccl
+from netbottleneck.runtime import run_folder
 from netbottleneck.trace import nccl_events
 from netbottleneck.trace.model import Trace
 from test_nccl_plugin import check_library, nccl_library
@@ -235,6 +236,22 @@ def test_a_run_without_its_events_says_so(tmp_path: Path) -> None:
     trained(tmp_path)
     (note,) = (note for note in notes(tmp_path / "run") if "NCCL" in note)
     assert note.startswith("NETBOTTLENECK_NCCL_EVENTS=1, but NCCL has recorded no events")
+
+
+def test_a_second_run_of_a_process_names_the_file_of_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setenv("NETBOTTLENECK_NCCL_EVENTS", str(tmp_path / f"{run_folder.NCCL_HIDDEN}%h-%p.ring"))
+    hidden = run_folder._nccl_name()
+    assert hidden is not None
+    hidden.touch()  # as NCCL does, once in a process
+    said = []
+    for folder in (first, second):
+        (folder / "ranks").mkdir(parents=True)
+        run_folder.take_nccl_events(folder, 0)
+        said.append(run_folder.no_nccl_events(folder, 0))
+    assert said == ["", f"NCCL's events are in {first / 'ranks' / '0.nccl.ring'}, of the first run of this process"]
 
 
 CHILD = """

@@ -325,6 +325,8 @@ NCCL_EVENTS = "NETBOTTLENECK_NCCL_EVENTS"
 NCCL_HIDDEN = ".netbottleneck-nccl-"
 NCCL_PLUGIN = Path(__file__).parents[1] / "libnccl-profiler-netbottleneck.so"
 NCCL_DEFAULT = "libnccl-profiler.so"  # which NCCL loads if NCCL_PROFILER_PLUGIN is not set
+# By hidden file, the ring that it became. The plugin opens one file in a process, for all runs.
+_taken: dict[Path, Path] = {}
 
 
 def arrange_nccl_events(settings: Settings) -> None:
@@ -370,6 +372,8 @@ def no_nccl_events(folder: Path, rank: int) -> str:
     path = _nccl_name()
     if path is None or path.exists() or ring_path(folder, rank, NCCL).exists():
         return ""
+    if path in _taken:
+        return f"NCCL's events are in {_taken[path]}, of the first run of this process"
     return f"{NCCL_EVENTS}=1, but NCCL has recorded no events in this run: with NCCL_DEBUG=WARN, its log says why"
 
 
@@ -377,4 +381,4 @@ def take_nccl_events(folder: Path, rank: int) -> None:
     """Make the hidden file of this process, if there is one, a ring of this rank."""
     path = _nccl_file()
     if path is not None:
-        shutil.move(path, ring_path(folder, rank, NCCL))
+        _taken[path] = Path(shutil.move(path, ring_path(folder, rank, NCCL)))

@@ -227,6 +227,13 @@ def test_opentelemetry_sends_each_number_once_and_reports_a_refusal(found, monke
     assert kept[0] == kept[1]  # a process keeps nothing of an export
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1/metrics"])
+def test_metrics_go_to_the_usual_path_of_an_endpoint_without_one(path):
+    assert exporters._endpoint(f"http://collector:4318{path}") == "http://collector:4318/v1/metrics"
+    assert exporters._endpoint("https://collector/own?key=1") == "https://collector/own?key=1"
+    assert exporters._endpoint("") is None
+
+
 def labelled(found, number):
     return sorted({"run": found.id, **number.labels}.items())
 

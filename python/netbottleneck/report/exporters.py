@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 from netbottleneck.report.summary import COLLECTIVE_COLUMNS, collective_cells
 from netbottleneck.trace.files import write_text
@@ -423,6 +424,7 @@ def _wandb(found: Numbers, place: str) -> str:
 # OpenTelemetry: gauges of the program's own meter provider, else once over OTLP to where its own variables say.
 
 OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+OTLP_PATH = "/v1/metrics"
 OTLP_TIMEOUTS = ("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 OTLP_TIMEOUT_S = 3  # unless a variable has another: a frame of a run in progress waits for it
 
@@ -440,7 +442,7 @@ def _opentelemetry(found: Numbers, place: str) -> str:
     from opentelemetry.sdk.metrics.export import MetricExportResult
 
     limit_s = None if any(map(os.environ.get, OTLP_TIMEOUTS)) else OTLP_TIMEOUT_S
-    exporter = OTLPMetricExporter(endpoint=place or None, timeout=limit_s)
+    exporter = OTLPMetricExporter(endpoint=_endpoint(place), timeout=limit_s)
     try:
         sent = exporter.export(_points(found))
     finally:
@@ -450,6 +452,13 @@ def _opentelemetry(found: Numbers, place: str) -> str:
     if sent is not MetricExportResult.SUCCESS:
         raise ConnectionError(f"{to} did not take the metrics")
     return to
+
+
+def _endpoint(place: str) -> str | None:
+    """Return where to post the metrics: OTLP's usual path follows a place without one. None: as the variables say."""
+    parts = urlsplit(place)
+    whole = parts._replace(path=OTLP_PATH) if parts.netloc and parts.path in ("", "/") else parts
+    return whole.geturl() or None
 
 
 def _points(found: Numbers) -> Any:

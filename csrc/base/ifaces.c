@@ -22,30 +22,73 @@ struct spec {
     bool except;
 };
 
+struct entry {
+    const char *name;
+    size_t length;
+    bool exact;
+};
+
+static const char *after_blanks(const char *text) {
+    return text + strspn(text, " \t");
+}
+
 static struct spec read_spec(const char *text) {
-    struct spec spec = {.list = text != NULL ? text : ""};
+    struct spec spec = {.list = after_blanks(text != NULL ? text : "")};
     if (*spec.list == '^') {
         spec.except = true;
-        spec.list++;
+        spec.list = after_blanks(spec.list + 1);
     }
     if (*spec.list == '=') {
         spec.exact = true;
-        spec.list++;
+        spec.list = after_blanks(spec.list + 1);
     }
     return spec;
 }
 
+// Reads the next entry, without blanks around it; false at the end. `at` starts as the list.
+static bool next_entry(const struct spec *spec, const char **at, struct entry *entry) {
+    const char *from = *at + strspn(*at, ", \t");
+    const char *end = from + strcspn(from, ",");
+    *at = end;
+    if (from == end) {
+        return false;
+    }
+    entry->exact = spec->exact || *from == '=';
+    entry->name = *from == '=' ? after_blanks(from + 1) : from;
+    while (end > entry->name && (end[-1] == ' ' || end[-1] == '\t')) {
+        end--;
+    }
+    entry->length = end > entry->name ? (size_t)(end - entry->name) : 0;
+    return true;
+}
+
+static bool matches(const struct entry *entry, const char *name) {
+    return entry->length > 0 && strncmp(name, entry->name, entry->length) == 0 &&
+           (!entry->exact || name[entry->length] == '\0');
+}
+
 // Position of a name in the list, from 1; 0: not in it.
 static int in_list(const struct spec *spec, const char *name) {
-    int place = 1;
-    for (const char *at = spec->list; *at != '\0'; place++) {
-        size_t len = strcspn(at, ",");
-        if (len > 0 && strncmp(name, at, len) == 0 && (!spec->exact || name[len] == '\0')) {
+    const char *at = spec->list;
+    struct entry entry;
+    for (int place = 1; next_entry(spec, &at, &entry); place++) {
+        if (matches(&entry, name)) {
             return place;
         }
-        at += len + (at[len] == ',');
     }
     return 0;
+}
+
+// True if the list selects this interface by its exact name.
+static bool is_named(const struct spec *spec, const char *name) {
+    const char *at = spec->list;
+    struct entry entry;
+    while (!spec->except && next_entry(spec, &at, &entry)) {
+        if (entry.exact && matches(&entry, name)) {
+            return true;
+        }
+    }
+    return false;
 }
 
 // The spec selects loopback only by name, or when no other interface matches (`any`).
@@ -82,11 +125,11 @@ static bool has_name(char (*names)[IF_NAMESIZE], int count, const char *name) {
 static int collect(const struct spec *spec, const struct ifaddrs *all, bool any, struct nb_sockaddr *addrs,
                    char (*names)[IF_NAMESIZE], int max) {
     static const int families[] = {AF_INET, AF_INET6};
-    bool named = spec->exact && !spec->except;
     int count = 0;
     for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
         for (const struct ifaddrs *it = all; it != NULL && count < max; it = it->ifa_next) {
-            if (!usable(it, families[f], named) || !wanted(spec, it, any) || has_name(names, count, it->ifa_name)) {
+            if (!usable(it, families[f], is_named(spec, it->ifa_name)) || !wanted(spec, it, any) ||
+                has_name(names, count, it->ifa_name)) {
                 continue;
             }
             addrs[count] = (struct nb_sockaddr){0};
@@ -144,9 +187,42 @@ static void list_names(const struct ifaddrs *all, char text[NAMES_TEXT]) {
     }
 }
 
-int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int max,
-                       struct nb_error *err) {
-    struct spec what = read_spec(spec);
+// Fails for a spec that selects nothing, or for one entry of it.
+static int no_match(const char *spec, const struct entry *entry, const struct ifaddrs *all, struct nb_error *err) {
+    char there[NAMES_TEXT];
+    list_names(all, there);
+    const char *names = there[0] != '\0' ? there : "none";
+    if (entry == NULL) {
+        return nb_fail(err, -ENODEV, "no interface that is up matches '%s'; there is: %s", spec, names);
+    }
+    return nb_fail(err, -ENODEV, "no interface that is up matches '%.*s' of '%s'; there is: %s", (int)entry->length,
+                   entry->name, spec, names);
+}
+
+static bool is_there(const struct entry *entry, const struct ifaddrs *all) {
+    for (const struct ifaddrs *it = all; it != NULL; it = it->ifa_next) {
+        if (matches(entry, it->ifa_name) && (usable(it, AF_INET, entry->exact) || usable(it, AF_INET6, entry->exact))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static int check_entries(const char *text, const struct spec *spec, const struct ifaddrs *all, struct nb_error *err) {
+    const char *at = spec->list;
+    struct entry entry;
+    while (!spec->except && next_entry(spec, &at, &entry)) {
+        if (!is_there(&entry, all)) {
+            return no_match(text, &entry, all, err);
+        }
+    }
+    return 0;
+}
+
+int nb_sock_interfaces(const char *spec, bool alternatives, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
+                       int max, struct nb_error *err) {
+    const char *text = spec != NULL ? spec : "";
+    struct spec what = read_spec(text);
     struct ifaddrs *all;
     if (getifaddrs(&all) != 0) {
         return nb_fail(err, -errno, "getifaddrs: %m");
@@ -155,15 +231,11 @@ int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names
     if (count == 0) {
         count = collect(&what, all, true, addrs, names, max);
     }
-    if (count == 0) {
-        char there[NAMES_TEXT];
-        list_names(all, there);
-        count = nb_fail(err, -ENODEV, "no interface that is up matches '%s'; there is: %s", spec != NULL ? spec : "",
-                        there[0] != '\0' ? there : "none");
-    }
+    int rc = count == 0 ? no_match(text, NULL, all, err) : 0;
+    rc = rc == 0 && !alternatives ? check_entries(text, &what, all, err) : rc;
     freeifaddrs(all);
     put_in_order(&what, addrs, names, count);
-    return count;
+    return rc < 0 ? rc : count;
 }
 
 static bool same_host(const struct sockaddr *a, const struct nb_sockaddr *b) {

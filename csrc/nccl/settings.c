@@ -153,9 +153,9 @@ static int secret_set(struct nb_net_settings *settings, struct nb_error *err) {
 
 // Interfaces that were named all carry lanes. Else the first one does: the others may lead elsewhere.
 static int binds_set(struct nb_net_settings *settings, struct nb_error *err) {
-    const char *spec = variable("NETBOTTLENECK_IFNAME");
-    spec = spec != NULL ? spec : variable("NCCL_SOCKET_IFNAME");
-    int count = nb_sock_interfaces(spec, settings->binds, settings->names, NB_NET_BINDS, err);
+    const char *own = variable("NETBOTTLENECK_IFNAME");
+    const char *spec = own != NULL ? own : variable("NCCL_SOCKET_IFNAME");
+    int count = nb_sock_interfaces(spec, own == NULL, settings->binds, settings->names, NB_NET_BINDS, err);
     if (count < 0) {
         return count;
     }

@@ -327,13 +327,13 @@ static void test_interfaces(void) {
     char names[MAX][IF_NAMESIZE];
     static const char *const lo[] = {"lo", "=lo", "=lo,=nothing", "nothing,lo", "l"};
     for (size_t i = 0; i < sizeof lo / sizeof lo[0]; i++) {
-        int n = nb_sock_interfaces(lo[i], addrs, names, MAX, NULL);
+        int n = nb_sock_interfaces(lo[i], true, addrs, names, MAX, NULL);
         CHECK(n >= 1 && strncmp(names[0], "l", 1) == 0, "'%s' selects no interface", lo[i]);
     }
-    CHECK(nb_sock_interfaces("=lo", addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]),
+    CHECK(nb_sock_interfaces("=lo", false, addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]),
           "not exactly one address of lo");
-    int all = nb_sock_interfaces(NULL, addrs, names, MAX, NULL);
-    CHECK(all >= 1 && nb_sock_interfaces("", addrs, names, MAX, NULL) == all, "default selection: %d", all);
+    int all = nb_sock_interfaces(NULL, false, addrs, names, MAX, NULL);
+    CHECK(all >= 1 && nb_sock_interfaces("", false, addrs, names, MAX, NULL) == all, "default selection: %d", all);
     bool others = strcmp(names[0], "lo") != 0;
     for (int i = 0; i < all; i++) {
         CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback, which is not the only interface", names[i]);
@@ -346,21 +346,22 @@ static void test_interfaces(void) {
         memcpy(other, names[0], IF_NAMESIZE);
         for (int first = 0; first < 2; first++) {
             snprintf(list, sizeof list, "=%s,%s", first == 0 ? "lo" : other, first == 0 ? other : "lo");
-            CHECK(nb_sock_interfaces(list, addrs, names, MAX, NULL) == 2, "%s", list);
+            CHECK(nb_sock_interfaces(list, false, addrs, names, MAX, NULL) == 2, "%s", list);
             CHECK(strcmp(names[first], "lo") == 0 && strcmp(names[1 - first], other) == 0, "%s: %s first", list,
                   names[0]);
             CHECK(nb_sock_is_loopback(&addrs[first]) && !nb_sock_is_loopback(&addrs[1 - first]),
                   "%s: addresses do not match the names", list);
         }
     }
-    int rest = nb_sock_interfaces("^lo", addrs, names, MAX, NULL);
+    int rest = nb_sock_interfaces("^lo", false, addrs, names, MAX, NULL);
     CHECK(rest == (others ? all : -ENODEV), "without lo: %d of %d", rest, all);
-    CHECK(nb_sock_interfaces("^nothing", addrs, names, MAX, NULL) == all,
+    CHECK(nb_sock_interfaces("^nothing", false, addrs, names, MAX, NULL) == all,
           "excluding an unknown name changes the selection");
-    CHECK(nb_sock_interfaces("lo", addrs, names, 0, NULL) <= 0, "addresses are returned without room");
+    CHECK(nb_sock_interfaces("lo", false, addrs, names, 0, NULL) <= 0, "addresses are returned without room");
 
     struct nb_error err = {0};
-    CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name matches as a prefix");
+    CHECK(nb_sock_interfaces("=l,nosuch", false, addrs, names, MAX, &err) == -ENODEV,
+          "an exact name matches as a prefix");
     CHECK(strstr(err.text, "'=l,nosuch'") != NULL && strstr(err.text, "lo") != NULL, "%s", err.text);
     // Usually lo has an address of each family.
     const char *list = strstr(err.text, "there is: ");
@@ -376,8 +377,47 @@ static void test_interfaces(void) {
 static void check_selected(const char *spec, int expected) {
     struct nb_sockaddr addrs[4];
     char names[4][IF_NAMESIZE];
-    int count = nb_sock_interfaces(spec, addrs, names, 4, NULL);
+    int count = nb_sock_interfaces(spec, false, addrs, names, 4, NULL);
     CHECK(count == expected, "'%s' selects %d", spec, count);
+}
+
+static void check_missing(const char *spec, const char *entry) {
+    struct nb_sockaddr addrs[4];
+    char names[4][IF_NAMESIZE];
+    char expected[128];
+    struct nb_error err = {0};
+    snprintf(expected, sizeof expected, "no interface that is up matches '%s' of '%s'; there is: eth0, eth1", entry,
+             spec);
+    CHECK(nb_sock_interfaces(spec, false, addrs, names, 4, &err) == -ENODEV, "'%s' is accepted", spec);
+    CHECK(strcmp(err.text, expected) == 0, "'%s': %s", spec, err.text);
+    int count = nb_sock_interfaces(spec, true, addrs, names, 4, NULL);
+    CHECK(count > 0, "'%s' as alternatives: %d", spec, count);
+}
+
+static void test_entries_of_a_list(void) {
+    static const char *const both[] = {"eth0,eth1",   "eth0, eth1", "=eth0, eth1",   "=eth0,=eth1", " =eth0 , =eth1 ",
+                                       "eth0,,eth1,", "eth,eth1",   "\teth0\t,eth1", "eth0,=eth1"};
+    static const char *const one[] = {"^lo, eth1", "^ eth1", "^=eth1 ,lo", "^nothing,eth1", "eth1,=eth1", " = eth0 "};
+    char names[2][IF_NAMESIZE] = {"eth0", "eth1"};
+    struct nb_sockaddr any;
+    CHECK(nb_sock_parse("10.0.0.1:0", &any, NULL) == 0, "parse");
+    struct ifaddrs last = {.ifa_name = names[1], .ifa_flags = IFF_UP | IFF_RUNNING, .ifa_addr = &any.any};
+    struct ifaddrs first = last;
+    first.ifa_name = names[0];
+    first.ifa_next = &last;
+    simulated = &first;
+    for (size_t i = 0; i < sizeof both / sizeof both[0]; i++) {
+        check_selected(both[i], 2);
+    }
+    for (size_t i = 0; i < sizeof one / sizeof one[0]; i++) {
+        check_selected(one[i], 1);
+    }
+    check_missing("eth0,typo1", "typo1");
+    check_missing("typo1 , eth0", "typo1");
+    check_missing("eth0,=eth", "eth");
+    check_missing("=eth0,eth", "eth");
+    check_missing("eth0;eth1,eth", "eth0;eth1");
+    simulated = NULL;
 }
 
 // An interface without carrier is selected only by its exact name.
@@ -409,6 +449,7 @@ int main(void) {
     test_congestion();
     test_connection_refused();
     test_interfaces();
+    test_entries_of_a_list();
     test_interface_without_carrier();
     return 0;
 }

@@ -640,6 +640,7 @@ def test_rank_0_at_its_hosts_own_name_is_reached_from_other_hosts(
     [
         ({"IFNAME": "lo"}, "rank 1: the connection was closed", ""),
         ({"IFNAME": "^lo"}, "no interface that is up matches '^lo'; there is: lo", "NETBOTTLENECK_IFNAME=^lo: "),
+        ({"IFNAME": "a,b"}, "no interface that is up matches 'b' of 'a,b'; there is: a", "NETBOTTLENECK_IFNAME=a,b: "),
         ({"PROVIDER": "tcp"}, "tcp: connection of lane 1 refused", ""),
         (
             {"PROVIDER": "psm3"},

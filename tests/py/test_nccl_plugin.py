@@ -118,6 +118,7 @@ def test_a_library_without_the_symbols_is_not_run(measure: Measure) -> None:
         ("SECRET", "short"),
         ("SECRET_FILE", "/tmp/secret"),
         ("IFNAME", "=nothing0"),
+        ("IFNAME", "lo,nothing0"),
     ],
 )
 def test_a_wrong_setting_is_named(measure: Measure, name: str, value: str) -> None:
@@ -140,3 +141,9 @@ def test_settings_are_read(measure: Measure) -> None:
             NETBOTTLENECK_TRANSPORT="stock,tcp",
         )
     assert result["gbit_per_s"] > 0
+
+
+def test_interfaces_for_nccl_may_be_alternatives(measure: Measure) -> None:
+    """A list that all hosts share may name interfaces that only some of them have."""
+    names = {"NETBOTTLENECK_IFNAME": "", "NCCL_SOCKET_IFNAME": "nothing0,lo"}
+    assert measure("--plugin", str(PLUGIN), *SMALL, **names)["gbit_per_s"] > 0

@@ -127,7 +127,7 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
         low, high = settings.ports
         variables = {
             "PROVIDER": (settings.provider, rf"no provider {re.escape(settings.provider or '')} "),
-            "IFNAME": (settings.ifname, rf"matches '{re.escape(settings.ifname or '')}'"),
+            "IFNAME": (settings.ifname, rf"matches ('[^']*' of )?'{re.escape(settings.ifname or '')}'"),
             "LIBFABRIC": (settings.library, rf"(?<!\S){re.escape(settings.library or '')}(?![^\s:])"),
             "CONGESTION": (settings.congestion, rf"congestion control '{re.escape(settings.congestion or '')}'"),
             "PORTS": (low and f"{low}-{high}", rf"no port of {low}-{high} |port {low}: .*already in use"),

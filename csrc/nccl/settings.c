@@ -20,6 +20,8 @@ enum {
     SECRET_LEAST = 16
 };
 
+static const char BLANKS[] = " \t\n\v\f\r"; // what Python strips
+
 // NULL: not set, or empty.
 static const char *variable(const char *name) {
     const char *text = getenv(name);
@@ -43,10 +45,12 @@ static int transport_set(struct nb_net_settings *settings, enum nb_net_kind kind
     const char *at = over_nccl != NULL ? over_nccl : all;
     settings->transport = nb_transport_find(kind == NB_NET_OFI ? "ofi" : "tcp");
     while (at != NULL && *at != 0) {
+        at += strspn(at, BLANKS);
         at += strncmp(at, "nccl+", 5) == 0 ? 5 : 0;
         size_t bytes = strcspn(at, ",");
         char word[16] = "";
         snprintf(word, sizeof word, "%.*s", (int)(bytes < sizeof word ? bytes : sizeof word - 1), at);
+        word[strcspn(word, BLANKS)] = 0;
         if (strcmp(word, "tcp") == 0 || strcmp(word, "ofi") == 0) { // the others say nothing about this plugin
             settings->transport = nb_transport_find(word);
             break;

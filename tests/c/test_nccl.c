@@ -245,7 +245,9 @@ static void case_kinds(struct side *side) {
         close_pair(&others[kind], &pairs[kind]);
         CHECK(proxy_finalize(&others[kind].proxy) == 0, "finalize");
     }
-    static const char *const lists[][2] = {{"stock,ofi,nccl+tcp", "tcp"}, {"ofi,tcp", "ofi"}, {"stock,tcp", "tcp"}};
+    static const char *const lists[][2] = {{"stock,ofi,nccl+tcp", "tcp"}, {"ofi,tcp", "ofi"},
+                                           {"stock,tcp", "tcp"},          {"stock, ofi", "ofi"},
+                                           {"stock,nccl+ofi ", "ofi"},    {" nccl+ofi , stock", "ofi"}};
     for (size_t i = 0; i < sizeof lists / sizeof lists[0]; i++) {
         struct nb_net_settings settings;
         struct nb_error err = {0};

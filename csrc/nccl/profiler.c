@@ -18,6 +18,7 @@
 #include "base/fork.h"
 #include "nccl/abi.h"
 #include "nccl/profiler_abi.h"
+#include "nccl/variable.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 
@@ -604,30 +605,11 @@ static int path_fill(const char *text, char path[PATH_BYTES], struct nb_error *e
     return *text == 0 ? 0 : nb_fail(err, -ENAMETOOLONG, VARIABLE "=%.80s… is too long", path);
 }
 
-static int capacity(uint64_t *events, struct nb_error *err) {
-    const char *text = getenv("NETBOTTLENECK_TRACE_EVENTS");
-    char *end = NULL;
-    *events = EVENTS_DEFAULT;
-    if (text == NULL || text[0] == 0) {
-        return 0;
-    }
-    errno = 0;
-    long long value = strtoll(text, &end, 10);
-    if (errno != 0 || *end != 0 || value < 1) {
-        return nb_fail(err, -EINVAL,
-                       "NETBOTTLENECK_TRACE_EVENTS='%.80s' is not possible: expected a whole number, at "
-                       "least 1",
-                       text);
-    }
-    *events = (uint64_t)value;
-    return 0;
-}
-
 static int ring_open(int rank, struct nb_error *err) {
     char path[PATH_BYTES];
-    uint64_t events = 0;
-    const char *text = getenv(VARIABLE);
-    if (text == NULL || text[0] == 0 || strcmp(text, "0") == 0) {
+    long events = EVENTS_DEFAULT;
+    const char *text = nb_variable(VARIABLE);
+    if (text == NULL || strcmp(text, "0") == 0) {
         return 0;
     }
     if (strcmp(text, "1") == 0) {
@@ -636,12 +618,12 @@ static int ring_open(int rank, struct nb_error *err) {
                                 "/tmp/nccl-%%h-%%p.ring");
     }
     int rc = path_fill(text, path, err);
-    rc = rc == 0 ? capacity(&events, err) : rc;
+    rc = rc == 0 ? nb_variable_number("NETBOTTLENECK_TRACE_EVENTS", 1, INT32_MAX, &events, err) : rc;
     if (rc < 0) {
         return rc;
     }
     struct nb_error why = {0};
-    rc = nb_ring_open(&process.ring, path, events, rank, &why);
+    rc = nb_ring_open(&process.ring, path, (uint64_t)events, rank, &why);
     const char *remedy = rc == -EBUSY ? ", with %p for the process's number in " VARIABLE : "";
     return rc < 0 ? nb_fail(err, rc, "%s%s", why.text, remedy) : 0;
 }

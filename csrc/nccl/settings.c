@@ -9,6 +9,7 @@
 #include "base/sha256.h"
 #include "base/sock.h"
 #include "nccl/net.h"
+#include "nccl/variable.h"
 #include "transport/transport.h"
 
 enum {
@@ -17,71 +18,52 @@ enum {
     SEGMENT_LEAST = NB_NET_BLOCK,
     TIMEOUT_DEFAULT_MS = 30000,
     TIMEOUT_LEAST_MS = 100,
+    TIMEOUT_MOST_S = 2147483, // milliseconds are counted in 32 bits
     SECRET_LEAST = 16
 };
 
-static const char BLANKS[] = " \t\n\v\f\r"; // what Python strips
-
-// NULL: not set, or empty.
-static const char *variable(const char *name) {
-    const char *text = getenv(name);
-    return text != NULL && text[0] != 0 ? text : NULL;
-}
-
-static int invalid(const char *name, const char *expected, struct nb_error *err) {
-    return nb_fail(err, -EINVAL, "%s='%.80s' is not possible: expected %s", name, getenv(name), expected);
-}
-
 static int copy(const char *name, char *to, size_t room, struct nb_error *err) {
-    const char *text = variable(name);
+    const char *text = nb_variable(name);
     int n = snprintf(to, room, "%s", text != NULL ? text : "");
-    return n >= 0 && (size_t)n < room ? 0 : invalid(name, "a shorter text", err);
+    return n >= 0 && (size_t)n < room ? 0 : nb_variable_invalid(name, "a shorter text", err);
 }
 
 static int transport_set(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_TRANSPORT";
-    const char *all = kind == NB_NET_PLAIN ? variable(name) : NULL;
+    const char *all = kind == NB_NET_PLAIN ? nb_variable(name) : NULL;
     const char *over_nccl = all != NULL ? strstr(all, "nccl+") : NULL;
     const char *at = over_nccl != NULL ? over_nccl : all;
     settings->transport = nb_transport_find(kind == NB_NET_OFI ? "ofi" : "tcp");
     while (at != NULL && *at != 0) {
-        at += strspn(at, BLANKS);
+        at += strspn(at, NB_BLANKS);
         at += strncmp(at, "nccl+", 5) == 0 ? 5 : 0;
         size_t bytes = strcspn(at, ",");
         char word[16] = "";
         snprintf(word, sizeof word, "%.*s", (int)(bytes < sizeof word ? bytes : sizeof word - 1), at);
-        word[strcspn(word, BLANKS)] = 0;
+        word[strcspn(word, NB_BLANKS)] = 0;
         if (strcmp(word, "tcp") == 0 || strcmp(word, "ofi") == 0) { // the others say nothing about this plugin
             settings->transport = nb_transport_find(word);
             break;
         }
         at += bytes + (at[bytes] == ',');
     }
-    return settings->transport != NULL ? 0 : invalid(name, "a transport of this build: tcp", err);
+    return settings->transport != NULL ? 0 : nb_variable_invalid(name, "a transport of this build: tcp", err);
 }
 
-static int number(const char *name, long low, long high, long *value, struct nb_error *err) {
-    const char *text = variable(name);
-    char *end = NULL;
-    if (text == NULL || strcmp(text, "auto") == 0) {
-        return 0;
-    }
-    errno = 0;
-    long parsed = strtol(text, &end, 10);
-    if (errno != 0 || end == text || *end != 0 || parsed < low || parsed > high) {
-        char expected[64];
-        snprintf(expected, sizeof expected, "a number from %ld to %ld", low, high);
-        return invalid(name, expected, err);
-    }
-    *value = parsed;
-    return 0;
+static int lanes_set(struct nb_net_settings *settings, struct nb_error *err) {
+    static const char name[] = "NETBOTTLENECK_STREAMS";
+    const char *text = nb_variable(name);
+    long lanes = LANES_DEFAULT;
+    int rc = text != NULL && strcmp(text, "auto") != 0 ? nb_variable_number(name, 1, NB_LANES_MAX, &lanes, err) : 0;
+    settings->lanes = (int)lanes;
+    return rc;
 }
 
 // Bytes: K, M and G are powers of 1000, Ki, Mi and Gi of 1024; B may follow.
 static int segment_set(struct nb_net_settings *settings, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_SEGMENT_BYTES";
     static const char units[] = "KMG";
-    const char *text = variable(name);
+    const char *text = nb_variable(name);
     char *end = NULL;
     settings->segment_bytes = SEGMENT_DEFAULT;
     double value = text != NULL ? strtod(text, &end) : 0;
@@ -97,7 +79,7 @@ static int segment_set(struct nb_net_settings *settings, struct nb_error *err) {
     end += unit != NULL ? 1 + (end[1] == 'i') : 0;
     end += *end == 'B';
     if (*end != 0 || !(value >= SEGMENT_LEAST) || !(value <= (double)NB_SEGMENT_MAX / 2)) {
-        return invalid(name, "16Ki to 2Mi", err);
+        return nb_variable_invalid(name, "16Ki to 2Mi", err);
     }
     settings->segment_bytes = (size_t)value;
     return 0;
@@ -105,15 +87,16 @@ static int segment_set(struct nb_net_settings *settings, struct nb_error *err) {
 
 static int timeout_set(struct nb_net_settings *settings, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_TIMEOUT_S";
-    const char *text = variable(name);
+    const char *text = nb_variable(name);
     char *end = NULL;
     settings->timeout_ms = TIMEOUT_DEFAULT_MS;
     if (text == NULL) {
         return 0;
     }
     double seconds = strtod(text, &end);
-    if (end == text || *end != 0 || !(seconds * 1000 >= TIMEOUT_LEAST_MS) || !(seconds <= 1e6)) {
-        return invalid(name, "seconds, at least 0.1", err);
+    if (end == text || end[strspn(end, NB_BLANKS)] != 0 || !(seconds * 1000 >= TIMEOUT_LEAST_MS) ||
+        !(seconds <= TIMEOUT_MOST_S)) {
+        return nb_variable_invalid(name, "seconds, 0.1 to 2147483", err);
     }
     settings->timeout_ms = (int)(seconds * 1000);
     return 0;
@@ -121,7 +104,7 @@ static int timeout_set(struct nb_net_settings *settings, struct nb_error *err) {
 
 static int ports_set(struct nb_net_settings *settings, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_PORTS";
-    const char *text = variable(name);
+    const char *text = nb_variable(name);
     char *end = NULL;
     char *last = NULL;
     if (text == NULL) {
@@ -130,15 +113,15 @@ static int ports_set(struct nb_net_settings *settings, struct nb_error *err) {
     long low = strtol(text, &end, 10);
     long high = *end == '-' ? strtol(end + 1, &last, 10) : 0;
     if (last == NULL || *last != 0 || low < 1 || low > high || high > UINT16_MAX) {
-        return invalid(name, "LOW-HIGH, two ports from 1 to 65535", err);
+        return nb_variable_invalid(name, "LOW-HIGH, two ports from 1 to 65535", err);
     }
     settings->ports = (struct nb_port_range){.low = (uint16_t)low, .high = (uint16_t)high};
     return 0;
 }
 
 static int secret_set(struct nb_net_settings *settings, struct nb_error *err) {
-    const char *text = variable("NETBOTTLENECK_SECRET");
-    if (text == NULL && variable("NETBOTTLENECK_SECRET_FILE") != NULL) {
+    const char *text = nb_variable("NETBOTTLENECK_SECRET");
+    if (text == NULL && nb_variable("NETBOTTLENECK_SECRET_FILE") != NULL) {
         return nb_fail(err, -EINVAL, "NETBOTTLENECK_SECRET_FILE is not read here: set NETBOTTLENECK_SECRET");
     }
     if (text == NULL) {
@@ -157,8 +140,8 @@ static int secret_set(struct nb_net_settings *settings, struct nb_error *err) {
 
 // Interfaces that were named all carry lanes. Else the first one does: the others may lead elsewhere.
 static int binds_set(struct nb_net_settings *settings, struct nb_error *err) {
-    const char *own = variable("NETBOTTLENECK_IFNAME");
-    const char *spec = own != NULL ? own : variable("NCCL_SOCKET_IFNAME");
+    const char *own = nb_variable("NETBOTTLENECK_IFNAME");
+    const char *spec = own != NULL ? own : nb_variable("NCCL_SOCKET_IFNAME");
     int count = nb_sock_interfaces(spec, own == NULL, settings->binds, settings->names, NB_NET_BINDS, err);
     if (count < 0) {
         return count;
@@ -168,10 +151,9 @@ static int binds_set(struct nb_net_settings *settings, struct nb_error *err) {
 }
 
 int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err) {
-    long lanes = LANES_DEFAULT;
     *settings = (struct nb_net_settings){0};
     int rc = transport_set(settings, kind, err);
-    rc = rc == 0 ? number("NETBOTTLENECK_STREAMS", 1, NB_LANES_MAX, &lanes, err) : rc;
+    rc = rc == 0 ? lanes_set(settings, err) : rc;
     rc = rc == 0 ? segment_set(settings, err) : rc;
     rc = rc == 0 ? timeout_set(settings, err) : rc;
     rc = rc == 0 ? ports_set(settings, err) : rc;
@@ -180,7 +162,6 @@ int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind
     rc = rc == 0 ? copy("NETBOTTLENECK_LIBFABRIC", settings->library, sizeof settings->library, err) : rc;
     rc = rc == 0 ? copy("NETBOTTLENECK_CONGESTION", settings->congestion, sizeof settings->congestion, err) : rc;
     rc = rc == 0 ? binds_set(settings, err) : rc;
-    settings->lanes = (int)lanes;
     snprintf(settings->tag, sizeof settings->tag, "%s, %d lanes, segments of %zu bytes, version %s",
              rc == 0 ? settings->transport->name : "", settings->lanes, settings->segment_bytes, NB_VERSION);
     return rc;

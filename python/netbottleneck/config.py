@@ -57,11 +57,18 @@ def size(text: str) -> int:
     return int(value)
 
 
+def _decimal(text: str) -> str:
+    """Return text that the NCCL plugins read as the same number: decimal, without underscores between digits."""
+    if re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", text, re.ASCII | re.IGNORECASE) is None:
+        raise ValueError(text)
+    return text
+
+
 def integer(low: int, high: int | None = None) -> Kind:
     """An integer in [low, high]."""
 
     def parse(text: str) -> int:
-        value = int(text)
+        value = int(_decimal(text))
         if value < low or (high is not None and value > high):
             raise ValueError(text)
         return value
@@ -93,7 +100,7 @@ def seconds(low: float) -> Kind:
     """A number of seconds in [low, MOST_S]."""
 
     def parse(text: str) -> float:
-        value = float(text)
+        value = float(_decimal(text))
         if not low <= value <= MOST_S:
             raise ValueError(text)
         return value

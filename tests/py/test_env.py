@@ -145,6 +145,17 @@ def test_a_number_that_the_core_cannot_hold_is_refused(name: str) -> None:
         settings(environ={f"NETBOTTLENECK_{name}": "99999999999999"})
 
 
+@pytest.mark.parametrize("text", ["4", " 4", "+4 ", "\t4\n"])
+def test_blanks_around_a_number_are_ignored(text: str) -> None:
+    chosen = settings(environ={"NETBOTTLENECK_STREAMS": text, "NETBOTTLENECK_TIMEOUT_S": text})
+    assert (chosen.streams, chosen.timeout_s) == (4, 4.0)
+
+
+@pytest.mark.parametrize("value", [0.1, 2.5, 30, 1234567.0, 2147483])
+def test_an_argument_in_seconds_may_be_long(value: float) -> None:
+    assert settings({"timeout_s": value}, {}).timeout_s == pytest.approx(value, rel=1e-5)
+
+
 def test_horovods_interface_is_an_exact_name() -> None:
     assert settings(environ={"HOROVOD_GLOO_IFACE": "eth1"}).ifname == "=eth1"
 
@@ -169,6 +180,9 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
         ("NETBOTTLENECK_STREAMS", "0", "1 to 64"),
         ("NETBOTTLENECK_STREAMS", "65", "1 to 64"),
         ("NETBOTTLENECK_STREAMS", "many", "auto"),
+        ("NETBOTTLENECK_STREAMS", "1_0", "1 to 64"),
+        ("NETBOTTLENECK_STREAMS", "\u0664", "1 to 64"),
+        ("NETBOTTLENECK_TRACE_EVENTS", "1_000_000", "a whole number, 1 to 2147483647"),
         ("NETBOTTLENECK_PORTS", "9000", "LOW-HIGH"),
         ("NETBOTTLENECK_PORTS", "9001-9000", "LOW-HIGH"),
         ("NETBOTTLENECK_PORTS", "1-70000", "65535"),
@@ -187,6 +201,7 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
         ("NETBOTTLENECK_BUCKET_BYTES", "9223372036854775808", "bytes, at most 9223372036854775807"),
         ("NETBOTTLENECK_TIMEOUT_S", "0", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "nan", "seconds"),
+        ("NETBOTTLENECK_TIMEOUT_S", "1_0", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "inf", "seconds"),
         ("NETBOTTLENECK_TIMEOUT_S", "2147484", "seconds, 0.1 to 2147483"),
         ("NETBOTTLENECK_STALL_S", "1e300", "seconds, 0 to 2147483"),

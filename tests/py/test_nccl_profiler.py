@@ -128,6 +128,7 @@ def test_without_the_variable_nothing_is_reported(profile: Profile, tmp_path: Pa
         ("NCCL_EVENTS", "/nonexistent/a.ring", "open /nonexistent/a.ring: No such file"),
         ("NCCL_EVENTS", "1", "name a file, such as /tmp/nccl-%h-%p.ring"),
         ("TRACE_EVENTS", "many", "NETBOTTLENECK_TRACE_EVENTS='many' is not possible"),
+        ("TRACE_EVENTS", "2147483648", "expected a whole number, 1 to 2147483647"),
         ("NCCL_PROFILER", "nonexistent", "NETBOTTLENECK_NCCL_PROFILER=nonexistent cannot be loaded"),
         ("NCCL_PROFILER", str(PLUGIN), "it is no other profiler of version 4 to 6"),
     ],
@@ -198,7 +199,7 @@ def trained(tmp_path: Path, *argv: str, **variables: str) -> dict[str, Any]:
     """Run SCRIPT as a job of one rank that records into tmp_path / "run"."""
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env |= {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_NCCL_EVENTS": "1"}
-    env |= {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_TRACE_EVENTS": "4096", **variables}
+    env |= {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_TRACE_EVENTS": " 4096 ", **variables}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *argv], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env
     )

@@ -84,7 +84,7 @@ static bool is_contiguous(const struct core_tensor *tensor, size_t *count) {
         next *= tensor->shape[i];
     }
     *count = (size_t)next;
-    return contiguous;
+    return contiguous || next == 0;
 }
 
 bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, struct core_tensor_place *out) {

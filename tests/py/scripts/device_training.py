@@ -200,6 +200,9 @@ def horovods(where: str) -> list[torch.Tensor]:
     assert hvd.broadcast_(few, 0) is few
     empty = torch.zeros(0, 2, device=where)
     results += [large, few, hvd.allgather(empty), hvd.alltoall(empty, [0] * size)[0], hvd.broadcast(empty, 0)]
+    thin = torch.zeros(3, 0, device=where)  # torch gives it strides that are not those of its shape
+    results += [hvd.allreduce(thin), hvd.allgather(thin), hvd.broadcast(thin, 0), hvd.allreduce_(thin)]
+    results += hvd.grouped_allreduce([thin, few], op=hvd.Sum)
     turned = numbers(12, where, of=rank).view(3, 4).t()
     hvd.broadcast_parameters({"turned": turned, "few": results[0], "scalar": results[0].sum()}, size - 1)
     return [*results, turned]

@@ -85,6 +85,7 @@ static int window_make(struct nb_work *work, void *memory, size_t bytes, struct 
                              .redop = desc->redop,
                              .root = desc->root,
                              .priority = desc->priority,
+                             .scaled = true,
                              .prescale = desc->prescale,
                              .postscale = desc->postscale,
                              .segments = &segment,

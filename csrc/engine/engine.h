@@ -61,9 +61,10 @@ struct nb_op {
     enum nb_op_kind kind;
     int dtype;
     int redop;
-    int root;        // rank in the communicator
-    int priority;    // among negotiated operations the highest starts first
-    double prescale; // 0 means 1
+    int root;     // rank in the communicator
+    int priority; // among negotiated operations the highest starts first
+    bool scaled;  // false: prescale and postscale count as 1
+    double prescale;
     double postscale;
     uint64_t shape;                    // identifies the tensor's dimensions; must be the same on all ranks
     const struct nb_segment *segments; // copied

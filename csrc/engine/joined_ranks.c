@@ -68,6 +68,7 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct op_descripto
                        .root = desc->root,
                        .shape = desc->shape,
                        .priority = desc->priority,
+                       .scaled = true,
                        .prescale = desc->prescale,
                        .postscale = desc->postscale,
                        .segments = &line,

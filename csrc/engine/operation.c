@@ -105,8 +105,8 @@ static void desc_fill(struct op_descriptor *desc, const struct nb_comm *comm, co
     desc->key = nb_comm_key(comm, op->key != 0 ? op->key : nb_key(op->name));
     desc->bytes = nb_op_bytes(op);
     desc->shape = op->shape;
-    desc->prescale = op->prescale == 0 ? 1 : op->prescale;
-    desc->postscale = op->postscale == 0 ? 1 : op->postscale;
+    desc->prescale = op->scaled ? op->prescale : 1;
+    desc->postscale = op->scaled ? op->postscale : 1;
     desc->kind = (uint8_t)op->kind;
     desc->dtype = (uint8_t)op->dtype;
     desc->redop = (uint8_t)op->redop;

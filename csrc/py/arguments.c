@@ -51,8 +51,8 @@ int core_get_scale(const char *name, PyObject *value, double *out) {
             return -1;
         }
     }
-    if (!isfinite(number) || number == 0.0) {
-        PyErr_Format(PyExc_ValueError, "%s must be finite and not 0, not %R", name, value);
+    if (!isfinite(number)) {
+        PyErr_Format(PyExc_ValueError, "%s must be finite, not %R", name, value);
         return -1;
     }
     *out = number;

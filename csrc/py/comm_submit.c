@@ -58,6 +58,7 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
         return -1;
     }
     op->name = in->name;
+    op->scaled = true;
     op->kind = (enum nb_op_kind)kind;
     op->root = (int)root;
     op->priority = (int)priority;

@@ -120,7 +120,7 @@ int core_here(const struct core_state *state, pid_t pid, const char *what);
 int core_get_long(const char *name, PyObject *value, long low, long high, long *out);
 // Any 64-bit integer, signed or not; a converter for PyArg_Parse's O&.
 int core_get_u64(PyObject *value, void *out);
-// A finite number other than 0: the engine reads 0 as 1.
+// A finite number; 1 if `value` is NULL.
 int core_get_scale(const char *name, PyObject *value, double *out);
 // Seconds to milliseconds, rounded up; at least `low_ms`.
 int core_get_timeout(const char *name, PyObject *value, int low_ms, int *out_ms);

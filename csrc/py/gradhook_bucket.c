@@ -39,6 +39,7 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
         .dtype = bucket->dtype,
         .redop = self->redop,
         .priority = bucket->priority,
+        .scaled = true,
         .prescale = self->prescale,
         .postscale = self->postscale,
         .segments = segments,

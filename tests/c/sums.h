@@ -286,12 +286,15 @@ static inline void check_all_sizes(struct test_rank *me, char *base, const char 
 }
 
 static inline void check_scale_factors(struct test_rank *me, float *data, const char *where) {
-    for (int round = 0; round < 3; round++) {
+    static const double before[] = {0.5, 1, 0.5, 0, 2};
+    static const double after[] = {4, 4, 1, 2, 0};
+    for (int round = 0; round < 5; round++) {
         struct nb_segment all = {.base = data, .bytes = KINDS_COUNT * sizeof *data};
         struct nb_op op = test_op(where, NB_OP_ALLREDUCE, &all);
-        op.prescale = round == 1 ? 0 : 0.5;
-        op.postscale = round == 2 ? 0 : 4;
-        double factor = (round == 1 ? 1 : 0.5) * (round == 2 ? 1 : 4);
+        op.scaled = true;
+        op.prescale = before[round];
+        op.postscale = after[round];
+        double factor = before[round] * after[round];
         for (size_t i = 0; i < KINDS_COUNT; i++) {
             data[i] = input_value(me->rank, i);
         }

@@ -133,6 +133,8 @@ static void failing_call_of_one_rank(struct test_rank *me) {
     struct nb_error err = {0};
     gpu_open(&gpu, me);
     struct nb_op op = sum_of_floats;
+    op.scaled = true;
+    op.prescale = 1;
     op.postscale = 0.5;
     flight_prepare(me, &gpu, &flight, op, 7, 1);
     fake->fail_named("cuMemcpyHtoDAsync", 0, NB_CUDA_OUT_OF_MEMORY);

@@ -33,6 +33,8 @@ static void check_allreduce(struct test_rank *me, size_t count, int pieces) {
                            .dtype = NB_F32,
                            .segments = segments,
                            .segment_count = pieces,
+                           .scaled = true,
+                           .prescale = 1,
                            .postscale = 2};
         test_done(me, test_submit(me, op));
         at = pattern_compare(&want, segments, 0, count);

@@ -42,6 +42,7 @@ static void check_size(struct test_rank *me, size_t n, double prescale, double p
     for (int round = 0; round < ROUNDS; round++) {
         struct nb_op op = test_op(name, NB_OP_ALLREDUCE, cut);
         op.segment_count = 3;
+        op.scaled = true;
         op.prescale = prescale;
         op.postscale = postscale;
         for (size_t i = 0; i < n; i++) {
@@ -125,6 +126,8 @@ static void concurrent_operations(struct test_rank *me) {
 static int try_sum(struct test_rank *me, float *data, size_t n, double postscale, struct nb_error *err) {
     struct nb_segment all = {.base = data, .bytes = n * sizeof *data};
     struct nb_op op = test_op("same", NB_OP_ALLREDUCE, &all);
+    op.scaled = true;
+    op.prescale = 1;
     op.postscale = postscale;
     return test_try(me, op, err);
 }

@@ -37,7 +37,9 @@ static struct nb_work *sum_submit(struct test_rank *me, const char *name, float 
     struct pattern input = pattern_of_input(NB_F32, me->rank);
     pattern_write(&input, &all, 0, count);
     struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
+    op.scaled = true;
     op.prescale = 2;
+    op.postscale = 1;
     op.priority = -1;
     return test_submit(me, op);
 }

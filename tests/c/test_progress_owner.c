@@ -215,6 +215,8 @@ static void caller_computes_as_the_thread_does(struct test_rank *me) {
     uint32_t bits[N];
     struct nb_segment all = {.base = data, .bytes = sizeof data};
     struct nb_op op = test_op("small", NB_OP_ALLREDUCE, &all);
+    op.scaled = true;
+    op.prescale = 1;
     op.postscale = 0.5 / me->size;
     op.awaited = true;
     for (int i = 0; i < N; i++) {

@@ -166,6 +166,8 @@ static void empty_operations(struct test_rank *me) {
             struct nb_op op = {.name = names[kind], .kind = (enum nb_op_kind)kind, .dtype = NB_F64};
             op.segments = none;
             op.segment_count = count;
+            op.scaled = true;
+            op.prescale = 1;
             op.postscale = 3;
             test_do(me, op);
         }
@@ -216,7 +218,10 @@ static void concurrent_allreduces(struct test_rank *me) {
         }
         snprintf(name, sizeof name, "concurrent.%d", which);
         struct nb_segment all = {.base = buffers[which], .bytes = n * sizeof *buffers[which]};
-        struct nb_op op = {.name = name, .dtype = NB_I32, .segments = &all, .segment_count = 1, .prescale = 2};
+        struct nb_op op = {.name = name, .dtype = NB_I32, .segments = &all, .segment_count = 1};
+        op.scaled = true;
+        op.prescale = 2;
+        op.postscale = 1;
         CHECK(nb_submit(nb_job_world(me->job), &op, &works[which], &err) == 0, "%s: %s", name, err.text);
     }
     for (int i = 0; i < CONCURRENT; i++) {

@@ -1229,7 +1229,7 @@ GOOD_SUBMIT: dict[str, Any] = {"name": "op", "kind": _core.ALLREDUCE, "memory": 
         ({"dtype": 77}, "dtype .* not 77"),
         ({"op": -1}, "op .* not -1"),
         ({"root": 2}, "root .* not 2"),
-        ({"prescale": 0.0}, "prescale .* not 0.0"),
+        ({"prescale": float("nan")}, "prescale .* not nan"),
         ({"postscale": float("inf")}, "postscale .* not inf"),
         ({"priority": 1 << 40}, f"priority .* not {1 << 40}"),
         ({"bucket": -3}, "bucket .* not -3"),

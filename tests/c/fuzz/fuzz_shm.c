@@ -129,7 +129,9 @@ static void start(struct stage *s, int i, uint8_t flags) {
     char name[2] = {(char)('a' + i), 0};
     struct nb_segment all = {.base = s->memory[0], .bytes = BUFFER_BYTES};
     struct nb_op op = {.name = name, .kind = kinds[flags % 4], .dtype = NB_F32, .segments = &all, .segment_count = 1};
-    op.prescale = (flags & 16) != 0 ? 2 : 0;
+    op.scaled = (flags & 16) != 0;
+    op.prescale = 2;
+    op.postscale = 1;
     atomic_store(&s->shm->peers[1].area->mapped[0][0], (flags & 8) == 0); // otherwise this rank's buffer is staged
     if (s->job.failed || nb_submit(&s->job.world, &op, &s->works[i], NULL) < 0) {
         return;

@@ -91,6 +91,17 @@ def reductions_other_than_sums() -> None:
 
 
 @check
+def factors_may_be_zero() -> None:
+    for dtype in (torch.float32, torch.float16, torch.int32):
+        mine = torch.tensor([3, -4, 5], dtype=dtype)
+        for factors in ((0.0, 1.0), (1.0, 0.0), (-0.0, 2.0)):
+            scales = dict(zip(("prescale_factor", "postscale_factor"), factors, strict=True))
+            for op in (hvd.Sum, hvd.Average):
+                assert hvd.allreduce(mine, op=op, **scales).tolist() == [0, 0, 0]
+            assert not hvd.reducescatter(mine.repeat(hvd.size()), op=hvd.Sum, **scales).any()
+
+
+@check
 def scaling_truncates_integers() -> None:
     mine = torch.tensor([5, -5, 7], dtype=torch.int32)
     assert hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5).tolist() == [

@@ -53,10 +53,26 @@ def check(tensor: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=64)
-def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return NumPy's type for a torch dtype; 16-bit integers for bfloat16, which NumPy lacks."""
-    known = torch.int16 if dtype == torch.bfloat16 else dtype
-    return torch.empty(0, dtype=known, device="cpu").numpy().dtype
+def array_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that NumPy has for a dtype's memory: integers for bfloat16 and for types of one byte it lacks.
+
+    Raises ValueError for other types that NumPy lacks.
+    """
+    if dtype == torch.bfloat16:
+        return torch.int16
+    sample = torch.empty(0, dtype=dtype, device="cpu")
+    try:
+        sample.numpy()
+    except TypeError:
+        if sample.element_size() > 1 or sample.is_quantized:
+            raise ValueError(f"Tensor type {dtype} is not supported.") from None
+        return torch.uint8
+    return dtype
+
+
+@lru_cache(maxsize=64)
+def _type_string(dtype: torch.dtype) -> str:
+    return torch.empty(0, dtype=array_dtype(dtype), device="cpu").numpy().dtype.str
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -100,7 +116,7 @@ class _Alias:
         self.__array_interface__ = {
             "data": (self.address, False),
             "shape": tuple(kept.shape),
-            "typestr": _array_dtype(kept.dtype).str,
+            "typestr": _type_string(kept.dtype),
             "version": 3,
         }
 
@@ -108,9 +124,9 @@ class _Alias:
 class Memory:
     """A tensor's memory as an array, while an operation is pending. Raises ValueError if it cannot be sent.
 
-    array: of the tensor's type, or of 16-bit integers if NumPy lacks the type. It keeps its memory alive: the tensor's,
-    or that of a copy, see `_kept`. The tensor's storage can be resized again after `over`. For a tensor in CUDA memory,
-    it is a tensor.
+    array: of the tensor's type, or of integers of its size if NumPy lacks the type. It keeps its memory alive: the
+    tensor's, or that of a copy, see `_kept`. The tensor's storage can be resized again after `over`. For a tensor in
+    CUDA memory, it is a tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -133,7 +149,7 @@ class Memory:
             self._copied = self._alias.address != address_of(plain)
             self.array = np.asarray(self._alias)
         else:
-            self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+            self.array = plain.view(array_dtype(plain.dtype)).numpy()
 
     def over(self, *, written: bool) -> None:
         """End the operation. A tensor that has other memory than the array receives what was written to the array.

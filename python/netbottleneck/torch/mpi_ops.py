@@ -50,7 +50,7 @@ from netbottleneck.runtime.horovod_common import (
 )
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import dtype_code
-from netbottleneck.torch.handles import Memory, apply, check, copied, poll, started, synchronize
+from netbottleneck.torch.handles import Memory, apply, array_dtype, check, copied, poll, started, synchronize
 
 # Reductions.
 
@@ -115,6 +115,7 @@ def _adasum_steps(tensor: torch.Tensor, name: str, among: Members, factors: Fact
         check(wide)
         wide = wide.detach().cpu()  # the host computes it
     memory = Memory(wide)
+    dtype_code(wide.dtype)  # refuses a type that cannot be reduced, which the array may not show
     yield from adasum_steps(memory.array, name, among, factors)
     memory.over(written=True)
     if wide is not tensor:
@@ -275,7 +276,7 @@ def joined(parts: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
         return torch.cat(list(parts)).view(like.dtype)
     array = np.concatenate(parts)
     made = torch.empty(array.shape, dtype=like.dtype, device="cpu")
-    (made.view(torch.int16) if like.dtype == torch.bfloat16 else made).copy_(torch.from_numpy(array))
+    made.view(array_dtype(like.dtype)).copy_(torch.from_numpy(array))
     return made
 
 

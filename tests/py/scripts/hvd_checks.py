@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -182,6 +183,26 @@ def what_cannot_travel_is_refused() -> None:
     raises(ValueError, "torch.complex64 is not supported", lambda: hvd.allreduce(torch.ones(4, dtype=torch.complex64)))
     raises(ValueError, "meta", lambda: hvd.allreduce(torch.ones(4, device="meta")))
     raises(ValueError, f"root_rank={hvd.size()}", lambda: hvd.broadcast(torch.ones(4), hvd.size()))
+
+
+@check
+def types_of_one_byte_that_numpy_lacks_are_moved() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        mine = torch.tensor([[rank + 1.0, -2.0]] * size).to(dtype)
+        ranks = [[[other + 1.0, -2.0]] * size for other in range(size)]
+        assert hvd.broadcast(mine, size - 1).float().tolist() == ranks[-1]
+        assert hvd.allgather(mine).float().tolist() == [row for rows in ranks for row in rows]
+        found = hvd.alltoall(mine)
+        assert found.dtype == dtype
+        assert found.float().tolist() == [rows[0] for rows in ranks]
+        assert hvd.broadcast(mine[0, 0], 0).float().item() == 1.0
+        hvd.broadcast_parameters({"scale": mine, "empty": mine[:0]}, 0)
+        assert mine.float().tolist() == ranks[0]
+        for op in (hvd.Sum, hvd.Average, hvd.Adasum):
+            raises(ValueError, f"{dtype} is not supported", functools.partial(hvd.allreduce, mine, op=op))
+        raises(ValueError, f"{dtype} is not supported", functools.partial(hvd.reducescatter, mine))
+    raises(ValueError, "complex32 is not supported", lambda: hvd.broadcast(torch.ones(2, dtype=torch.complex32), 0))
 
 
 @check

@@ -91,14 +91,26 @@ static bool is_named(const struct spec *spec, const char *name) {
     return false;
 }
 
-// The spec selects loopback only by name, or when no other interface matches (`any`).
-static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) {
-    bool open = spec->except || *spec->list == '\0';
+// What a spec that names no interface to use selects: each is added only if nothing before it is there.
+enum reach { NICS, BRIDGES, LOOPBACK, REACHES };
+
+// True for the bridges to containers and virtual machines of this host, which lead to no other host.
+static bool is_host_bridge(const char *name) {
+    return strncmp(name, "docker", 6) == 0 || strncmp(name, "virbr", 5) == 0;
+}
+
+static bool wanted(const struct spec *spec, const struct ifaddrs *it, enum reach reach) {
     bool listed = in_list(spec, it->ifa_name) > 0;
-    if (!open) {
+    if (!spec->except && *spec->list != '\0') {
         return listed;
     }
-    return !(spec->except && listed) && (any || (it->ifa_flags & IFF_LOOPBACK) == 0);
+    if (spec->except && listed) {
+        return false;
+    }
+    if ((it->ifa_flags & IFF_LOOPBACK) != 0) {
+        return reach >= LOOPBACK;
+    }
+    return reach >= BRIDGES || spec->except || !is_host_bridge(it->ifa_name);
 }
 
 // `named`: the interface is given by its exact name.
@@ -122,13 +134,13 @@ static bool has_name(char (*names)[IF_NAMESIZE], int count, const char *name) {
 }
 
 // Collects one address per interface, IPv4 if it has one.
-static int collect(const struct spec *spec, const struct ifaddrs *all, bool any, struct nb_sockaddr *addrs,
+static int collect(const struct spec *spec, const struct ifaddrs *all, enum reach reach, struct nb_sockaddr *addrs,
                    char (*names)[IF_NAMESIZE], int max) {
     static const int families[] = {AF_INET, AF_INET6};
     int count = 0;
     for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
         for (const struct ifaddrs *it = all; it != NULL && count < max; it = it->ifa_next) {
-            if (!usable(it, families[f], is_named(spec, it->ifa_name)) || !wanted(spec, it, any) ||
+            if (!usable(it, families[f], is_named(spec, it->ifa_name)) || !wanted(spec, it, reach) ||
                 has_name(names, count, it->ifa_name)) {
                 continue;
             }
@@ -142,10 +154,30 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, bool any,
     return count;
 }
 
-// Sorts by the order of the list; interfaces of one prefix stay in the system's order.
-static void put_in_order(const struct spec *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int count) {
-    for (int i = 1; i < count && !spec->except; i++) {
-        for (int k = i; k > 0 && in_list(spec, names[k]) < in_list(spec, names[k - 1]); k--) {
+// Compares without the labels of IPv4 addresses, such as that of eth0:1.
+static bool is_same(const char *a, const char *b) {
+    size_t length = strcspn(a, ":");
+    return strcspn(b, ":") == length && strncmp(a, b, length) == 0;
+}
+
+// Interfaces with the lower place come first: that in the list, or without a spec, that of the interface's first row,
+// which precedes all addresses. Addresses are in the system's order for each family.
+static int place_of(const struct spec *spec, const struct ifaddrs *all, const char *name) {
+    int place = 0;
+    if (spec->except || *spec->list != '\0') {
+        return spec->except ? 0 : in_list(spec, name);
+    }
+    for (const struct ifaddrs *it = all; it != NULL && !is_same(it->ifa_name, name); it = it->ifa_next) {
+        place++;
+    }
+    return place;
+}
+
+// Interfaces of one prefix stay in the system's order.
+static void put_in_order(const struct spec *spec, const struct ifaddrs *all, struct nb_sockaddr *addrs,
+                         char (*names)[IF_NAMESIZE], int count) {
+    for (int i = 1; i < count; i++) {
+        for (int k = i; k > 0 && place_of(spec, all, names[k]) < place_of(spec, all, names[k - 1]); k--) {
             struct nb_sockaddr addr = addrs[k];
             char name[IF_NAMESIZE];
             addrs[k] = addrs[k - 1];
@@ -227,14 +259,14 @@ int nb_sock_interfaces(const char *spec, bool alternatives, struct nb_sockaddr *
     if (getifaddrs(&all) != 0) {
         return nb_fail(err, -errno, "getifaddrs: %m");
     }
-    int count = collect(&what, all, false, addrs, names, max);
-    if (count == 0) {
-        count = collect(&what, all, true, addrs, names, max);
+    int count = 0;
+    for (int reach = NICS; reach < REACHES && count == 0; reach++) {
+        count = collect(&what, all, (enum reach)reach, addrs, names, max);
     }
     int rc = count == 0 ? no_match(text, NULL, all, err) : 0;
     rc = rc == 0 && !alternatives ? check_entries(text, &what, all, err) : rc;
+    put_in_order(&what, all, addrs, names, count);
     freeifaddrs(all);
-    put_in_order(&what, addrs, names, count);
     return rc < 0 ? rc : count;
 }
 

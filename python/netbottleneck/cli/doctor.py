@@ -128,7 +128,11 @@ def _selected_interface(environ: Mapping[str, str], found: Sequence[Mapping[str,
     settings = config.settings(environ=environ)
     name, address = connect.core().interfaces(settings.ifname)[0]
     source = settings.sources.get("ifname")
-    why = f"{source}={settings.ifname}" if source else "the first interface that is up and is not the loopback"
+    why = (
+        f"{source}={settings.ifname}"
+        if source
+        else "the first interface that is up, but not loopback, docker* or virbr*"
+    )
     speed = {each["name"]: each["speed_bits_per_s"] or 0 for each in found if each["up"]}
     faster = [other for other in speed if speed[other] > speed.get(name, 0) > 0]
     return {"used": name, "address": address, "why": why, "faster": faster}

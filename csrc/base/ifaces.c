@@ -154,30 +154,10 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, enum reac
     return count;
 }
 
-// Compares without the labels of IPv4 addresses, such as that of eth0:1.
-static bool is_same(const char *a, const char *b) {
-    size_t length = strcspn(a, ":");
-    return strcspn(b, ":") == length && strncmp(a, b, length) == 0;
-}
-
-// Interfaces with the lower place come first: that in the list, or without a spec, that of the interface's first row,
-// which precedes all addresses. Addresses are in the system's order for each family.
-static int place_of(const struct spec *spec, const struct ifaddrs *all, const char *name) {
-    int place = 0;
-    if (spec->except || *spec->list != '\0') {
-        return spec->except ? 0 : in_list(spec, name);
-    }
-    for (const struct ifaddrs *it = all; it != NULL && !is_same(it->ifa_name, name); it = it->ifa_next) {
-        place++;
-    }
-    return place;
-}
-
-// Interfaces of one prefix stay in the system's order.
-static void put_in_order(const struct spec *spec, const struct ifaddrs *all, struct nb_sockaddr *addrs,
-                         char (*names)[IF_NAMESIZE], int count) {
-    for (int i = 1; i < count; i++) {
-        for (int k = i; k > 0 && place_of(spec, all, names[k]) < place_of(spec, all, names[k - 1]); k--) {
+// Sorts by the order of the list; interfaces of one prefix stay in the system's order.
+static void put_in_order(const struct spec *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int count) {
+    for (int i = 1; i < count && !spec->except; i++) {
+        for (int k = i; k > 0 && in_list(spec, names[k]) < in_list(spec, names[k - 1]); k--) {
             struct nb_sockaddr addr = addrs[k];
             char name[IF_NAMESIZE];
             addrs[k] = addrs[k - 1];
@@ -265,8 +245,8 @@ int nb_sock_interfaces(const char *spec, bool alternatives, struct nb_sockaddr *
     }
     int rc = count == 0 ? no_match(text, NULL, all, err) : 0;
     rc = rc == 0 && !alternatives ? check_entries(text, &what, all, err) : rc;
-    put_in_order(&what, all, addrs, names, count);
     freeifaddrs(all);
+    put_in_order(&what, addrs, names, count);
     return rc < 0 ? rc : count;
 }
 

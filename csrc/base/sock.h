@@ -38,7 +38,7 @@ uint16_t nb_sock_port(const struct nb_sockaddr *addr);
 void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port);
 
 // The addresses of the interfaces that `spec` selects ("eth0,eth1": prefixes; "=eth0,eth1": exact names, also with a `=`
-// before an entry; "^lo,docker": all but; NULL or "": every interface that is up, in the system's order, except loopback
+// before an entry; "^lo,docker": all but; NULL or "": every interface that is up, those with IPv4 first, except loopback
 // and the bridges docker* and virbr*; if there is none, these bridges, else loopback). Blanks around entries are
 // ignored. One address per interface, IPv4 if it has one, in the order of the list; interfaces of one prefix are in the
 // system's order. An entry that matches nothing is an error, unless the entries are `alternatives`. Returns how many it

@@ -337,6 +337,8 @@ static void test_interfaces(void) {
     bool others = strcmp(names[0], "lo") != 0;
     for (int i = 0; i < all; i++) {
         CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback, which is not the only interface", names[i]);
+        CHECK(i == 0 || addrs[i - 1].any.sa_family == AF_INET || addrs[i].any.sa_family == AF_INET6,
+              "an IPv6 address precedes an IPv4 address");
     }
     if (others) { // the order is that of the list, not the system's
         char other[IF_NAMESIZE];
@@ -480,7 +482,7 @@ static void test_order_without_a_spec(void) {
     struct ifaddrs all[MOST];
     struct nb_sockaddr addrs[MOST];
     simulate(MOST, mixed, all, addrs);
-    check_addresses("", "eth0=[fd00::1]:0 eth1=10.0.1.1:0");
+    check_addresses("", "eth1=10.0.1.1:0 eth0=[fd00::1]:0");
     check_addresses("eth,docker", "eth1=10.0.1.1:0 eth0=[fd00::1]:0 docker0=172.17.0.1:0");
     check_addresses("^eth1", "docker0=172.17.0.1:0 eth0=[fd00::1]:0");
     simulate(6, older, all, addrs);

@@ -54,6 +54,11 @@ PLACES = {
 }
 
 
+# A loader with workers fetches while its rank waits for a late one, so its own time does not show.
+AHEAD = " The others' data loaders may fetch while these wait: if they are nearly as slow, a step saves less."
+AS_SLOW = " If the others' loaders are nearly as slow: more data loader workers on all ranks."
+
+
 def _longer_phases(late: Lateness) -> list[str]:
     """The phases that take longer on the late ranks, the largest first; [] if they do not explain half of the wait."""
     by_size = sorted(late.longer, key=lambda phase: -late.longer[phase])
@@ -70,7 +75,8 @@ def _longer(late: Lateness, phases: Sequence[str]) -> str:
     whose = f"The {names[0]} of {'these' if late.several else 'its'} ranks" if late.ranks[1:] else f"Its {names[0]}"
     its = "their" if late.ranks[1:] else "its"
     rest = [f"{its} {name} {ms(late.longer[phase])}" for name, phase in zip(names[1:], phases[1:], strict=True)]
-    return f" {whose} takes {', '.join([f'{ms(late.longer[phases[0]])} longer than on the other ranks', *rest])}."
+    longer = ", ".join([f"{ms(late.longer[phases[0]])} longer than on the other ranks", *rest])
+    return f" {whose} takes {longer}.{AHEAD if 'input' in phases else ''}"
 
 
 def _hidden(facts: Facts, saving: Estimate, wait: Estimate) -> str:
@@ -81,9 +87,14 @@ def _hidden(facts: Facts, saving: Estimate, wait: Estimate) -> str:
     return f" If they were on time, transfers would outlast the work, and the step would be {shorter} shorter."
 
 
-# A loader with workers fetches while its rank waits for a late one, so its own time does not show.
-AHEAD = " The others' data loaders may fetch while these wait: if they are nearly as slow, a step saves less."
-AS_SLOW = " If the others' loaders are nearly as slow: more data loader workers on all ranks."
+def _look(f: Findings, late: Lateness, phases: Sequence[str]) -> str:
+    """Advice where to look for what makes ranks late."""
+    names = ", ".join(dict.fromkeys(r.hostname for r in f.trace.ranks if r.rank in late.ranks and r.hostname))
+    whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
+    where = late.who if late.hosts else f"{whose}{f' ({names})' if names else ''}"
+    its = "their" if late.several else "its"
+    look = ", ".join(dict.fromkeys(PLACES[phase].format(its=its) for phase in phases or ("compute",)))
+    return f"Look at {where}: {look}.{AS_SLOW if 'input' in phases else ''}"
 
 
 def straggler(facts: Facts) -> RuleResult:
@@ -97,12 +108,6 @@ def straggler(facts: Facts) -> RuleResult:
     unsure = _unsure_wait(facts, late.persistent_ns)
     saving, waited = (_beside_clocks(ns, error_ns) for ns in (late.saved_ns, late.persistent_ns))
     phases = _longer_phases(late)
-    names = ", ".join(dict.fromkeys(r.hostname for r in f.trace.ranks if r.rank in late.ranks and r.hostname))
-    whose = f"the hosts of {late.who}" if late.several else f"{late.who}'s host"
-    where = late.who if late.hosts else f"{whose}{f' ({names})' if names else ''}"
-    its = "their" if late.several else "its"
-    loads = "input" in phases
-    look = ", ".join(dict.fromkeys(PLACES[phase].format(its=its) for phase in phases or ("compute",)))
     return facts.evidence(
         "straggler",
         "STRAGGLER",
@@ -112,9 +117,9 @@ def straggler(facts: Facts) -> RuleResult:
         source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.counted}",
         why=f"{late.waited} ({ms(waited.low)} to {ms(waited.high)}) a step, step after step ({late.counted}; chance "
-        f"{late.chance:.0e}).{_longer(late, phases)}{_hidden(facts, saving, waited)}{AHEAD if loads else ''}",
-        next=f"Look at {where}: {look}.{AS_SLOW if loads else ''}",
-        at_most=loads,
+        f"{late.chance:.0e}).{_longer(late, phases)}{_hidden(facts, saving, waited)}",
+        next=_look(f, late, phases),
+        at_most="input" in phases,
         **facts.more_steps(late.saved_ns, error_ns),
     )
 

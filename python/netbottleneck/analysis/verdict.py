@@ -365,14 +365,19 @@ def _missing(facts: Facts) -> str:
     if 2 * f.script_ns > f.parts_ns["idle"].value:  # they travel over the script's own process group
         return LINK_SPEED if _is_link_unknown(facts) else CALLS
     if not others:
-        assert f.base is not None
-        if _is_link_unknown(facts) and not f.base.own_path:
-            return LINK_SPEED
-        arms = ",".join(beside(f, "tcp"))
-        return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
+        return _comparison(facts)
     if others - {pair.other for pair in f.comparisons}:
         return SAME_ARMS
     return QUIET if NULL in f.trace.arms else without_traffic(f)
+
+
+def _comparison(facts: Facts) -> str:
+    """Advice for a run of one arm: to compare it. If it is ours, the speed of the link tells more."""
+    assert facts.f.base is not None
+    if _is_link_unknown(facts) and not facts.f.base.own_path:
+        return LINK_SPEED
+    arms = ",".join(beside(facts.f, "tcp"))
+    return f"Measure NETBOTTLENECK_TRANSPORT={arms} NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
 
 
 def _is_link_unknown(facts: Facts) -> bool:

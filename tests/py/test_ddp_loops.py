@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Ranks
 
+from netbottleneck.trace.model import NOT_RECORDED
+
 pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -211,6 +213,63 @@ def test_unmeasurable_models_are_left_alone_or_an_error_in_strict_mode(warm_rank
     for result in warm_ranks(2, REFUSED, ENV):
         assert "done" in result.stdout
         assert "the DDP model of Linear is left alone: its process group has 1 of 2 ranks" in result.stderr
+
+
+BESIDE = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from netbottleneck.hooks import ddp
+
+dist.init_process_group("gloo")
+
+
+class Own(DistributedDataParallel):
+    pass
+
+
+def made(width, kind=DistributedDataParallel):
+    model = kind(torch.nn.Linear(width, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(1, model.module.in_features)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+earlier, idle, beside, former = made(3), made(4), made(5, Own), made(6)
+for _ in range(3):
+    train(*earlier)
+    train(*former)
+measured = DistributedDataParallel(former[0].module), former[1]
+session = ddp.attach(*measured).session
+later = None
+for _ in range(12):
+    train(*beside)
+    idle[0](torch.ones(1, 4))  # a forward pass with gradients alone
+    train(*measured)
+    later = later or made(7)
+    train(*later)
+after = made(8)
+for _ in range(12):
+    train(*after)
+session.close()
+for note in sorted(session.notes):
+    print(note)
+print("done")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_models_that_train_beside_the_measured_one_are_noted_though_they_were_never_offered(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, BESIDE, ENV):
+        named = re.findall(r"^a DDP model \((.*)\) was left alone: (.*), and what", result.stdout, re.MULTILINE)
+        assert named == [(f"Linear, 2 parameters, {size} B", NOT_RECORDED) for size in (48, 64)]
 
 
 FORWARDING = """

@@ -1,7 +1,9 @@
 """DistributedDataParallel: attaches the measurement to DDP models, and times the user's communication hooks."""
 
 import functools
+import gc
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,6 +63,10 @@ class _ByModel(Generic[T]):
         """Return the live models and their values."""
         alive = [(reference(), value) for reference, value in tuple(self._found.values())]
         return [(model, value) for model, value in alive if model is not None]
+
+    def models(self) -> list[Any]:
+        """Return the live models."""
+        return [model for model, _ in self.items()]
 
     def values(self) -> list[T]:
         """Return the values of the live models."""
@@ -207,10 +213,7 @@ def attach(
         left_alone(_name(ddp), str(error))
         for other, measured in _measured.items():
             if not measured.closed:
-                measured.session.notes.append(
-                    f"a DDP model ({_contents(ddp)}) was left alone: {NOT_RECORDED}, and what it computes counts as "
-                    f'"other". The measured one is {_contents(other)}.'
-                )
+                _note_other(measured.session, other, ddp)
         logger.debug("left alone", exc_info=error)
         return None
 
@@ -299,12 +302,15 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
         check = Crosscheck(ddp, group, session)
         session.on_close.append(check.compare)
 
+    others = _Others(ddp, session)
+
     def between() -> None:
         group.learn_parameters()
         if check is not None:
             check.look()
+        others.step_ends()
 
-    measured.between = between
+    measured.between, measured.ending = between, others.ending
     _measured[ddp] = measured
     weakref.finalize(ddp, _gone, measured).atexit = False
     # The session stays open and holds the group, which would keep the process group's threads and sockets.
@@ -451,6 +457,89 @@ def _not_the_only_one(ddp: DistributedDataParallel) -> str:
         "of a step can be; to choose which, start without NETBOTTLENECK, NETBOTTLENECK_TRANSPORT and netbottleneck "
         "run, and call netbottleneck.attach on that one"
     )
+
+
+LOOK_STEP = 5  # the first look of _Others, before the first step that is usually recorded
+
+
+class _Others:
+    """Finds the other DDP models that are trained in the steps of the measured one, and notes them in its record.
+
+    Searches all live objects, as a model may be older than our hooks: at the begin, after LOOK_STEP steps and at the
+    end. Looks at the models found after twice as many steps each time.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, session: Session) -> None:
+        self._measured = weakref.ref(ddp)
+        self._session = session
+        self._known: _ByModel[tuple[int, int]] = _ByModel()
+        self._steps, self._next = 0, LOOK_STEP
+        self._begun_ns = self._stepped_ns = time.time_ns()  # as DDP's log has it
+        self._search()
+
+    def step_ends(self) -> None:
+        """Look, if it is time."""
+        self._steps += 1
+        self._stepped_ns = time.time_ns()
+        if self._steps < self._next:
+            return
+        if self._next == LOOK_STEP:
+            self._search()
+        self._next *= 2
+        for ddp, before in self._known.items():
+            now = _training(ddp)
+            if now[0] and now != before:
+                self._note(ddp)
+
+    def ending(self) -> None:
+        """Look for the last time, for models that reduced gradients before the last step ended."""
+        self._search()
+        for ddp in self._known.models():
+            if self._begun_ns <= _training(ddp)[0] <= self._stepped_ns:
+                self._note(ddp)
+
+    def _search(self) -> None:
+        measured = self._measured()
+        if measured is None:
+            return
+        own = {id(parameter) for parameter in measured.module.parameters()}
+        for ddp in _alive():
+            same = any(id(parameter) in own for parameter in ddp.module.parameters())  # it was wrapped again
+            if ddp is not measured and not same and self._known.get(ddp) is None:
+                self._known[ddp] = _training(ddp)
+
+    def _note(self, ddp: DistributedDataParallel) -> None:
+        measured = self._measured()
+        if measured is not None:
+            _note_other(self._session, measured, ddp)
+
+
+def _alive() -> list[DistributedDataParallel]:
+    """Return the live DDP models of this process, also of classes that are derived from DDP."""
+    kinds: list[type] = [DistributedDataParallel]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    found = (thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), DistributedDataParallel))
+    return [ddp for ddp in found if ddp.__dict__.get("_modules", {}).get("module") is not None]
+
+
+def _training(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Return the time of the last reduction that DDP has logged, 0 for none, and the number of updates."""
+    try:
+        data: Any = ddp._get_ddp_logging_data()
+        return int(data.get("backward_comm_time_end", 0)), sum(p._version for p in ddp.module.parameters())
+    except Exception:  # code of the script's class, or a model without a reducer
+        return 0, 0
+
+
+def _note_other(session: Session, measured: DistributedDataParallel, other: DistributedDataParallel) -> None:
+    """Note once that another DDP model than the measured one communicates."""
+    note = (
+        f"a DDP model ({_contents(other)}) was left alone: {NOT_RECORDED}, and what it computes counts as "
+        f'"other". The measured one is {_contents(measured)}.'
+    )
+    if note not in session.notes:
+        session.notes.append(note)
 
 
 def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:

@@ -123,6 +123,7 @@ class Measured:
         self.session = session
         self.gradients = gradients
         self.between: Callable[[], None] = _nothing  # called between two steps
+        self.ending: Callable[[], None] = _nothing  # called when it closes, not in a finalizer
         self._own_sync = own_sync
         self._bare = bare
         self._agree = agree or (session.agree if session.switches else None)
@@ -180,6 +181,7 @@ class Measured:
         if in_finalizer:
             self._updates.silence()
         else:
+            self.guarded(self.ending)
             self._updates.remove()
         self._watch(False)
         self._stop_seeking()

@@ -221,6 +221,45 @@ def test_models_one_after_another_leave_no_descriptors(warm_ranks: Ranks, tmp_pa
     )
 
 
+SWEEP = """
+import time
+import netbottleneck, torch, torch.distributed as dist
+from netbottleneck.hooks import ddp
+from netbottleneck.runtime import exits
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+for number in range(3):
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    if number < 2:
+        del model
+    until = time.monotonic() + 100
+    while time.monotonic() < until and ddp._of_gone:  # until the ranks have joined the run
+        ddp._close_sessions_of_gone()
+        time.sleep(0.05)
+exits.left = lambda limit_s: LEFT_S
+"""
+OBSERVED = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": "run", "NETBOTTLENECK_START_STEP": "0"}
+
+
+def test_the_reports_of_freed_models_are_written_at_exit(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {**OBSERVED, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    (result,) = warm_ranks(1, SWEEP.replace("LEFT_S", "100.0"), env)
+    assert result.stdout.count("Report: ") == 1  # of the last model
+    assert len(list(tmp_path.glob("run/**/report.txt"))) == 3
+    assert "no report" not in result.stderr
+
+
+def test_reports_for_which_no_time_is_left_at_exit_are_named(warm_ranks: Ranks) -> None:
+    (result,) = warm_ranks(1, SWEEP.replace("LEFT_S", "0.5"), OBSERVED)
+    (line,) = [line for line in result.stderr.splitlines() if "no report yet" in line]
+    assert "of 2 models that were freed before the end: netbottleneck report RUN --write RUN, where RUN is " in line
+    assert [place.rpartition("/")[2] for place in line.rpartition("RUN is ")[2].split(", ")] == ["run", "2"]
+
+
 GROUP_GONE = """
 import gc, os, weakref
 import netbottleneck, torch, torch.distributed as dist

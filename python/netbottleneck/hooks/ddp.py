@@ -17,7 +17,15 @@ from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.hooks.collectives import moving
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit, follow_device, uncompiled
+from netbottleneck.hooks.measured_model import (
+    Crosscheck,
+    Measured,
+    finish,
+    finish_at_exit,
+    follow_device,
+    report_at_exit,
+    uncompiled,
+)
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job, nccl
@@ -324,15 +332,15 @@ def _gone(measured: Measured) -> None:
 
 
 def _close_sessions_of_gone() -> None:
-    """Close the sessions of freed models: rings and connections. `netbottleneck report` makes their reports."""
+    """Close the sessions of freed models: rings and connections. Their reports are made at process exit."""
     for gone in list(_of_gone):
         gone.remove_hooks()
         session = gone.session
         if session.joining is None or session.joining.done:
             _of_gone.remove(gone)
             session.close()
-            if session.place.rank == 0:
-                logger.info("a measured model is gone: netbottleneck report %s shows its run", session.folder)
+            if session.error is None:
+                report_at_exit(session)
 
 
 def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Session:

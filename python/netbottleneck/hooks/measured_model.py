@@ -5,7 +5,9 @@ Python code runs a few times per step, never per gradient: C callables stamp the
 
 import contextlib
 import errno
+import functools
 import logging
+import os
 import signal
 import sys
 import threading
@@ -14,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.hooks.updates import Updates, step_frames
 from netbottleneck.runtime import exits, job
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.runtime.session import Session, words
+from netbottleneck.runtime.session import FAILED_FINISH_S, FINISH_S, Session, words
 from netbottleneck.torch.gradients import GradientSink
 from netbottleneck.trace.model import STAYS
 from netbottleneck.trace.ring_file import EVENTS
@@ -735,6 +738,52 @@ def _write(session: Session, show: bool) -> None:
     if show and sys.stdout is not None and not sys.stdout.closed:
         with beside_script() as console:
             run.show(console)
+
+
+_freed: list[Path] = []  # run folders of models that the script has freed, whose reports are written at exit
+LEAST_S = 1.0  # no report is begun in less time
+
+
+def report_at_exit(session: Session) -> None:
+    """Write the report of a closed session at process exit, if this is rank 0. Keeps the session's folder only."""
+    session.reported = True
+    if session.place.rank != 0:
+        return
+    if not _freed:
+        exits.register(functools.partial(_report_freed, os.getpid()))
+    _freed.append(session.folder)
+
+
+def _report_freed(pid: int) -> None:
+    """Write the reports in the time that the exit may take, and log which are left."""
+    if os.getpid() != pid:
+        return
+    limit_s = exits.left(FINISH_S if job.failure() is None else FAILED_FINISH_S)
+    try:
+        if limit_s >= LEAST_S:
+            with contextlib.suppress(_Late), _at_most(limit_s):
+                while _freed:
+                    _write_silently(_freed[0])
+                    del _freed[0]
+    finally:
+        if _freed:
+            logger.warning(
+                "no report yet of %d models that were freed before the end: netbottleneck report RUN --write RUN, "
+                "where RUN is %s",
+                len(_freed),
+                ", ".join(map(str, _freed)),
+            )
+
+
+def _write_silently(folder: Path) -> None:
+    from netbottleneck.report import Run
+
+    try:
+        run = Run(folder)
+        if run.trace.steps:
+            run.write_all()
+    except Exception as error:
+        logger.error("%s: the report failed: %s: %s", folder, type(error).__name__, error, exc_info=error)
 
 
 def finish_at_exit(session: Session) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -19,6 +20,7 @@ class Told(BaseException):
 
 
 _told: list[int] = []  # the signal, once it has come
+_begun: list[float] = []  # when the first handler was called, by time.monotonic
 _registered: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what is to be called, and what atexit calls
 
 
@@ -40,10 +42,17 @@ def unregister(call: Callable[[], None]) -> None:
         atexit.unregister(own[1])
 
 
+def left(limit_s: float) -> float:
+    """Return what is left of a time limit that counts from the first handler on, in s."""
+    return limit_s - (time.monotonic() - _begun[0] if _begun else 0.0)
+
+
 def _give_way(call: Callable[[], None]) -> None:
     """Make a call that SIGTERM ends, unless the script handles or ignores that. None is made after it."""
     if _told:
         return
+    if not _begun:
+        _begun.append(time.monotonic())
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         call()

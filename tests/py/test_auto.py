@@ -175,10 +175,25 @@ def test_an_arm_that_is_much_slower_has_one_block() -> None:
     job = job_of(steady(2, {STOCK: 50.0, TCP: 52.0, OFI: 150.0})).run(200)
     assert job.arms.count(OFI) == auto.BLOCK_STEPS
     (line,) = job.lines
+    assert "the others seemed slower, not surely" in line
     assert "(too few pairs)" in line
     (trial,) = job.plans[0].described()["auto"]["trials"]
     assert trial["against_stock"]["ofi"]["low"] is None
     assert trial["against_stock"]["ofi"]["value"] > 2
+
+
+def test_the_line_says_that_the_others_are_slower_only_if_they_surely_are() -> None:
+    surely = {"the others are slower": True, "the others seemed slower, not surely": False}
+    seen = set()
+    for seed in range(40):
+        job = job_of(steady(seed, {STOCK: 50.0, TCP: 36.0, OFI: 40.0}, 0.3)).run(200)
+        trial, plan = job.plans[0].trials[0], job.plans[0]
+        if trial.why in surely:
+            kept = Arm.parse(trial.kept)
+            found = [plan._against(arm, kept) for arm in ARMS if arm != kept]
+            assert all(each is not None and each.low > 0 for each in found) == surely[trial.why]
+            seen.add(trial.why)
+    assert seen == set(surely)
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -222,11 +222,17 @@ class Auto(Deciding):
         against = [self._against(arm, first) for arm in others]
         return all(each is not None and max(abs(each.low), abs(each.high)) < EQUAL for each in against)
 
+    def _are_surely_slower(self) -> bool:
+        """Return True if all arms that have left the trial are surely slower than the one that has not."""
+        (best,) = self._candidates
+        against = [self._against(arm, best) for arm, found in self._found.items() if found and arm != best]
+        return all(each is not None and each.low > 0 for each in against)
+
     def _why_over(self) -> str:
         """Return why the trial is over, "" if it is not. Notes the arms that it could not tell apart."""
         assert self._trial is not None
         if len(self._candidates) == 1:
-            return "the others are slower"
+            return "the others are slower" if self._are_surely_slower() else "the others seemed slower, not surely"
         if self._blocks + len(self._candidates) > TRIAL_BLOCKS:
             self._trial.again = [str(arm) for arm in self._candidates]
             return f"after {self._blocks} blocks of steps"

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.report import Run
-from netbottleneck.report.text import warnings
+from netbottleneck.report.caveats import warnings
 from netbottleneck.trace import ring_file, ring_reader
 from netbottleneck.trace.events import Event
 from netbottleneck.trace.transports import BARE

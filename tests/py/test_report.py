@@ -20,7 +20,7 @@ from rich.console import Console
 from chromecheck import overlaps
 from netbottleneck import report
 from netbottleneck.analysis import findings, intervals, rule_facts, verdict
-from netbottleneck.report import Run, compare, html, summary, text
+from netbottleneck.report import Run, caveats, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
@@ -103,7 +103,7 @@ def test_lost_lanes_of_one_pair_of_ranks_form_one_line(run):
     lost = [tr.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
     faults = (*lost, tr.Fault(1, "peer_lost", 5, (0,)), tr.Fault(1, "lane_lost", 6, (0,), lane=2))
     found = replace(run.findings, trace=replace(run.findings.trace, faults=faults))
-    assert [line for line in text.warnings(found) if "lost" in line] == [
+    assert [line for line in caveats.warnings(found) if "lost" in line] == [
         "rank 1: peer lost, rank 0",
         "rank 0: lanes 0, 3 to rank 1 were lost; their segments went over the other lanes.",
         "rank 1: lane 2 to rank 0 was lost; its segments went over the other lanes.",
@@ -434,7 +434,7 @@ def test_a_rank_that_left_before_another_failed_is_named(tmp_path):
     assert "without an exception" not in Run(run).text
     path = run / "ranks" / "0.meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": False, "error": "peer lost"}))
-    found = [line for line in text.warnings(Run(run).findings) if line.startswith("rank")]
+    found = [line for line in caveats.warnings(Run(run).findings) if line.startswith("rank")]
     assert found == [
         "rank 0 failed: peer lost",
         "rank 1 ended without an exception: it reached its end, or called sys.exit.",
@@ -463,13 +463,13 @@ def test_a_run_is_in_progress_only_where_its_processes_are_seen(tmp_path, monkey
 
 def test_a_rank_without_a_record_is_named(run):
     alone = run.trace.of_rank(0)
-    assert "no record of rank 1." in text.warnings(findings.find(alone))
+    assert "no record of rank 1." in caveats.warnings(findings.find(alone))
 
 
 def test_the_missing_ranks_of_a_large_run_are_ranges(run):
     found = findings.find(replace(run.trace.of_rank(1), size=1024))
     line = "no record of rank 0, 2 to 1023"
-    assert f"{line}." in text.warnings(found)
+    assert f"{line}." in caveats.warnings(found)
     assert rule_facts.Facts(found, found.base, rule_facts.Predicted(), ()).missing.startswith(f"{line}: ")
     assert report._missing(found.trace) == [f"{line} in this folder"]
     assert listed((6, 5, 0, 1, 4, 9)) == "0, 1, 4 to 6, 9"
@@ -489,7 +489,7 @@ def test_a_variable_is_advised_only_where_it_counts(settings, advised):
     ends = [(at, 1000 * MS * at, 1000 * MS * at + (100 if at < 20 else 200) * MS) for at in range(40)]
     steps = tuple(tr.Step(0, at, 0, STOCK, begin, end) for at, begin, end in ends)
     trace = tr.Trace("r", 1, (STOCK,), ranks=(tr.Rank(0, finished=True),), steps=steps, **settings)
-    (line,) = text.warnings(findings.find(trace))
+    (line,) = caveats.warnings(findings.find(trace))
     assert line.startswith("the step time changed at step 20, the median by +100 %: this report has both states")
     assert ("NETBOTTLENECK_START_STEP=20" in line) == advised
 
@@ -501,7 +501,7 @@ def test_a_change_near_steps_without_detail_may_be_within_them(after):
     ends = [(at, 1000 * MS * at, 1000 * MS * at + (100 if n < after else 200) * MS) for n, at in enumerate(places)]
     steps = tuple(tr.Step(0, at, 0, STOCK, begin, end) for at, begin, end in ends)
     trace = tr.Trace("r", 1, (STOCK,), ranks=(tr.Rank(0, finished=True),), steps=steps)
-    (line,) = text.warnings(findings.find(trace))
+    (line,) = caveats.warnings(findings.find(trace))
     assert line.startswith("the step time changed between steps 19 and 900, the median by ")
     assert "NETBOTTLENECK_START_STEP=900" in line
 

@@ -25,7 +25,7 @@ from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.analysis.thresholds import LOSS_SHARE
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import exporters, html, progress, summary, text
+from netbottleneck.report import caveats, exporters, html, progress, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import counter_files, flight_recorder, kineto, ring_file, ring_reader
 from netbottleneck.trace import model as tr
@@ -611,7 +611,7 @@ class Following:
         ended = bool(trace.ranks) and all(rank.finished or rank.error for rank in trace.ranks)
         gone = _gone(self.path, trace)
         lines = _missing(trace)
-        lines += [text.failure(rank) for rank in trace.ranks if rank.error]
+        lines += [caveats.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [*trace.incomplete, *(note for note in trace.notes if note.startswith(tr.KNOWN))]
         quiet = self._quiet(trace, ended)

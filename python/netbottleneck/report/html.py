@@ -34,7 +34,7 @@ from netbottleneck.analysis.intervals import (
 from netbottleneck.analysis.nccl import nccl_label
 from netbottleneck.analysis.usage import LOOPBACK, Connected, HostUse
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import text
+from netbottleneck.report import caveats, text
 from netbottleneck.report.drawing import (
     GAP,
     PLOT_HEIGHT,
@@ -746,7 +746,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         ],
         "secondary": text.secondary(verdict),
         "sentence": " ".join(text.sentences(findings)),
-        "warnings": text.warnings(findings),
+        "warnings": caveats.warnings(findings),
         "split": split(findings),
         "layers": layers[:TOP_LAYERS],
         "layers_left": len(layers[TOP_LAYERS:]),

@@ -16,20 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import usage
-from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
-from netbottleneck.analysis.comparisons import Costs, Estimate, Travel, changed_at
+from netbottleneck.analysis.comparisons import Costs, Estimate, Travel
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
-from netbottleneck.analysis.intervals import Layer, device_error_ns, missing_ranks, uncounted
+from netbottleneck.analysis.intervals import Layer, device_error_ns, uncounted
 from netbottleneck.analysis.joins import Join, unfinished
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
-from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence, own_cost
+from netbottleneck.analysis.rule_facts import RuleResult, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
+from netbottleneck.report import caveats
 from netbottleneck.trace.files import printable
-from netbottleneck.trace.heartbeats import JUMPED
-from netbottleneck.trace.model import NAMED_RANKS, Rank, Trace, TransportInfo
-from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, Arm
+from netbottleneck.trace.model import TransportInfo
+from netbottleneck.trace.transports import BARE, MEANING, NATIVE, PSEUDO, Arm
 from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, spread, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
@@ -214,89 +213,6 @@ def _comparison(findings: Findings) -> list[str]:
         tried = ", ".join(p.other for p in findings.comparisons if p.enough)
         return [f"The {findings.base} path is as good as {tried} ({findings.label})."]
     return []
-
-
-def failure(rank: Rank) -> str:
-    """The error of a rank that failed."""
-    error = (rank.error or "").strip().removesuffix(":")
-    interrupted = error == KeyboardInterrupt.__name__
-    return f"rank {rank.rank} was interrupted" if interrupted else f"rank {rank.rank} failed: {error}"
-
-
-def _about_rank(rank: Rank, trace: Trace) -> list[str]:
-    found = []
-    if rank.steps_unfinished and not trace.in_progress:
-        found.append(f"rank {rank.rank}: {rank.steps_unfinished} step(s) began and did not end; they are left out.")
-    if rank.events_dropped:
-        found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
-    if rank.error:
-        found.append(failure(rank))
-    elif rank.finished and any(other.error for other in trace.ranks):
-        found.append(f"rank {rank.rank} ended without an exception: it reached its end, or called sys.exit.")
-    elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
-        found.append(f"rank {rank.rank} did not finish cleanly.")
-    return found + _about_clock(rank)
-
-
-def _about_clock(rank: Rank) -> list[str]:
-    found = []
-    if rank.clock.method == JUMPED:
-        found.append(f"rank {rank.rank}: its clock jumped against rank 0's: what compares their times is not judged.")
-    elif rank.clock.method in UNSURE_METHODS and rank.rank != 0:
-        found.append(f"rank {rank.rank}: its clock is not synchronised: cross-rank waits may be wrong by milliseconds.")
-    if rank.clock.method == BY_OPERATIONS:
-        error = ms(rank.clock.error_ns or 0)
-        found.append(f"rank {rank.rank}: its clock is aligned by its operations: cross-rank waits are within {error}.")
-    return found
-
-
-def _faults(trace: Trace) -> list[str]:
-    """Failures during the run. Lanes that one rank lost to the same peer form one entry."""
-    found = []
-    lost: dict[tuple[int, str], list[str]] = {}
-    for f in trace.faults:
-        peers = listed(f.peers) or "?"
-        if f.kind == "lane_lost":
-            lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
-        else:
-            named = [f"rank {peers}"] if f.peers or not f.others else []
-            named += [f"{f.others} rank{'s' * (f.others > 1)} above {NAMED_RANKS - 1}"] if f.others else []
-            found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, {' and '.join(named)}")
-    for (rank, peer), lanes in lost.items():
-        several = len(lanes) > 1
-        found.append(
-            f"rank {rank}: lane{'s' * several} {', '.join(lanes)} to rank {peer} {'were' if several else 'was'} lost; "
-            f"{'their' if several else 'its'} segments went over the other lanes."
-        )
-    return found
-
-
-def warnings(findings: Findings) -> list[str]:
-    """Caveats that a reader needs before the rest."""
-    trace = findings.trace
-    found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
-    if NULL in findings.times:
-        found.append("the arm null moves no bytes: the training of this run is not valid.")
-    if trace.in_progress:
-        found.append(f"in progress: {len({step.index for step in trace.steps})} steps so far.")
-    for rank in trace.ranks:
-        found += _about_rank(rank, trace)
-    missing = missing_ranks(trace)
-    found += [f"no record of rank {listed(missing)}."] if missing else []
-    found += _faults(trace)
-    changed = changed_at(trace)
-    if changed is not None:
-        later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""
-        beside = changed.step == changed.before + 1
-        where = f"at step {changed.step}" if beside else f"between steps {changed.before} and {changed.step}"
-        found.append(
-            f"the step time changed {where}, the median by {percent(changed.factor - 1, signed=True)}: this report "
-            f"has both states{later}."
-        )
-    for pair in findings.comparisons:
-        if not pair.enough:
-            found.append(f"comparison with {pair.other}: {pair.pairs} pair(s) of blocks, too few for an interval.")
-    return [*found, *trace.notes]
 
 
 # The report: 80 columns, colour only if the terminal supports it.
@@ -674,7 +590,7 @@ def render(
     if error_ns is not None:
         about.append(f"times of the GPUs, within {short(error_ns)} of the hosts' clocks")
     console.print(f"Run {trace.id}: {', '.join(part for part in about if part)}.", highlight=False, markup=False)
-    for warning in warnings(findings):
+    for warning in caveats.warnings(findings):
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
     console.print()
     if findings.base is not None:

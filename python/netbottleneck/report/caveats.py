@@ -1,0 +1,97 @@
+"""Caveats: what a reader needs to know before the rest of a report, one line each."""
+
+from __future__ import annotations
+
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
+from netbottleneck.analysis.comparisons import changed_at
+from netbottleneck.analysis.findings import Findings
+from netbottleneck.analysis.intervals import missing_ranks
+from netbottleneck.analysis.rule_facts import handicap_sentence
+from netbottleneck.trace.heartbeats import JUMPED
+from netbottleneck.trace.model import NAMED_RANKS, Rank, Trace
+from netbottleneck.trace.transports import NULL
+from netbottleneck.units import listed, ms, percent
+
+
+def failure(rank: Rank) -> str:
+    """The error of a rank that failed."""
+    error = (rank.error or "").strip().removesuffix(":")
+    interrupted = error == KeyboardInterrupt.__name__
+    return f"rank {rank.rank} was interrupted" if interrupted else f"rank {rank.rank} failed: {error}"
+
+
+def _about_rank(rank: Rank, trace: Trace) -> list[str]:
+    found = []
+    if rank.steps_unfinished and not trace.in_progress:
+        found.append(f"rank {rank.rank}: {rank.steps_unfinished} step(s) began and did not end; they are left out.")
+    if rank.events_dropped:
+        found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
+    if rank.error:
+        found.append(failure(rank))
+    elif rank.finished and any(other.error for other in trace.ranks):
+        found.append(f"rank {rank.rank} ended without an exception: it reached its end, or called sys.exit.")
+    elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
+        found.append(f"rank {rank.rank} did not finish cleanly.")
+    return found + _about_clock(rank)
+
+
+def _about_clock(rank: Rank) -> list[str]:
+    found = []
+    if rank.clock.method == JUMPED:
+        found.append(f"rank {rank.rank}: its clock jumped against rank 0's: what compares their times is not judged.")
+    elif rank.clock.method in UNSURE_METHODS and rank.rank != 0:
+        found.append(f"rank {rank.rank}: its clock is not synchronised: cross-rank waits may be wrong by milliseconds.")
+    if rank.clock.method == BY_OPERATIONS:
+        error = ms(rank.clock.error_ns or 0)
+        found.append(f"rank {rank.rank}: its clock is aligned by its operations: cross-rank waits are within {error}.")
+    return found
+
+
+def _faults(trace: Trace) -> list[str]:
+    """Failures during the run. Lanes that one rank lost to the same peer form one entry."""
+    found = []
+    lost: dict[tuple[int, str], list[str]] = {}
+    for f in trace.faults:
+        peers = listed(f.peers) or "?"
+        if f.kind == "lane_lost":
+            lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
+        else:
+            named = [f"rank {peers}"] if f.peers or not f.others else []
+            named += [f"{f.others} rank{'s' * (f.others > 1)} above {NAMED_RANKS - 1}"] if f.others else []
+            found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, {' and '.join(named)}")
+    for (rank, peer), lanes in lost.items():
+        several = len(lanes) > 1
+        found.append(
+            f"rank {rank}: lane{'s' * several} {', '.join(lanes)} to rank {peer} {'were' if several else 'was'} lost; "
+            f"{'their' if several else 'its'} segments went over the other lanes."
+        )
+    return found
+
+
+def warnings(findings: Findings) -> list[str]:
+    """Caveats that a reader needs before the rest."""
+    trace = findings.trace
+    found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
+    if NULL in findings.times:
+        found.append("the arm null moves no bytes: the training of this run is not valid.")
+    if trace.in_progress:
+        found.append(f"in progress: {len({step.index for step in trace.steps})} steps so far.")
+    for rank in trace.ranks:
+        found += _about_rank(rank, trace)
+    missing = missing_ranks(trace)
+    if missing:
+        found.append(f"no record of rank {listed(missing)}.")
+    found += _faults(trace)
+    changed = changed_at(trace)
+    if changed is not None:
+        later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""
+        beside = changed.step == changed.before + 1
+        where = f"at step {changed.step}" if beside else f"between steps {changed.before} and {changed.step}"
+        found.append(
+            f"the step time changed {where}, the median by {percent(changed.factor - 1, signed=True)}: this report "
+            f"has both states{later}."
+        )
+    for pair in findings.comparisons:
+        if not pair.enough:
+            found.append(f"comparison with {pair.other}: {pair.pairs} pair(s) of blocks, too few for an interval.")
+    return [*found, *trace.notes]

@@ -24,7 +24,7 @@ from netbottleneck.report import Run, caveats, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.transports import STOCK
+from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import listed
 from ringwriter import MS, FakeRun
 
@@ -216,7 +216,7 @@ def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, 
         (("bare", "stock"), None, "not probed (transport stock only)"),
         (("stock", "ofi"), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
         (("tcp",), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
-        (("stock", "ofi"), 0, "not probed (no transfer was large enough)"),
+        (("stock", "ofi"), 0, "not probed (no transfer was large enough, and smaller ones took less than 10 s)"),
         (("stock", "ofi"), None, "not probed (the record gives no reason)"),
     ],
 )
@@ -504,6 +504,30 @@ def test_a_change_near_steps_without_detail_may_be_within_them(after):
     (line,) = caveats.warnings(findings.find(trace))
     assert line.startswith("the step time changed between steps 19 and 900, the median by ")
     assert "NETBOTTLENECK_START_STEP=900" in line
+
+
+@pytest.mark.parametrize(("cycles", "earlier"), [(9, False), (6, True)])
+def test_a_probe_that_changes_the_streams_is_named_as_the_cause(cycles, earlier):
+    """Steps over tcp take 200 ms with 2 streams, and 50 ms with 8 from the probe in step 47 on; over stock 100 ms."""
+    tcp, steps, operations = Arm("tcp"), [], []
+    for at in range(cycles * 10):
+        arm = (STOCK, tcp)[at % 10 >= 5]
+        ms = 100 if arm == STOCK else 200 if at <= 47 else 50
+        begin = 1000 * MS * at
+        forward = ((begin, begin + MS),)
+        steps.append(tr.Step(0, at, at // 5, arm, begin, begin + ms * MS, forward=forward, probed=at == 47))
+        lanes = tuple((lane, 1, 1) for lane in range(2 if at < 47 else 8)) if arm == tcp else None
+        times = {"start_ns": begin + MS, "done_ns": begin + 10 * MS}
+        operations.append(tr.Collective(0, arm, at, 0, begin + MS, 1 << 20, step=at, bucket=0, lanes=lanes, **times))
+    ranks = (tr.Rank(0, finished=True),)
+    trace = tr.Trace("r", 1, (STOCK, tcp), ranks=ranks, steps=tuple(steps), collectives=tuple(operations))
+    found = findings.find(trace)
+    (line,) = caveats.warnings(found)
+    assert line.startswith("a probe changed the streams of tcp from 2 to 8 at step 47")
+    assert "NETBOTTLENECK_STREAMS=8 records the later one alone" in line
+    assert ("The comparison with tcp is of the steps before." in line) == earlier
+    (pair,) = found.comparisons
+    assert pair.ratio.value == pytest.approx(2 if earlier else 0.5)
 
 
 def test_a_late_rank_is_named_in_the_sentence(tmp_path):

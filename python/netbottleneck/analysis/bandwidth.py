@@ -143,6 +143,32 @@ def probed(trace: Trace) -> dict[str, Achievable]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class StreamChange:
+    """A change of the number of a transport's streams by its probe, which ended in this step."""
+
+    transport: str
+    step: int
+    before: int
+    after: int
+
+
+def stream_changes(trace: Trace) -> dict[str, StreamChange]:
+    """By transport: the change of its streams between two steps, by the lanes of its operations."""
+    ended: dict[str, int] = {}
+    for step in trace.steps:
+        if step.probed:
+            ended[step.arm.transport] = max(step.index, ended.get(step.arm.transport, 0))
+    used: dict[tuple[str, bool], int] = defaultdict(int)
+    for one in trace.collectives if ended else ():
+        place = ended.get(one.transport)
+        if place is not None and one.step is not None and one.step != place:
+            key = one.transport, one.step > place
+            used[key] = max(used[key], len(one.lanes or ()))
+    found = [StreamChange(name, step, used[name, False], used[name, True]) for name, step in ended.items()]
+    return {one.transport: one for one in found if 0 < one.before != one.after > 0}
+
+
 def achievable_bandwidth(trace: Trace, moved: Iterable[Achieved] = ()) -> Achievable | None:
     """Probe result of the fastest transport; None without a probe.
 

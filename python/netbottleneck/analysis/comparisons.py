@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.analysis.bandwidth import stream_changes
 from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, are_mixed, counted, middle_half
 from netbottleneck.analysis.thresholds import (
     DELAYED,
@@ -515,7 +516,8 @@ class Paired:
     ratio: other over base, by `middle_of_sequence` of the logarithms of the pairs' ratios, from the median step of each
     block, or its mean step: see `compare`. difference_ns: other minus base, of base's median block: so both say the
     same, also where steps get longer or shorter during the run. spread: standard deviation of the pairs' logarithms,
-    larger if neighbours are alike, None if not known.
+    larger if neighbours are alike, None if not known. until: the step of a probe that changed the streams of an arm, if
+    the blocks are those before it; None: no such blocks are among the pairs.
     """
 
     base: Arm
@@ -525,6 +527,7 @@ class Paired:
     difference_ns: Estimate
     ratio: Estimate
     spread: float | None = None
+    until: int | None = None
 
     @property
     def enough(self) -> bool:
@@ -576,11 +579,25 @@ def compare_blocks(
 def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> Paired | None:
     """Paired comparison of two arms of one run; None if they have no neighbouring blocks.
 
-    By the median step of each block, or by its mean step if the steps of an arm `are_mixed`.
+    By the median step of each block, or by its mean step if the steps of an arm `are_mixed`. After a probe that changed
+    the streams of an arm, by the blocks behind it; by those before it if these are too few.
     """
-    one, two = (step_times(trace, arm, warmup) for arm in (base, other))
     mixed = any(_sends_in_some(trace, arm) for arm in (base, other))
-    return compare_blocks(base, other, one, two, np.mean if mixed else np.median)
+
+    def among(steps: Iterable[Step]) -> Paired | None:
+        part = replace(trace, steps=tuple(steps))
+        one, two = (step_times(part, arm, warmup) for arm in (base, other))
+        return compare_blocks(base, other, one, two, np.mean if mixed else np.median)
+
+    changes = stream_changes(trace)
+    until = max((changes[arm.transport].step for arm in (base, other) if arm.transport in changes), default=None)
+    if until is None:
+        return among(trace.steps)
+    later = among(step for step in trace.steps if step.index > until)
+    if later is not None and later.enough:
+        return later
+    earlier = among(step for step in trace.steps if step.index < until)
+    return later if earlier is None else replace(earlier, until=until)
 
 
 def _sends_in_some(trace: Trace, arm: Arm) -> bool:

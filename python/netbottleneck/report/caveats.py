@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
-from netbottleneck.analysis.comparisons import changed_at
+from netbottleneck.analysis.bandwidth import stream_changes
+from netbottleneck.analysis.comparisons import CHANGE_VALUES, changed_at
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import handicap_sentence
@@ -68,6 +69,34 @@ def _faults(trace: Trace) -> list[str]:
     return found
 
 
+def _changes(findings: Findings) -> list[str]:
+    """The last change of the step time, and those of the streams, which may be its cause."""
+    trace = findings.trace
+    changed = changed_at(trace)
+    found = []
+    for one in stream_changes(trace).values():
+        effect = ""
+        if changed is not None and changed.before - CHANGE_VALUES <= one.step <= changed.step + CHANGE_VALUES:
+            effect = f", and the median of the step time by {percent(changed.factor - 1, signed=True)}"
+            changed = None
+        later = f"; NETBOTTLENECK_STREAMS={one.after} records the later one alone" if trace.of_script else ""
+        compared = any(pair.until == one.step for pair in findings.comparisons)
+        earlier = f" The comparison with {one.transport} is of the steps before." if compared else ""
+        found.append(
+            f"a probe changed the streams of {one.transport} from {one.before} to {one.after} at step {one.step}"
+            f"{effect}: this report has both states{later}.{earlier}"
+        )
+    if changed is not None:
+        later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""
+        beside = changed.step == changed.before + 1
+        where = f"at step {changed.step}" if beside else f"between steps {changed.before} and {changed.step}"
+        found.append(
+            f"the step time changed {where}, the median by {percent(changed.factor - 1, signed=True)}: this report "
+            f"has both states{later}."
+        )
+    return found
+
+
 def warnings(findings: Findings) -> list[str]:
     """Caveats that a reader needs before the rest."""
     trace = findings.trace
@@ -82,15 +111,7 @@ def warnings(findings: Findings) -> list[str]:
     if missing:
         found.append(f"no record of rank {listed(missing)}.")
     found += _faults(trace)
-    changed = changed_at(trace)
-    if changed is not None:
-        later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""
-        beside = changed.step == changed.before + 1
-        where = f"at step {changed.step}" if beside else f"between steps {changed.before} and {changed.step}"
-        found.append(
-            f"the step time changed {where}, the median by {percent(changed.factor - 1, signed=True)}: this report "
-            f"has both states{later}."
-        )
+    found += _changes(findings)
     for pair in findings.comparisons:
         if not pair.enough:
             found.append(f"comparison with {pair.other}: {pair.pairs} pair(s) of blocks, too few for an interval.")

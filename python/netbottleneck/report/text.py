@@ -158,7 +158,7 @@ def _why_no_probe_ran(infos: Sequence[TransportInfo]) -> str:
     if fixed:
         return f"streams fixed by NETBOTTLENECK_STREAMS={', '.join(map(str, fixed))}"
     if all(i.streams_asked == 0 for i in infos):
-        return "no transfer was large enough"
+        return "no transfer was large enough, and smaller ones took less than 10 s"
     return "the record gives no reason"
 
 

@@ -349,6 +349,17 @@ def test_the_schema_rejects_unknown_keys(run):
         check_schema({k: v for k, v in run.summary.items() if k != "verdict"})
 
 
+def test_a_measuring_that_costs_too_much_is_a_caveat_in_a_run_without_a_comparison(tmp_path):
+    def lines(bare_ms):
+        made = FakeRun(tmp_path / str(bare_ms), transports=("bare", "stock"), blocks=9, bare_ms=bare_ms).write()
+        return [line for line in caveats.warnings(Run(made).findings) if "hooks" in line]
+
+    assert lines(172) == []
+    (line,) = lines(150)
+    assert line.startswith("Our hooks slow the stock path by ")
+    assert line.endswith(": the untouched script's steps are shorter.")
+
+
 def test_a_handicapped_stock_withholds_every_gain(tmp_path):
     found = Run(FakeRun(tmp_path, blocks=9, bare_ms=150).write())
     assert "Our hooks slow the stock path by 17 %, so no gain is reported" in " ".join(found.text.split())

@@ -97,10 +97,20 @@ def _changes(findings: Findings) -> list[str]:
     return found
 
 
+def _slowed(findings: Findings) -> str:
+    """The cost of our measuring where it is surely too large, and no gain depends on it; "" else."""
+    pair = findings.handicap
+    if pair is None or not findings.handicapped:
+        return ""
+    return (
+        f"Our hooks slow the stock path by {percent(pair.ratio.value - 1)}: the untouched script's steps are shorter."
+    )
+
+
 def warnings(findings: Findings) -> list[str]:
     """Caveats that a reader needs before the rest."""
     trace = findings.trace
-    found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
+    found = [sentence for sentence in [handicap_sentence(findings) or _slowed(findings)] if sentence]
     if NULL in findings.times:
         found.append("the arm null moves no bytes: the training of this run is not valid.")
     if trace.in_progress:

@@ -80,11 +80,12 @@ def _changes(findings: Findings) -> list[str]:
             effect = f", and the median of the step time by {percent(changed.factor - 1, signed=True)}"
             changed = None
         later = f"; NETBOTTLENECK_STREAMS={one.after} records the later one alone" if trace.of_script else ""
-        compared = any(pair.until == one.step for pair in findings.comparisons)
-        earlier = f" The comparison with {one.transport} is of the steps before." if compared else ""
+        pairs = [pair for pair in findings.comparisons if one.transport in (pair.base.transport, pair.other.transport)]
+        side = "before" if any(pair.until == one.step for pair in pairs) else "after"
+        compared = f" Comparisons with {one.transport} are of the steps {side}." if pairs else ""
         found.append(
             f"a probe changed the streams of {one.transport} from {one.before} to {one.after} at step {one.step}"
-            f"{effect}: this report has both states{later}.{earlier}"
+            f"{effect}: this report has both states{later}.{compared}"
         )
     if changed is not None:
         later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""

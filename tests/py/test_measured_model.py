@@ -579,7 +579,9 @@ def test_the_limit_of_the_report_is_no_error_that_its_code_handles(warm_ranks: R
     (result,) = warm_ranks(1, LATE, {})
     assert "reported" in result.stdout, result.stdout + result.stderr
     assert "went on" not in result.stdout
-    assert "no report yet, as it takes longer than 1 s: netbottleneck report run --write run" in result.stderr
+    assert (
+        "the report is not complete, as it takes longer than 1 s: netbottleneck report run --write run" in result.stderr
+    )
 
 
 FOREIGN_HANDLER = """

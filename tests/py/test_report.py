@@ -4,6 +4,7 @@ data/report.txt is Run("data/synthetic.jsonl.gz").text, looked through by hand.
 """
 
 import csv
+import errno
 import io
 import json
 import os
@@ -371,6 +372,29 @@ def test_a_handicapped_stock_withholds_every_gain(tmp_path):
     assert (rule["saving_s"], rule["margin"], rule["why"], rule["next"]) == (None, None, "", "")
     assert rule["rests"].startswith("Our hooks slow the stock path")
     check_schema(found.summary)
+
+
+def test_the_report_is_printed_before_its_files_are_written(run, monkeypatch):
+    class Late(BaseException):
+        """As a limit of the time raises it."""
+
+    def late(*_):
+        raise Late
+
+    monkeypatch.setattr(Run, "write_all", late)
+    with pytest.raises(Late):
+        run.show_and_write(console := Console(record=True, width=80))
+    assert "Verdict: " in console.export_text()
+
+
+def test_files_are_written_though_nothing_can_be_printed(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(terminal, "show", full)
+    with pytest.raises(OSError, match="no space"):
+        run.show_and_write(Console(record=True, width=80))
+    assert (run.path / report.PAGE).exists()
 
 
 def test_null_warns_that_training_is_not_valid(tmp_path):

@@ -674,13 +674,12 @@ def report(session: Session, *, show: bool = True) -> None:
     try:
         with _at_most(max(1.0, session.until - time.monotonic())):
             _write(session, show)
-    except exits.Told:
-        folder = session.folder
-        logger.warning("no report, as SIGTERM came: netbottleneck report %s --write %s", folder, folder)
-        raise
-    except _Late as late:
-        folder = session.folder
-        logger.warning("no report yet, as %s: netbottleneck report %s --write %s", late, folder, folder)
+    except (exits.Told, _Late) as end:
+        late, folder = isinstance(end, _Late), session.folder
+        why = end if late else "SIGTERM came"
+        logger.warning("the report is not complete, as %s: netbottleneck report %s --write %s", why, folder, folder)
+        if not late:
+            raise
     except Exception as error:
         logger.error("%s: the report failed: %s: %s", session.folder, type(error).__name__, error, exc_info=error)
 
@@ -734,10 +733,11 @@ def _write(session: Session, show: bool) -> None:
             why = "its model was measured in another run from then on, by netbottleneck.profile or netbottleneck.attach"
         logger.warning("%s: no step was recorded: %s", session.folder, why)
         return
-    run.write_all()
-    if show and sys.stdout is not None and not sys.stdout.closed:
-        with beside_script() as console:
-            run.show(console)
+    if not show or sys.stdout is None or sys.stdout.closed:
+        run.write_all()
+        return
+    with beside_script() as console:
+        run.show_and_write(console)
 
 
 _freed: list[Path] = []  # run folders of models that the script has freed, whose reports are written at exit

@@ -460,6 +460,18 @@ class Run:
         """Print the report, and the path of its HTML page."""
         text.show(self.findings, self.verdict, console, self.hosts, self._page, self.connections)
 
+    def show_and_write(self, console: Console) -> None:
+        """Print the report, then write its files, which takes as long again. Then raises what printing raised."""
+        failed = None
+        try:
+            text.show(self.findings, self.verdict, console, self.hosts, None, self.connections)
+        except Exception as error:
+            failed = error
+        self.write_all()
+        if failed is not None:
+            raise failed
+        text.show_page(console, self.path / PAGE)
+
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
         """Write every file of the report into `folder` (default: the run's own) and return their paths.
 

@@ -713,4 +713,9 @@ def show(
     shown = screen(console)
     render(findings, verdict, shown, hosts, connected)
     if page is not None:
-        shown.print(f"Report: {printable(page)}", highlight=False, markup=False, soft_wrap=True)
+        show_page(shown, page)
+
+
+def show_page(console: Console, page: Path) -> None:
+    """Print the path of a report's page."""
+    console.print(f"Report: {printable(page)}", highlight=False, markup=False, soft_wrap=True)

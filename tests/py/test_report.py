@@ -527,6 +527,10 @@ def test_a_variable_is_advised_only_where_it_counts(settings, advised):
     (line,) = caveats.warnings(findings.find(trace))
     assert line.startswith("the step time changed at step 20, the median by +100 %: this report has both states")
     assert ("NETBOTTLENECK_START_STEP=20" in line) == advised
+    assert list(compare._changed("", (trace, "A"))) == [f"in A {line.partition(':')[0]}: its steps are of both states"]
+    found = verdict._of_one_state(trace, verdict.Verdict("INCONCLUSIVE", "", "Measure 30 more steps."))
+    alone = "Record the state since step 20 alone: NETBOTTLENECK_START_STEP=20. " if advised else ""
+    assert found.next == f"{alone}Measure 30 more steps."
 
 
 @pytest.mark.parametrize("after", [15, 17, 20, 24])

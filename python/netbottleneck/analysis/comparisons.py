@@ -28,6 +28,7 @@ from netbottleneck.analysis.thresholds import (
 )
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
+from netbottleneck.units import percent
 
 Floats = NDArray[np.float64]
 Blocks = Mapping[int, Floats]
@@ -281,6 +282,13 @@ class Changed:
     before: int
     step: int
     factor: float
+
+    @property
+    def words(self) -> str:
+        """Where it is, and by how much."""
+        apart = self.step > self.before + 1
+        where = f"between steps {self.before} and {self.step}" if apart else f"at step {self.step}"
+        return f"the step time changed {where}, the median by {percent(self.factor - 1, signed=True)}"
 
 
 def changed_at(trace: Trace) -> Changed | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from netbottleneck.analysis import thresholds as limits
-from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.comparisons import Paired, changed_at
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, missing_ranks, uncounted
 from netbottleneck.analysis.rule_facts import (
@@ -27,7 +27,7 @@ from netbottleneck.analysis.rule_facts import (
 from netbottleneck.analysis.rules import beside, judge, without_traffic
 from netbottleneck.analysis.traffic import SAME_MTU, unproven, unseen
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
-from netbottleneck.trace.model import HOOKED, NOT_TIMED, STAYS
+from netbottleneck.trace.model import HOOKED, NOT_TIMED, STAYS, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import listed, ms, percent
 
@@ -393,6 +393,15 @@ CALLS = "Look at the script's own calls, which are most of this and which no tra
 QUIET = "Measure on hosts that do nothing else, for more steps."
 
 
+def _of_one_state(trace: Trace, found: Verdict) -> Verdict:
+    """The verdict, which asks first for a record of one state if it is inconclusive and the step time has changed."""
+    changed = changed_at(trace) if found.code == "INCONCLUSIVE" and trace.of_script else None
+    if changed is None:
+        return found
+    alone = f"Record the state since step {changed.step} alone: NETBOTTLENECK_START_STEP={changed.step}."
+    return replace(found, next=f"{alone} {found.next}")
+
+
 def decide(
     findings: Findings,
     predicted: Predicted | None = None,
@@ -420,5 +429,5 @@ def decide(
     evidence = judge(facts)
     first = evidence[0]
     if not first.fired:
-        return _nothing(facts, evidence)
+        return _of_one_state(trace, _nothing(facts, evidence))
     return Verdict(first.code, first.why, f"{first.next}{_rest(facts, evidence)}", evidence)

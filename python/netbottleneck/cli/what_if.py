@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
+from netbottleneck.analysis.comparisons import changed_at
 from netbottleneck.analysis.findings import Findings, find, link_rate
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
@@ -476,6 +477,9 @@ def answer_all(args: argparse.Namespace, source: Source) -> Answers:
     nominal = link_bps(args, source, job)
     missing = []
     tables: list[AnswerTable] = []
+    changed = changed_at(source.findings.trace) if source.findings is not None else None
+    if changed is not None:
+        missing.append(f"{changed.words}: the answers are about a mixture of both states")
     if job.fit is not None:
         tables.append(_this_job(recorded, job, choices, nominal))
         if nominal is None:

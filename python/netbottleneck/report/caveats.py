@@ -89,12 +89,7 @@ def _changes(findings: Findings) -> list[str]:
         )
     if changed is not None:
         later = f"; NETBOTTLENECK_START_STEP={changed.step} records the later one alone" if trace.of_script else ""
-        beside = changed.step == changed.before + 1
-        where = f"at step {changed.step}" if beside else f"between steps {changed.before} and {changed.step}"
-        found.append(
-            f"the step time changed {where}, the median by {percent(changed.factor - 1, signed=True)}: this report "
-            f"has both states{later}."
-        )
+        found.append(f"{changed.words}: this report has both states{later}.")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, step_times, typical_step
+from netbottleneck.analysis.comparisons import Estimate, changed_at, middle, ratio_of_runs, step_times, typical_step
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.thresholds import PAIRS_MIN
@@ -70,9 +70,9 @@ class Comparison:
     """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are comparable.
 
     parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has,
-    what makes cells no comparison, and ranks that failed or have no record. label: of the numbers, "measured" or
-    "predicted". unjudged: the arms of A that move gradients, the cells of A, and the runs that no gate can judge, each
-    with the reason.
+    what makes cells no comparison, ranks that failed or have no record, and runs whose step time changed. label: of the
+    numbers, "measured" or "predicted". unjudged: the arms of A that move gradients, the cells of A, and the runs that
+    no gate can judge, each with the reason.
     """
 
     rows: tuple[Row, ...]
@@ -220,6 +220,14 @@ def _failed(cell: str, *sides: tuple[Trace, str]) -> Iterator[str]:
             yield _name(cell, f"no record of rank {listed(missing)} in {where}")
 
 
+def _changed(cell: str, *sides: tuple[Trace, str]) -> Iterator[str]:
+    """A line for each run whose step time changed. sides: traces, each with its name."""
+    for trace, where in sides:
+        changed = changed_at(trace)
+        if changed is not None:
+            yield _name(cell, f"in {where} {changed.words}: its steps are of both states")
+
+
 def _incomplete(*sides: tuple[list[str], str]) -> list[str]:
     """A line for each cell that is not complete in a study. sides: cells, and the name of their study."""
     return [f"{cell}: not complete in {name}" for cells, name in sides for cell in cells]
@@ -292,6 +300,7 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     for cell in both:
         missing += _unlike(cell, old[cell].trace, new[cell].trace)
         missing += _failed(cell, (old[cell].trace, names[0]), (new[cell].trace, names[1]))
+        missing += _changed(cell, (old[cell].trace, names[0]), (new[cell].trace, names[1]))
         missing += _lacking(cell, ((old[cell].findings, names[0]), (new[cell].findings, names[1])))
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
     unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))

@@ -1069,8 +1069,8 @@ def test_bad_calls_are_named() -> None:
         hook.hook(2)
     with pytest.raises(ValueError, match=r"passes .* not 0"):
         hook.passes = 0
-    with pytest.raises(ValueError, match=r"postscale .* not 0.0"):
-        hook.target(None, postscale=0.0)
+    with pytest.raises(ValueError, match=r"postscale .* not nan"):
+        hook.target(None, postscale=float("nan"))
     with pytest.raises(ValueError, match=r"op .* not 9"):
         hook.target(None, op=9)
     with pytest.raises(TypeError, match=r"sink .* not 5"):

@@ -57,4 +57,4 @@ def test_imbalance_saves_no_more_than_transfers_leave(cause, removed, gbps, hidd
     assert late.jitter_ns.value == pytest.approx(truth, rel=0.08, abs=0.3 * MS)
     assert rule.saving.value <= truth + 1 * MS
     assert hidden == (late.even_ns.value < 0.95 * late.random_ns.value)
-    assert hidden == ("transfers would last longer than the work" in rule.why)
+    assert hidden == ("transfers would outlast the work" in rule.why)

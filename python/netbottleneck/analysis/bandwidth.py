@@ -44,9 +44,9 @@ def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | 
 class Achieved:
     """Achieved bandwidth of an arm, one direction, as busbw (tensor bits times 2(n-1)/n for an all-reduce).
 
-    active: over transfer time; average: over whole steps, of all bytes in them. Report both or neither. p10, p90:
-    active rate of single steps. wire_bps: active rate of the bytes sent; None if its transport does not count them.
-    operation_s: transfer time of a mean operation.
+    Of its typical steps: active over transfer time, average over whole steps, of all bytes in them. Report both or
+    neither. p10, p90: active rate of single steps, of all that move bytes; steps: their number. wire_bps: active rate
+    of the bytes sent; None if its transport does not count them. operation_s: transfer time of a mean operation.
     """
 
     arm: Arm
@@ -64,14 +64,14 @@ def _moves(split: Split) -> bool:
     return split.transfer_ns > 0 and split.bus_bytes > 0
 
 
-def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
-    """Achieved bandwidth over the steps of an arm; None if no bytes moved."""
-    sized = [s for s in splits if s.arm == arm and not s.unsized]
+def achieved_bandwidth(arm: Arm, typical: Iterable[Split], splits: Iterable[Split]) -> Achieved | None:
+    """Achieved bandwidth over the typical steps of an arm; None if no bytes moved in them. splits: all its steps."""
+    sized = [s for s in typical if s.arm == arm and not s.unsized]
     moved = list(filter(_moves, sized))
     if not moved:
         return None
     transfer_ns = sum(s.transfer_ns for s in moved)
-    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in moved]
+    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in splits if s.arm == arm and not s.unsized and _moves(s)]
     wire = [s.wire_bytes for s in moved if s.wire_bytes is not None]
     p10, p90 = np.percentile(rates, [10, 90])
     return Achieved(
@@ -81,7 +81,7 @@ def achieved_bandwidth(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
         float(p10),
         float(p90),
         8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,
-        len(moved),
+        len(rates),
         transfer_ns / 1e9 / sum(s.operations for s in moved),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,7 @@ from netbottleneck.analysis.intervals import (
     is_split,
     last_entries,
     layers,
+    missing_ranks,
     not_matched,
     passes,
     split_steps,
@@ -268,9 +270,9 @@ def _delays(splits: Sequence[Split]) -> Delays | None:
     return Delays(mean_of_delays(later), float((lengths - later).mean()), mean_of_typical(moving - later, lengths))
 
 
-def _input_delays(splits: Sequence[Split]) -> Delays | None:
+def _input_delays(splits: Sequence[Split], before_forward: Callable[[Split], float]) -> Delays | None:
     """By how much more than usual passes before the forward in single steps; None if too few or most have more."""
-    before = np.asarray(_over_steps(splits, PHASES["input"], max))
+    before = np.asarray(_over_steps(splits, before_forward, max))
     lengths = np.asarray(_over_steps(splits, PARTS["step"]))
     later, _ = above_usual(before)
     if not DELAYED_STEPS_MIN <= np.count_nonzero(later) <= len(later) / 2:
@@ -303,15 +305,37 @@ def _starved(rows: Sequence[Row]) -> Estimate | None:
     return _of_typical(splits, lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
 
 
-def _parts_ns(splits: Sequence[Split], others: Sequence[Split]) -> dict[str, Estimate]:
+def _saved_without(splits: Sequence[Split], phase: Callable[[Split], float]) -> Callable[[Split], float]:
+    """A phase on a rank, at most what its step saves if no rank has that phase.
+
+    That is the least sum, over the ranks, of the phase and the wait for the last rank: a rank with neither holds the
+    others up as before.
+    """
+    least: dict[tuple[int, int], float] = defaultdict(lambda: math.inf)
+    for split in splits:
+        step = split.block, split.index
+        least[step] = min(least[step], phase(split) + split.skew_ns)
+    return lambda split: min(phase(split), least[split.block, split.index])
+
+
+def _parts_ns(
+    splits: Sequence[Split], others: Sequence[Split], phases: Mapping[str, Callable[[Split], float]]
+) -> dict[str, Estimate]:
     """others: of the ranks that are not late. What these take longer than each other in a phase, a step waits for."""
     parts = {name: _of_typical(splits, value) for name, value in PARTS.items()}
-    return parts | {name: _of_typical(others, value, max) for name, value in PHASES.items()}
+    return parts | {name: _of_typical(others, value, max) for name, value in phases.items()}
 
 
 def _share(splits: Sequence[Split]) -> Estimate:
-    """Mean exposed and waiting part of a step, with its 95 % interval."""
-    return mean_of_steps(_over_steps(splits, lambda s: (s.exposed_ns + s.wait_ns) / max(s.step_ns, 1)))
+    """Exposed and waiting part of all steps together, with its 95 % interval.
+
+    The interval is that of a ratio of means, from the residuals (Cochran, Sampling Techniques, 6.4).
+    """
+    lost, steps = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("idle", "step"))
+    mean_ns = max(float(steps.mean()), 1.0)
+    share = float(lost.mean()) / mean_ns
+    apart = mean_of_steps(lost - share * steps)
+    return Estimate(share, max(0.0, share + apart.low / mean_ns), min(1.0, share + apart.high / mean_ns))
 
 
 def _passes(trace: Trace, arm: Arm, warmup: int) -> dict[int, Floats]:
@@ -490,14 +514,15 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     sampled = [step for step in trace.steps if step.arm == base]
     late = None if common.not_matched else lateness(trace, base, splits)
     others = _of_others(splits, late)
+    phases = PHASES if late is None else {name: _saved_without(splits, phase) for name, phase in PHASES.items()}
     slowed, within = _slowed(trace, base, warmup), within_hosts(trace)
     return replace(
         common,
         base=base,
         share=_share(splits),
-        parts_ns=_parts_ns(splits, others),
+        parts_ns=_parts_ns(splits, others, phases),
         delays=_delays(splits),
-        input_delays=_input_delays(others),
+        input_delays=_input_delays(others, phases["input"]),
         late_ns=_late(typical_splits, trace.size),
         waiting_ns=_waiting(typical_splits),
         cores_used=_cores_used(trace, [step for step, _, _ in rows]),
@@ -570,9 +595,12 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     rows, every = _by_arm(trace, warmup)
     arms = list(dict.fromkeys([*trace.arms, *rows]))
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
-    matched = not not_matched(trace)
+    told = not (not_matched(trace) or missing_ranks(trace))  # transfer from waiting for the last rank
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
-    achieved = {arm: achieved_bandwidth(arm, own) if matched else None for arm, own in splits.items()}
+    achieved = {
+        arm: achieved_bandwidth(arm, typical(own, lambda split: split), own) if told else None
+        for arm, own in splits.items()
+    }
     factors = {arm: _scaling(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts, times)

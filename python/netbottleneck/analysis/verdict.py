@@ -213,7 +213,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     typical = f.parts_ns["idle"].value / max(facts.step_ns, 1)
     if not share.low <= typical <= share.high and percent(typical) != percent(share.value):
         # The other sentences are about the middle half.
-        lost = f"{percent(typical)} of the typical step, and {lost.replace('the step', 'the mean of all steps')}"
+        lost = f"{percent(typical)} of the typical step, and {lost.replace('the step', 'all steps together')}"
     doubt = next((one for one in evidence if one.uncertain), None)
     if doubt is not None:
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {doubt.share}"
@@ -283,6 +283,8 @@ def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> V
         return Verdict(
             "INCONCLUSIVE", f"{why} {few[0]}", f"Measure {few[1]} more steps ({how_longer(f)}).", evidence, few[1]
         )
+    if f.parts_ns["idle"].value < limits.NETWORK_SHARE_MIN * facts.step_ns:
+        return Verdict("INCONCLUSIVE", f"{why} Single steps hold most of it.", SINGLE_STEPS, evidence)
     return Verdict("INCONCLUSIVE", why, *_unmeasured(facts, evidence))
 
 
@@ -386,6 +388,10 @@ def _is_link_unknown(facts: Facts) -> bool:
 
 
 LINK_SPEED = "Measure again with NETBOTTLENECK_LINK_GBPS, the link's speed: then the link's part of this is known."
+SINGLE_STEPS = (
+    "Look at the longest steps in trace.json.gz, and at what happens then on the hosts and the network: lost packets, "
+    "other traffic, a host that stops. Without such a cause, measure more steps."
+)
 SAME_STEPS = "Profile the same steps of one run on all ranks, with netbottleneck run where groups have a part of them."
 ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
 WITHOUT_HOOK = "Measure a run without that communication hook: no transport takes turns with it."

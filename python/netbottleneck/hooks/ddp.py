@@ -556,7 +556,7 @@ def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:
     A wrapper inside of this model goes on to move its gradients, and is measured on.
     """
     own = {id(parameter) for parameter in ddp.module.parameters()}
-    inside = set(map(id, ddp.modules()))
+    inside = {id(ddp), *map(id, ddp.module.modules())}  # a class derived from DDP may have no hash
     for other, measured in _measured.items():
         if id(other) not in inside and any(id(parameter) in own for parameter in other.module.parameters()):
             measured.close()

@@ -280,3 +280,68 @@ def test_a_run_without_a_forward_pass_says_what_its_compute_holds():
     assert not any("no forward pass" in note for note in findings.find(trace).trace.notes)
     blind = replace(trace, steps=tuple(replace(step, forward=()) for step in trace.steps))
     assert any("no forward pass" in note for note in findings.find(blind).trace.notes)
+
+
+class Stalling(Clockwork):
+    """A job whose transfers take longer in every `every`-th step, from step 7 on."""
+
+    every = 15
+    latency_ms = 250.0
+
+    def step(self, arm, block, level):
+        usual = self.job
+        if self.index % self.every == 7:
+            self.job = replace(usual, latency_ms=self.latency_ms)
+        super().step(arm, block, level)
+        self.job = usual
+
+
+def stalling(job, every, latency_ms=250.0):
+    work = Stalling(job, 1)
+    work.every, work.latency_ms = every, latency_ms
+    work.run()
+    return replace(trace_of(job), steps=tuple(work.steps), collectives=tuple(work.collectives))
+
+
+@pytest.mark.parametrize("every", [15, 1000], ids=["in every 15th step", "in one step"])
+def test_stalls_of_the_network_count_by_their_time(every):
+    job = Job(ranks=2, blocks=1, block_steps=120, jitter=0.01)
+    found, decided = judged(stalling(job, every, 250.0 if every == 15 else 7500.0))
+    whole = found.whole
+    assert found.share.value == pytest.approx((whole.exposed_ns + whole.wait_ns) / whole.step_ns, rel=0.01)
+    assert found.share.value > 0.2
+    assert decided.code == "INCONCLUSIVE"
+    assert "Single steps hold most of it." in decided.why
+    assert "of all steps together" in decided.why
+    assert "the longest steps in trace.json.gz" in decided.next
+
+
+def test_one_stall_leaves_the_verdict_on_a_full_link_as_it_is():
+    job = Job(ranks=2, blocks=1, block_steps=80, link_bps=1e9, flow_bps=1e9, buckets=(40 * MIB, 40 * MIB))
+    usual, stalled = (judged(stalling(job, every, 5000.0)) for every in (1000000007, 79))
+    assert usual[1].code == stalled[1].code == "LINK_LIMITED"
+    rates = [found.achieved[STOCK].active_bps for found, _ in (usual, stalled)]
+    assert rates[1] == pytest.approx(rates[0], rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_input_that_hides_behind_the_wait_for_a_rank_costs_nothing(ranks):
+    late = {0: 1 + 60 / 90}
+    job = Job(ranks=ranks, slower=late, input_of_ms=dict.fromkeys(range(1, ranks), 40.0), jitter=0.005, block_steps=30)
+    found, decided = judged(trace_of(job))
+    assert decided.code == "STRAGGLER"
+    assert not rule(decided, "input").fired
+    without = findings.find(trace_of(replace(job, input_of_ms={}))).whole.step_ns
+    assert found.parts_ns["input"].value == pytest.approx(found.whole.step_ns - without, abs=1 * MS)
+
+
+def test_without_the_record_of_a_rank_no_rate_in_transfer_is_claimed():
+    trace = trace_of(Job(ranks=4, slower={3: 1.4}))
+    kept = replace(
+        trace,
+        ranks=tuple(one for one in trace.ranks if one.rank != 3),
+        steps=tuple(one for one in trace.steps if one.rank != 3),
+        collectives=tuple(one for one in trace.collectives if one.rank != 3),
+    )
+    assert findings.find(trace).achieved
+    assert not findings.find(kept).achieved

@@ -139,8 +139,9 @@ class Findings:
 
     trace: the run, with uncertain clocks aligned by its operations. clock_error_ns: largest error of a time difference
     between two ranks. base: the arm that the verdict is about, or None if no step could be split into parts. share: the
-    exposed or waiting part of base's step. parts_ns: the parts of base's step that a verdict is about, with intervals;
-    of PHASES, on the rank where they take longest in a step, of those that are not late step after step.
+    exposed or waiting part of base's steps together; moving_share: without what waits for the last rank. parts_ns: the
+    parts of base's step that a verdict is about, with intervals; of PHASES, on the rank where they take longest in a
+    step, of those that are not late step after step, and at most what the step saves if no rank has them.
     late_ns: by rank, how long the mean step of the other ranks waits for it. waiting_ns: by rank, how long its mean
     step waits for the last rank. cores_used: by rank, the cores that it keeps busy in base's steps. lateness: of the
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
@@ -171,6 +172,7 @@ class Findings:
     base: Arm | None = None
     clock_error_ns: float = 0.0
     share: Estimate | None = None
+    moving_share: Estimate | None = None
     parts_ns: Mapping[str, Estimate] = field(default_factory=dict)
     late_ns: Mapping[int, float] = field(default_factory=dict)
     waiting_ns: Mapping[int, float] = field(default_factory=dict)
@@ -326,12 +328,12 @@ def _parts_ns(
     return parts | {name: _of_typical(others, value, max) for name, value in phases.items()}
 
 
-def _share(splits: Sequence[Split]) -> Estimate:
-    """Exposed and waiting part of all steps together, with its 95 % interval.
+def _share(splits: Sequence[Split], part: str) -> Estimate:
+    """A part of all steps together, by its name in PARTS, with its 95 % interval.
 
     The interval is that of a ratio of means, from the residuals (Cochran, Sampling Techniques, 6.4).
     """
-    lost, steps = (np.asarray(_over_steps(splits, PARTS[part])) for part in ("idle", "step"))
+    lost, steps = (np.asarray(_over_steps(splits, PARTS[each])) for each in (part, "step"))
     mean_ns = max(float(steps.mean()), 1.0)
     share = float(lost.mean()) / mean_ns
     apart = mean_of_steps(lost - share * steps)
@@ -519,7 +521,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     return replace(
         common,
         base=base,
-        share=_share(splits),
+        share=_share(splits, "idle"),
+        moving_share=_share(splits, "moving"),
         parts_ns=_parts_ns(splits, others, phases),
         delays=_delays(splits),
         input_delays=_input_delays(others, phases["input"]),

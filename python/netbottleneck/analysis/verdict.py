@@ -219,17 +219,24 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {doubt.share}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, f"{doubt.needs}{_rest(facts, evidence)}", evidence, doubt.more)
-    small = max(share.high, typical) < limits.NETWORK_SHARE_MIN
-    if small:
+    few, rest = _few_late(f), share
+    if few is not None and f.moving_share is not None:  # a rank was late in steps too few to judge
+        rest, lost = f.moving_share, f"{percent(typical)} of the typical step"
+    if max(rest.high, typical) < limits.NETWORK_SHARE_MIN:
         return _small(facts, evidence, lost)
-    if stock_is_as_good(f) and not facts.missing:
-        base, good, moving = f.base or STOCK, as_good_sentence(f).strip(), f.parts_ns["moving"].value
-        if moving < limits.NETWORK_SHARE_MIN * facts.step_ns or not _is_link_unknown(facts):
-            return Verdict("DO_NOTHING", good, f"Do nothing: keep {base}.", evidence)
-        rest = f"{ms(moving)} of exposed transfer, {percent(moving / facts.step_ns)} of the step"
-        why = f"{good} But {rest}, is left, and whether the link is full is not known."
-        return Verdict("INCONCLUSIVE", why, f"Keep {base}. {LINK_SPEED}", evidence)
-    return _unexplained(facts, evidence, lost)
+    as_good = stock_is_as_good(f) and not facts.missing
+    return _as_good(facts, evidence) if as_good else _unexplained(facts, evidence, lost)
+
+
+def _as_good(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
+    """The verdict if no rule fired, and surely no other transport gains enough."""
+    f = facts.f
+    base, good, moving = f.base or STOCK, as_good_sentence(f).strip(), f.parts_ns["moving"].value
+    if moving < limits.NETWORK_SHARE_MIN * facts.step_ns or not _is_link_unknown(facts):
+        return Verdict("DO_NOTHING", good, f"Do nothing: keep {base}.", evidence)
+    rest = f"{ms(moving)} of exposed transfer, {percent(moving / facts.step_ns)} of the step"
+    why = f"{good} But {rest}, is left, and whether the link is full is not known."
+    return Verdict("INCONCLUSIVE", why, f"Keep {base}. {LINK_SPEED}", evidence)
 
 
 # What a rule of these explains of exposed transfer is its saving alone. Others in NETWORK_CODES explain all of it.
@@ -303,7 +310,7 @@ def _few_late(f: Findings) -> tuple[str, int] | None:
 
 def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
     """The verdict if no rule fired and communication, as far as it is recorded, is small."""
-    f, unknown = facts.f, facts.not_recorded
+    f, unknown, few = facts.f, facts.not_recorded, _few_late(facts.f)
     if facts.missing:
         why = f"The recorded communication is {lost}. {_sentence(facts.missing)}"
         return Verdict("INCONCLUSIVE", why, _whole_record(f), evidence)
@@ -317,7 +324,7 @@ def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict
     return Verdict(
         "NOT_NETWORK",
         f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}."
-        f"{as_good_sentence(f)}",
+        f"{'' if few is None else f' {few[0]}'}{as_good_sentence(f)}",
         f"Do nothing about the network{_bound(f)}.",
         evidence,
     )

@@ -111,9 +111,43 @@ def test_without_an_algorithm_only_what_all_bytes_together_do_not_explain_counts
     ],
 )
 def test_an_interface_carries_the_bytes_of_all_ranks_that_share_it(hosts: str, kind: str, factor: float) -> None:
-    assert traffic.on_interface(trace_of(hosts, kind=kind), TCP) == pytest.approx(factor)
+    assert traffic.on_interface(trace_of(hosts, kind=kind), TCP).active == pytest.approx(factor)
     if kind == "alltoall" and factor > 1:
-        assert traffic.on_interface(trace_of(hosts, kind=kind, ranks=2), TCP) == 1.0
+        assert traffic.on_interface(trace_of(hosts, kind=kind, ranks=2), TCP).active == 1.0
+
+
+@pytest.mark.parametrize(
+    ("group", "later_ns", "factors"),
+    [
+        ((0, 1, 0, 1), 0, (2.0, 2.0)),
+        ((0, 1, 0, 1), 100, (1.0, 2.0)),  # one group after the other
+        ((0, 1, 0, 1), 50, (4 / 3, 2.0)),
+        ((0, 0, 1, 1), 0, (1.0, 1.0)),  # within hosts: nothing is between them
+    ],
+)
+def test_groups_that_move_data_at_once_share_the_interfaces_of_their_hosts(
+    group: tuple[int, ...], later_ns: int, factors: tuple[float, float]
+) -> None:
+    trace = trace_of("aabb", ranks=2)
+    moved = tuple(
+        replace(one, comm=at, start_ns=1 + at * later_ns, done_ns=101 + at * later_ns)
+        for one in trace.collectives
+        for at in (group[one.rank],)
+    )
+    found = traffic.on_interface(replace(trace, collectives=moved), TCP)
+    assert (found.active, found.average) == pytest.approx(factors)
+
+
+def test_groups_with_a_rank_on_each_host_pass_all_bytes_between_hosts_by_any_algorithm() -> None:
+    nccl = TransportInfo("stock", provider="nccl")
+    trace = trace_of("aaaabbbb", nccl, ranks=2)
+    stock = Arm("stock")
+    steps = tuple(replace(step, arm=stock) for step in trace.steps)
+    moved = tuple(replace(one, arm=stock, comm=one.rank % 4) for one in trace.collectives)
+    groups = replace(trace, arms=(stock,), steps=steps, collectives=moved)
+    assert traffic.on_interface(groups, stock).least == 1.0
+    whole = replace(groups, collectives=tuple(replace(one, ranks=None, comm=0) for one in moved))
+    assert traffic.on_interface(whole, stock).least == pytest.approx(1 / 1.75)
 
 
 def test_a_declared_rate_is_of_the_network_in_use() -> None:

@@ -118,6 +118,18 @@ def test_operations_within_hosts_are_not_on_the_link_between_them():
     assert rule(decided, "link").saving.high < 0.05 * found.parts_ns["moving"].value
 
 
+def test_groups_across_hosts_fill_the_link_together():
+    """Two hosts of four ranks: rank i of one host and rank i of the other reduce their gradients, as beside TP."""
+    job = Job(ranks=8, ranks_per_host=4, blocks=1, block_steps=31, jitter=0.005, link_bps=1e9, flow_bps=1e9)
+    trace = trace_of(job)
+    calls = tuple(replace(one, ranks=2, comm=one.rank % 4) for one in trace.collectives)
+    link = Network("a scenario", 4 / 1.75 * 1e9)  # a ring of two ranks sends less than one of eight
+    found, decided = judged(replace(trace, network=link, collectives=calls))
+    assert found.achieved[STOCK].active_bps < 0.26 * link.link_bps
+    assert decided.code == "LINK_LIMITED"
+    assert rule(decided, "link").rests.startswith(("99 % of the link", "100 % of the link"))
+
+
 def test_few_large_operations_among_many_small_ones_are_not_latency():
     """Batch norm over all ranks: 112 small calls, and one large bucket through a flow of a tenth of the link."""
     job = Job(ranks=4, blocks=1, block_steps=31, buckets=(1024,) * 112 + (5_500_000,), latency_ms=0.05)

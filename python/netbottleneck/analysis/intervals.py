@@ -405,14 +405,30 @@ class _Felt:
         return [(max(begin, begin_ns), min(end, end_ns)) for begin, end in waits if begin < end_ns and end > begin_ns]
 
 
+def moving_span(operation: Collective, last: Entries) -> tuple[int, int]:
+    """When an operation moves data: from the last rank's submission, or the start if later, to done."""
+    begin_ns, done_ns = _span(operation)
+    return max(begin_ns, last.get(operation.match, (0, 0))[0]), done_ns
+
+
 def _transfer(step: Step, operation: Collective, last: Entries) -> tuple[int, int]:
-    """From the last rank's submission, or the start if later, to done.
+    """When an operation moves data.
 
     A gradient is there before the step ends, though a callback may stamp its end after a pause of the process.
     """
-    begin_ns, done_ns = _span(operation)
-    done_ns = done_ns if operation.by_script else min(done_ns, step.end_ns)
-    return max(begin_ns, last.get(operation.match, (0, 0))[0]), done_ns
+    begin_ns, done_ns = moving_span(operation, last)
+    return begin_ns, done_ns if operation.by_script else min(done_ns, step.end_ns)
+
+
+def groups(trace: Trace) -> dict[Match, set[int]]:
+    """The ranks of each operation of a group of some of the ranks, where all of the group recorded it."""
+    members: dict[Match, set[int]] = defaultdict(set)
+    sizes: dict[Match, int] = {}
+    for operation in trace.collectives:
+        if operation.ranks is not None and operation.ranks < trace.size:
+            members[operation.match].add(operation.rank)
+            sizes[operation.match] = operation.ranks
+    return {match: ranks for match, ranks in members.items() if len(ranks) == sizes[match]}
 
 
 def within_hosts(trace: Trace) -> frozenset[Match]:
@@ -420,13 +436,7 @@ def within_hosts(trace: Trace) -> frozenset[Match]:
     if (host_count(trace) or 0) < 2:
         return frozenset()
     host_of = {rank.rank: rank.host_id for rank in trace.ranks}
-    members: dict[Match, set[int]] = defaultdict(set)
-    for operation in trace.collectives:
-        if operation.ranks is not None and operation.ranks < trace.size:
-            members[operation.match].add(operation.rank)
-    sizes = {operation.match: operation.ranks for operation in trace.collectives}
-    whole = ((match, ranks) for match, ranks in members.items() if len(ranks) == sizes[match])
-    return frozenset(match for match, ranks in whole if len({host_of[rank] for rank in ranks}) == 1)
+    return frozenset(match for match, ranks in groups(trace).items() if len({host_of[rank] for rank in ranks}) == 1)
 
 
 class _Travel:

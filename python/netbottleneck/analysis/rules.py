@@ -28,8 +28,8 @@ from netbottleneck.analysis.rule_facts import (
 from netbottleneck.analysis.traffic import (
     FASTER_INTERFACE,
     NO_OTHERS,
+    OnInterface,
     in_memory,
-    least_between_hosts,
     on_interface,
     rating,
     rounds,
@@ -119,9 +119,9 @@ def link(facts: Facts) -> RuleResult:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
-    shared = on_interface(f.trace, facts.base) if f.link_bps else 1.0
-    used = shared * did.active_bps / limit
-    part, sure = _part_used(facts, did, used, what)
+    shared = on_interface(f.trace, facts.base) if f.link_bps else OnInterface()
+    used = shared.active * did.active_bps / limit
+    part, sure = _part_used(used, max(used * shared.least, _on_links(facts) / limit), what)
     predicted = facts.predicted.savings_ns
     saving, bound = facts.bounded(predicted.get("link") or facts.moving.scaled(min(used, 1.0)))
     return facts.evidence(
@@ -130,8 +130,8 @@ def link(facts: Facts) -> RuleResult:
         applies=used >= limits.LINK_UTILISATION,
         saving=_sure_if(sure, saving),
         rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}{bound}",
-        why=f"In transfer {gbit(shared * did.active_bps)} of {gbit(limit)}, {part}; "
-        f"averaged over the step {percent(shared * did.average_bps / limit)}. A link without limit would save "
+        why=f"In transfer {gbit(shared.active * did.active_bps)} of {gbit(limit)}, {part}; "
+        f"averaged over the step {percent(shared.average * did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
         needs=MORE_STEPS if sure else "Record NCCL's algorithm: NETBOTTLENECK_NCCL_EVENTS=1.",
@@ -143,9 +143,8 @@ def _sure_if(sure: bool, saving: Estimate) -> Estimate:
     return saving if sure else replace(saving, low=min(saving.low, 0.0))
 
 
-def _part_used(facts: Facts, did: Achieved, used: float, what: str) -> tuple[str, bool]:
-    """How much of the link is used, in words, and whether that is sure. used: as a ring of all ranks uses it."""
-    least = used * max(least_between_hosts(facts.f.trace, facts.base), _on_links(facts) / did.active_bps)
+def _part_used(used: float, least: float, what: str) -> tuple[str, bool]:
+    """How much of the link is used, in words, and whether that is sure. used: by rings; least: by any algorithm."""
     if least < limits.LINK_UTILISATION <= used:
         return f"{percent(used)} of the {what} as a ring, {percent(least)} at least, by levels or trees", False
     burst = " and a burst after each pause" if used > limits.LINK_EXCEEDED else ""
@@ -161,7 +160,7 @@ def _on_links(facts: Facts) -> float:
 def _slow_link(facts: Facts, did: Achieved) -> RuleResult | None:
     """The link of one host is full, and slower than those of the others; None if that is not so."""
     slow = slow_link(facts.f.trace, facts.connected, facts.base)
-    moved_bps = on_interface(facts.f.trace, facts.base) * did.active_bps
+    moved_bps = on_interface(facts.f.trace, facts.base).active * did.active_bps
     if slow is None or moved_bps < limits.LINK_UTILISATION * slow.bps:
         return None
     saving = facts.moving.scaled(1 - slow.bps / slow.others_bps)
@@ -465,7 +464,7 @@ def _moved_bps(facts: Facts, info: TransportInfo) -> float | None:
     """
     did = facts.f.achieved.get(facts.base)
     known = did is not None and not facts.transfer_unknown
-    rates = [did.active_bps * on_interface(facts.f.trace, facts.base)] if did is not None and known else []
+    rates = [did.active_bps * on_interface(facts.f.trace, facts.base).active] if did is not None and known else []
     ids = {rank.rank: rank.host_id for rank in facts.f.trace.ranks}
     own = {rank.host_id for rank in facts.f.trace.ranks if info in rank.transports}
     hosts = [host for host in facts.hosts if host.arm == facts.base and ids.get(host.rank) in own]

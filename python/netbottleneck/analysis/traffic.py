@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.intervals import counted, host_count
+from netbottleneck.analysis.intervals import (
+    counted,
+    groups,
+    host_count,
+    intervals,
+    last_entries,
+    moving_span,
+    total,
+)
 from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, MESSAGE_BYTES, OTHER_TRAFFIC
 from netbottleneck.analysis.usage import LOOPBACK, WAYS, Connected, ConnectionUse, HostUse, Use, by_link, steps_inside
 from netbottleneck.trace.model import MEMORY_LANE, Collective, Rank, Step, Trace, TransportInfo
-from netbottleneck.trace.transports import Arm
+from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import listed
 
 
@@ -63,6 +71,10 @@ class _Places:
     def local(self, rank: int) -> int:
         """Return the number of ranks on the host of a rank."""
         return self._local[self.hosts[rank]]
+
+    def of(self, host: str) -> int:
+        """Return the number of ranks on a host."""
+        return self._local[host]
 
     def most_local(self) -> int:
         """Return the largest number of ranks on a host."""
@@ -226,45 +238,121 @@ def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse], warmup: int = 1) -> 
     return max(found, key=lambda one: (one.surely, one.part), default=None)
 
 
-def on_interface(trace: Trace, arm: Arm, warmup: int = 1) -> float:
-    """Bytes on the interface of a host, one way, over those that bus_factor counts for a rank, by an arm's operations.
+@dataclass(frozen=True, slots=True)
+class OnInterface:
+    """Rate on the interface of a host, one way, over the busbw of a rank: in transfer, and over the step.
+
+    least: of it, the least part that passes between hosts by any algorithm; 1 if it is known to be that of a ring.
+    """
+
+    active: float = 1.0
+    average: float = 1.0
+    least: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """An operation between hosts. moved: bytes by bus_factor. local: the ranks of its group by host; None: unknown."""
+
+    operation: Collective
+    moved: float
+    local: Mapping[str, int] | None
+
+    def of_some(self, size: int) -> bool:
+        """True if its group is known and has some of the ranks of a run of this size."""
+        return self.local is not None and sum(self.local.values()) < size
+
+    @property
+    def factor(self) -> float:
+        """Bytes on the interface of a host over those of a rank."""
+        if self.local is None:
+            return 1.0
+        size, most = sum(self.local.values()), max(self.local.values())
+        part = (size - most) / (size - 1)
+        return {"alltoall": most * part, "gather": part, "scatter": part}.get(self.operation.kind, 1.0)
+
+    @property
+    def least(self) -> float:
+        """The least part of an all-reduce's busbw between hosts: what a ring of one rank of each host sends."""
+        if self.local is None:
+            return 1.0
+        return bus_factor("allreduce", len(self.local)) / bus_factor("allreduce", sum(self.local.values()))
+
+
+def _between(trace: Trace, arm: Arm, places: _Places, steps: Collection[tuple[int, int]]) -> Iterator[_Between]:
+    """The operations between hosts that an arm moved in these steps, each given as (rank, index)."""
+    whole = Counter(places.hosts.values()) if len(places.hosts) == trace.size else None
+    local = {match: Counter(places.hosts[rank] for rank in ranks) for match, ranks in groups(trace).items()}
+    for one in trace.collectives:
+        stays = one.by_script and arm.transport != STOCK.transport
+        if one.arm == arm and (one.rank, one.step) in steps and not stays:
+            by_host = whole if one.ranks in (None, trace.size) else local.get(one.match)
+            moved = one.known_bytes * bus_factor(one.kind, one.ranks or trace.size, one.algorithm, places.count)
+            if moved and (by_host is None or len(by_host) > 1):
+                yield _Between(one, moved, by_host)
+
+
+def _host_steps(places: _Places, steps: Collection[tuple[int, int]]) -> dict[str, float]:
+    """By host: the number of steps of its mean rank."""
+    count = Counter(places.hosts[rank] for rank, _ in steps)
+    return {host: count[host] / places.of(host) for host in count}
+
+
+def _over_step(moved: Sequence[_Between], places: _Places, steps: Collection[tuple[int, int]]) -> dict[str, float]:
+    """By host: bytes of operations on its interface, one way, over those of the mean rank, in a step."""
+    sent: dict[str, float] = defaultdict(float)
+    for one in moved:
+        host = places.hosts[one.operation.rank]
+        sent[host] += one.moved * one.factor / (places.of(host) if one.local is None else one.local[host])
+    counts, mean_bytes = _host_steps(places, steps), sum(one.moved for one in moved) / len(steps)
+    return {host: nbytes / counts[host] / mean_bytes for host, nbytes in sent.items()}
+
+
+def _at_once(
+    trace: Trace, moved: Sequence[_Between], places: _Places, steps: Collection[tuple[int, int]]
+) -> dict[str, float]:
+    """By host: the time in which the mean rank moves data, over that in which any rank of the host does."""
+    last = last_entries(trace)
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for one in moved:
+        spans[one.operation.rank].append(moving_span(one.operation, last))
+    by_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, own in spans.items():
+        by_host[places.hosts[rank]] += own
+    counts, mean_ns = _host_steps(places, steps), sum(total(intervals(own)) for own in spans.values()) / len(steps)
+    return {host: mean_ns * counts[host] / max(total(intervals(own)), 1) for host, own in by_host.items()}
+
+
+def on_interface(trace: Trace, arm: Arm, warmup: int = 1) -> OnInterface:
+    """What the interface of a host carries of an arm's operations, over what bus_factor counts for a rank.
 
     A ring enters and leaves each host once, so that a host's interface carries the bytes of one rank, however many
-    ranks share it. In an all-to-all each of its L ranks sends n - L of n parts to other hosts: L (n - L) / (n - 1). The
-    root of a gather or scatter exchanges n - L parts: (n - L) / (n - 1). Groups of some of the ranks count as 1,
-    because their hosts are not recorded.
+    ranks of its group share it. In an all-to-all each of its L ranks sends n - L of n parts to other hosts: L (n - L) /
+    (n - 1). The root of a gather or scatter exchanges n - L parts: (n - L) / (n - 1). Groups of some of the ranks share
+    the interface of their host, and add up in transfer as far as they move data at once. A group whose ranks are not
+    all recorded counts as one of all ranks. Of the host with the highest rate.
     """
     places = _Places(trace)
-    local, size = places.most_local(), trace.size
-    if local == 1 or places.count == 1 or size < 2:
-        return 1.0
-    part = (size - local) / (size - 1)
-    factors = {"alltoall": local * part, "gather": part, "scatter": part}
     steps = {(step.rank, step.index) for step in counted(trace, warmup) if step.arm == arm}
-    bus = interface = 0.0
-    for one in trace.collectives:
-        if one.arm == arm and (one.rank, one.step) in steps:
-            moved = one.known_bytes * bus_factor(one.kind, one.ranks or size, one.algorithm, places.count)
-            whole = one.ranks in (None, size)
-            bus, interface = bus + moved, interface + moved * (factors.get(one.kind, 1.0) if whole else 1.0)
-    return interface / bus if bus else 1.0
+    shared = places.most_local() > 1 and places.count != 1
+    moved = list(_between(trace, arm, places, steps)) if shared else []
+    if not moved:
+        return OnInterface()
+    average = _over_step(moved, places, steps)
+    active = average
+    if any(one.of_some(trace.size) for one in moved):
+        at_once = _at_once(trace, moved, places, steps)
+        active = {host: rate * at_once[host] for host, rate in average.items()}
+    least = sum(one.moved * one.least for one in moved) / sum(one.moved for one in moved)
+    return OnInterface(max(active.values()), max(average.values()), 1.0 if _as_a_ring(trace, arm) else least)
 
 
-def least_between_hosts(trace: Trace, arm: Arm) -> float:
-    """The least part of busbw that an all-reduce passes over a host's link: 1 if it is known to be a ring.
-
-    NCCL and MPI may send by a tree or by levels: what a ring of one rank of each host sends.
-    """
-    hosts, size = host_count(trace) or 1, trace.size
-    if hosts in (1, size) or not (arm.own_path or arm.over_nccl):
-        return 1.0
-    others = {info.provider for rank in trace.ranks for info in rank.transports if info.name == arm.transport} - {
-        "gloo"
-    }
-    seen = {one.algorithm for one in trace.nccl if one.function == "AllReduce"}
-    if not others or seen == {"RING"}:
-        return 1.0
-    return bus_factor("allreduce", hosts) / bus_factor("allreduce", size)
+def _as_a_ring(trace: Trace, arm: Arm) -> bool:
+    """True if all-reduces of an arm are known to be rings. NCCL and MPI may send by a tree or by levels."""
+    if not (arm.own_path or arm.over_nccl):
+        return True
+    providers = {info.provider for rank in trace.ranks for info in rank.transports if info.name == arm.transport}
+    return providers <= {"gloo"} or {one.algorithm for one in trace.nccl if one.function == "AllReduce"} == {"RING"}
 
 
 def rounds(trace: Trace, arm: Arm) -> int:

@@ -1,5 +1,6 @@
 """Verdicts on jobs unlike plain data parallelism: few calls, groups, receives, micro-batches, short records."""
 
+import re
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 from scenario.job import MIB, MS, Clockwork, Job, trace_of
 
 from netbottleneck.analysis import findings, traffic, usage, verdict
+from netbottleneck.report import html, summary, text
 from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.whatif.sweeps import savings
@@ -20,7 +22,7 @@ from netbottleneck.whatif.sweeps import savings
 def judged(trace, hosts=()):
     """The findings of a trace, and the verdict on them and on what the engine predicts."""
     found = findings.find(trace)
-    return found, verdict.decide(found, savings(found.trace, found.base, found.link_bps), hosts)
+    return found, verdict.decide(found, savings(found.trace, found.base, found.full_link_bps), hosts)
 
 
 def rule(decided, cause):
@@ -128,6 +130,20 @@ def test_groups_across_hosts_fill_the_link_together():
     assert found.achieved[STOCK].active_bps < 0.26 * link.link_bps
     assert decided.code == "LINK_LIMITED"
     assert rule(decided, "link").rests.startswith(("99 % of the link", "100 % of the link"))
+
+
+def test_all_parts_of_the_link_that_are_shown_are_of_the_bytes_on_the_interface():
+    """An all-to-all of hosts with two ranks, as of expert parallelism: both send most of their bytes to other hosts."""
+    job = Job(ranks=8, ranks_per_host=2, blocks=1, block_steps=31, kind="alltoall", jitter=0.005)
+    found, decided = judged(trace_of(replace(job, link_bps=1e9, flow_bps=1e9)))
+    assert 0.55 < found.achieved[STOCK].active_bps / found.link_bps < 0.6
+    assert rule(decided, "link").rests.startswith("100 % of the link")
+    assert re.search(r"stock +0.58 Gbit/s .* 100 %, ", text.text(found, decided))
+    assert summary.summary(found, decided)["bandwidth"]["stock"]["active_utilization"] == pytest.approx(1, abs=0.01)
+    assert ("in transfer", "0.58 Gbit/s", "100 % of the link") in html.tiles(found)
+    assert html.bandwidth(found).note.endswith(
+        "The full width is the link, 1.00 Gbit/s, full at a busbw of 0.58 Gbit/s."
+    )
 
 
 def test_few_large_operations_among_many_small_ones_are_not_latency():

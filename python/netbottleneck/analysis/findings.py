@@ -74,6 +74,7 @@ from netbottleneck.analysis.thresholds import (
     STEPS_MIN,
     TIMEOUT_NS,
 )
+from netbottleneck.analysis.traffic import ArmLink, on_interface
 from netbottleneck.trace.model import NOT_RECORDED, Collective, Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 from netbottleneck.units import gbit
@@ -137,7 +138,8 @@ class Delays:
 class Findings:
     """The numbers of a run.
 
-    trace: the run, with uncertain clocks aligned by its operations. clock_error_ns: largest error of a time difference
+    trace: the run, with uncertain clocks aligned by its operations. link_bps: of base. links: of each arm, as far as
+    their rates are known; {} if that of base is not. clock_error_ns: largest error of a time difference
     between two ranks. base: the arm that the verdict is about, or None if no step could be split into parts. share: the
     exposed or waiting part of base's steps together; moving_share: without what waits for the last rank. parts_ns: the
     parts of base's step that a verdict is about, with intervals; of PHASES, on the rank where they take longest in a
@@ -166,6 +168,7 @@ class Findings:
     achievable: Achievable | None
     link_bps: float | None
     scaling: Mapping[Arm, Scaling]
+    links: Mapping[Arm, ArmLink] = field(default_factory=dict)
     link_disproved: bool = False  # the trace states a rate of the link, but more moved
     costs: Mapping[str, Costs] = field(default_factory=dict)
     travels: Mapping[Arm, tuple[Travel, ...]] = field(default_factory=dict)
@@ -213,6 +216,12 @@ class Findings:
     def not_matched(self) -> str:
         """The note that the ranks' operations are not matched; "" if there is none."""
         return not_matched(self.trace)
+
+    @property
+    def full_link_bps(self) -> float | None:
+        """The busbw of a rank over base at which its link is full; None if the link is not known."""
+        link = None if self.base is None else self.links.get(self.base)
+        return self.link_bps if link is None else link.full_bps
 
     @property
     def link_burst_bytes(self) -> int | None:
@@ -449,6 +458,15 @@ def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[fl
     )
 
 
+def _links(
+    trace: Trace, base_bps: float | None, achieved: Mapping[Arm, Achieved | None], warmup: int
+) -> dict[Arm, ArmLink]:
+    """The links of the arms. base_bps: the rate of that of the base."""
+    if base_bps is None:
+        return {}
+    return {arm: ArmLink(base_bps, on_interface(trace, arm, warmup)) for arm in achieved}
+
+
 def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
     if achieved is None or achievable is None:
         return None
@@ -616,6 +634,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         achieved=_there(achieved),
         achievable=achievable_bandwidth(trace, _there(achieved).values()),
         link_bps=link_bps,
+        links=_links(trace, link_bps, achieved, warmup),
         link_disproved=bool(doubt),
         scaling=_there(factors),
         costs=costs(trace),

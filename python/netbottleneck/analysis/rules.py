@@ -28,7 +28,7 @@ from netbottleneck.analysis.rule_facts import (
 from netbottleneck.analysis.traffic import (
     FASTER_INTERFACE,
     NO_OTHERS,
-    OnInterface,
+    ArmLink,
     in_memory,
     on_interface,
     rating,
@@ -119,9 +119,9 @@ def link(facts: Facts) -> RuleResult:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
         return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
-    shared = on_interface(f.trace, facts.base) if f.link_bps else OnInterface()
-    used = shared.active * did.active_bps / limit
-    part, sure = _part_used(used, max(used * shared.least, _on_links(facts) / limit), what)
+    on_link = replace(f.links.get(facts.base, ArmLink(limit)), bps=limit)
+    used, average = on_link.used(did)
+    part, sure = _part_used(used, max(used * on_link.shared.least, _on_links(facts) / limit), what)
     predicted = facts.predicted.savings_ns
     saving, bound = facts.bounded(predicted.get("link") or facts.moving.scaled(min(used, 1.0)))
     return facts.evidence(
@@ -130,8 +130,8 @@ def link(facts: Facts) -> RuleResult:
         applies=used >= limits.LINK_UTILISATION,
         saving=_sure_if(sure, saving),
         rests=f"{part}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}{bound}",
-        why=f"In transfer {gbit(shared.active * did.active_bps)} of {gbit(limit)}, {part}; "
-        f"averaged over the step {percent(shared.average * did.average_bps / limit)}. A link without limit would save "
+        why=f"In transfer {gbit(used * limit)} of {gbit(limit)}, {part}; "
+        f"averaged over the step {percent(average)}. A link without limit would save "
         f"{facts.share(saving)}.{as_good_sentence(f)}",
         next=_send_less(f),
         needs=MORE_STEPS if sure else "Record NCCL's algorithm: NETBOTTLENECK_NCCL_EVENTS=1.",

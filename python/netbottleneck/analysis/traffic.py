@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.bandwidth import Achieved, bus_factor
 from netbottleneck.analysis.intervals import (
     counted,
     groups,
@@ -248,6 +248,23 @@ class OnInterface:
     active: float = 1.0
     average: float = 1.0
     least: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ArmLink:
+    """The link of an arm, and what the interface of a host carries of the arm's operations."""
+
+    bps: float
+    shared: OnInterface = OnInterface()
+
+    @property
+    def full_bps(self) -> float:
+        """The busbw of a rank at which the link is full."""
+        return self.bps / self.shared.active
+
+    def used(self, did: Achieved) -> tuple[float, float]:
+        """The parts of the link that the arm used: in transfer, and over the step."""
+        return self.shared.active * did.active_bps / self.bps, self.shared.average * did.average_bps / self.bps
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,7 +406,7 @@ class Run:
             return Predicted(refused="the what-if engine is not available: the C module is missing")
         trace, base = self.findings.trace, self.findings.base
         faster = {} if base is None else traffic.faster(trace, base, self.hosts)
-        return sweeps.savings(trace, base, self.findings.link_bps, faster)
+        return sweeps.savings(trace, base, self.findings.full_link_bps, faster)
 
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:

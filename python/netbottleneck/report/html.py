@@ -388,15 +388,15 @@ def bandwidth(findings: Findings) -> Shown:
             Row(arm, f"{gbit(did.active_bps)} in transfer", ((Piece("exposed", did.active_bps),),))
             for arm, did in findings.achieved.items()
         ]
-        drawn = bars("achieved rate by arm", rows, findings.link_bps or 0.0)
-        whole = f" The full width is the link, {gbit(findings.link_bps)}." if findings.link_bps else ""
+        drawn = bars("achieved rate by arm", rows, findings.full_link_bps or 0.0)
+        whole = f" The full width is the link, {text.link_text(findings)}." if findings.link_bps else ""
         why = f"Achievable: not probed ({text.why_not_probed(findings)}).{whole}"
         return Shown(title, (drawn,), (), why)
     levels = {arm: did.active_bps for arm, did in findings.achieved.items()}
     key = [("probe", f"probe over {probe.transport}")]
     key += [(colour(arm), f"{arm} {gbit(bps)} in transfer") for arm, bps in levels.items()]
-    key += [("link", f"the link {gbit(findings.link_bps)}")] if findings.link_bps else []
-    return Shown(title, (_rates(probe.points, levels, findings.link_bps),), tuple(key))
+    key += [("link", f"the link {text.link_text(findings)}")] if findings.link_bps else []
+    return Shown(title, (_rates(probe.points, levels, findings.full_link_bps),), tuple(key))
 
 
 def _rates(points: Sequence[tuple[int, float]], levels: Mapping[Arm, float], link_bps: float | None) -> Picture:
@@ -701,8 +701,8 @@ def tiles(findings: Findings) -> list[tuple[str, str, str]]:
     found.append(("exposed and waiting", percent(share), ms(parts.exposed_ns + parts.wait_ns)))
     did = findings.achieved.get(base)
     if did is not None:
-        link = findings.link_bps
-        part = percent(did.active_bps / link) if link and did.active_bps < link else "all"
+        link = findings.links.get(base)
+        part = "all" if link is None or did.active_bps >= link.full_bps else percent(link.used(did)[0])
         of_link = f"{part} of the link" if link else "link unknown"
         found.append(("in transfer", gbit(did.active_bps), of_link))
     pair = best_gain(findings)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.report.html import KINDS, lengths
+from netbottleneck.report.text import link_text
 from netbottleneck.trace.transports import TRANSPORT_COLOURS
 from netbottleneck.units import gbit, ms
 
@@ -164,10 +165,9 @@ def bandwidth(run: Run) -> Axes:
     if findings.achievable:
         _curve(axes, findings.achievable.transport, findings.achievable.points)
     _levels(axes, {name: achieved.active_bps for name, achieved in findings.achieved.items()}, "in transfer")
-    if findings.link_bps:
-        axes.axhline(
-            findings.link_bps / 1e9, color="#9a9a9a", linewidth=1, label=f"the link, {gbit(findings.link_bps)}"
-        )
+    full = findings.full_link_bps
+    if full:
+        axes.axhline(full / 1e9, color="#9a9a9a", linewidth=1, label=f"the link, {link_text(findings)}")
     return _finish_levels(axes, f"Achieved against achievable ({findings.label})")
 
 

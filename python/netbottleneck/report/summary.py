@@ -23,6 +23,7 @@ from netbottleneck.analysis.comparisons import Costs, Paired
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS, backward_spans, host_count, last_entries
 from netbottleneck.analysis.rule_facts import RuleResult, handicap_sentence
+from netbottleneck.analysis.traffic import ArmLink
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report.text import sentences
@@ -94,15 +95,16 @@ def _split(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _bandwidth(achieved: Achieved, link_bps: float | None) -> dict[str, Any]:
+def _bandwidth(achieved: Achieved, link: ArmLink | None) -> dict[str, Any]:
+    active, average = (None, None) if link is None else link.used(achieved)
     return {
         "active_bits_per_s": achieved.active_bps,
         "average_bits_per_s": achieved.average_bps,
         "active_p10_bits_per_s": achieved.p10_bps,
         "active_p90_bits_per_s": achieved.p90_bps,
         "wire_bits_per_s": achieved.wire_bps,
-        "active_utilization": achieved.active_bps / link_bps if link_bps else None,
-        "average_utilization": achieved.average_bps / link_bps if link_bps else None,
+        "active_utilization": active,
+        "average_utilization": average,
         "steps": achieved.steps,
     }
 
@@ -365,7 +367,7 @@ def summary(
         "network": _network(trace),
         "steps": _steps(findings),
         "split": {name: _split(parts) for name, parts in findings.parts.items()},
-        "bandwidth": {name: _bandwidth(found, findings.link_bps) for name, found in findings.achieved.items()},
+        "bandwidth": {name: _bandwidth(found, findings.links.get(name)) for name, found in findings.achieved.items()},
         "probe": _probe(findings.achievable),
         "costs": {name: _costs(found) for name, found in findings.costs.items()},
         "algorithms": {

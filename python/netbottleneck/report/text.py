@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import usage
+from netbottleneck.analysis.bandwidth import Achieved
 from netbottleneck.analysis.comparisons import Costs, Estimate, Travel
 from netbottleneck.analysis.findings import Findings, Parts, best_gain, stock_is_as_good
 from netbottleneck.analysis.intervals import Layer, device_error_ns, uncounted
@@ -23,6 +24,7 @@ from netbottleneck.analysis.joins import Join, unfinished
 from netbottleneck.analysis.nccl import NcclMean, nccl_label
 from netbottleneck.analysis.rule_facts import RuleResult, own_cost
 from netbottleneck.analysis.thresholds import GAIN_MIN
+from netbottleneck.analysis.traffic import ArmLink
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import caveats
@@ -177,10 +179,21 @@ def _levels(c: Costs) -> str:
     return f", two levels add {short(c.levels_ns)} and {short(c.levels_byte_ns)} a byte"
 
 
+def link_text(findings: Findings) -> str:
+    """The rate of the base's link, and the busbw at which it is full if that is another; "" if it is not known."""
+    rate, full = (None if bps is None else gbit(bps) for bps in (findings.link_bps, findings.full_link_bps))
+    return "" if rate is None else rate if rate == full else f"{rate}, full at a busbw of {full}"
+
+
+def _exceeds(link: ArmLink | None, found: Achieved) -> bool:
+    """True if an arm moved data faster than its link."""
+    return link is not None and link.used(found)[0] > 1
+
+
 def beyond_the_link(findings: Findings) -> list[str]:
     """Explanation of a transfer rate above the link's, if the link's cap explains it."""
-    link_bps, burst_bytes = findings.link_bps, findings.link_burst_bytes
-    faster = [name for name, found in findings.achieved.items() if link_bps and found.active_bps > link_bps]
+    burst_bytes = findings.link_burst_bytes
+    faster = [name for name, found in findings.achieved.items() if _exceeds(findings.links.get(name), found)]
     if not faster or burst_bytes is None:
         return []
     names = " and ".join(faster)
@@ -330,7 +343,7 @@ def bandwidth_table(findings: Findings) -> tuple[str, Table]:
             gbit(found.average_bps),
         ]
         if link:
-            cells.append(f"{percent(found.active_bps / link)}, {percent(found.average_bps / link)}")
+            cells.append(", ".join(map(percent, findings.links[name].used(found))))
         put_row(table, name, *cells)
     return title, table
 

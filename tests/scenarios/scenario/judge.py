@@ -64,7 +64,7 @@ def decide(
 ) -> Judged:
     """Decide, as a report does."""
     faster = {} if found.base is None else traffic.faster(found.trace, found.base, hosts)
-    predicted = sweeps.savings(found.trace, found.base, found.link_bps, faster)
+    predicted = sweeps.savings(found.trace, found.base, found.full_link_bps, faster)
     return Judged(found, verdict.decide(found, predicted, hosts, connected), hosts, connected)
 
 

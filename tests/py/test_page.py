@@ -331,7 +331,7 @@ def test_rates_are_drawn_beside_the_probe_and_the_link(run):
     assert labels == [
         "probe over ofi",
         *(f"{a} {gbit(bps)} in transfer" for a, bps in rates.items()),
-        "the link 2.00 Gbit/s",
+        "the link, 2.00 Gbit/s",
     ]
     titles = [title.text for title in parsed(picture).iter("title")]
     points = run.summary["probe"]["points"]

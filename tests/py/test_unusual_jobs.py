@@ -146,6 +146,16 @@ def test_all_parts_of_the_link_that_are_shown_are_of_the_bytes_on_the_interface(
     )
 
 
+def test_each_arm_has_the_link_of_its_own_interface():
+    job = Job(arms=("stock", "tcp"), blocks=4, jitter=0.005, link_known=False, link_bps=1e10, flow_bps=1e9)
+    found, decided = judged(trace_of(replace(job, interfaces={"stock": ("eth0", 1e9), "tcp": ("eth1", 1e10)})))
+    used = summary.summary(found, decided)["bandwidth"]
+    for arm, link_bps in (("stock", 1e9), ("tcp", 1e10)):
+        assert used[arm]["active_utilization"] == pytest.approx(used[arm]["active_bits_per_s"] / link_bps)
+    title, _ = text.bandwidth_table(found)
+    assert "the link is 1.00 Gbit/s for stock, 10.0 Gbit/s for tcp, as its interface states" in title
+
+
 def test_few_large_operations_among_many_small_ones_are_not_latency():
     """Batch norm over all ranks: 112 small calls, and one large bucket through a flow of a tenth of the link."""
     job = Job(ranks=4, blocks=1, block_steps=31, buckets=(1024,) * 112 + (5_500_000,), latency_ms=0.05)

@@ -461,10 +461,11 @@ def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[fl
 def _links(
     trace: Trace, base_bps: float | None, achieved: Mapping[Arm, Achieved | None], warmup: int
 ) -> dict[Arm, ArmLink]:
-    """The links of the arms. base_bps: the rate of that of the base."""
+    """The links of the arms, which may use other interfaces than the base. base_bps: the rate of that of the base."""
     if base_bps is None:
         return {}
-    return {arm: ArmLink(base_bps, on_interface(trace, arm, warmup)) for arm in achieved}
+    rates = {arm: link_rate(trace, arm, moved)[0] for arm, moved in achieved.items()}
+    return {arm: ArmLink(bps, on_interface(trace, arm, warmup)) for arm, bps in _there(rates).items()}
 
 
 def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
@@ -634,7 +635,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         achieved=_there(achieved),
         achievable=achievable_bandwidth(trace, _there(achieved).values()),
         link_bps=link_bps,
-        links=_links(trace, link_bps, achieved, warmup),
+        links=_links(trace, link_bps, {arm: achieved.get(arm) for arm in arms}, warmup),
         link_disproved=bool(doubt),
         scaling=_there(factors),
         costs=costs(trace),

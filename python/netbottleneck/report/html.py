@@ -388,14 +388,15 @@ def bandwidth(findings: Findings) -> Shown:
             Row(arm, f"{gbit(did.active_bps)} in transfer", ((Piece("exposed", did.active_bps),),))
             for arm, did in findings.achieved.items()
         ]
-        drawn = bars("achieved rate by arm", rows, findings.full_link_bps or 0.0)
-        whole = f" The full width is the link, {text.link_text(findings)}." if findings.link_bps else ""
+        one_link = len({link.full_bps for link in findings.links.values()}) == 1
+        drawn = bars("achieved rate by arm", rows, (findings.full_link_bps or 0.0) * one_link)
+        whole = f" The full width is {text.link_text(findings)}." if one_link else ""
         why = f"Achievable: not probed ({text.why_not_probed(findings)}).{whole}"
         return Shown(title, (drawn,), (), why)
     levels = {arm: did.active_bps for arm, did in findings.achieved.items()}
     key = [("probe", f"probe over {probe.transport}")]
     key += [(colour(arm), f"{arm} {gbit(bps)} in transfer") for arm, bps in levels.items()]
-    key += [("link", f"the link {text.link_text(findings)}")] if findings.link_bps else []
+    key += [("link", text.link_text(findings))] if findings.link_bps else []
     return Shown(title, (_rates(probe.points, levels, findings.full_link_bps),), tuple(key))
 
 

@@ -167,7 +167,7 @@ def bandwidth(run: Run) -> Axes:
     _levels(axes, {name: achieved.active_bps for name, achieved in findings.achieved.items()}, "in transfer")
     full = findings.full_link_bps
     if full:
-        axes.axhline(full / 1e9, color="#9a9a9a", linewidth=1, label=f"the link, {link_text(findings)}")
+        axes.axhline(full / 1e9, color="#9a9a9a", linewidth=1, label=link_text(findings))
     return _finish_levels(axes, f"Achieved against achievable ({findings.label})")
 
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,9 +180,10 @@ def _levels(c: Costs) -> str:
 
 
 def link_text(findings: Findings) -> str:
-    """The rate of the base's link, and the busbw at which it is full if that is another; "" if it is not known."""
+    """The base's link with its rate, and the busbw at which it is full if that is another; "" if it is not known."""
+    name = "the link" if len({link.bps for link in findings.links.values()}) < 2 else f"the link of {findings.base}"
     rate, full = (None if bps is None else gbit(bps) for bps in (findings.link_bps, findings.full_link_bps))
-    return "" if rate is None else rate if rate == full else f"{rate}, full at a busbw of {full}"
+    return "" if rate is None else f"{name}, {rate}" if rate == full else f"{name}, {rate}, full at a busbw of {full}"
 
 
 def _exceeds(link: ArmLink | None, found: Achieved) -> bool:
@@ -328,22 +329,30 @@ def _layer_table(findings: Findings) -> tuple[str, Table]:
     return f"Layers under {findings.base} (exposed: {findings.label} per bucket, attributed by bytes)", table
 
 
+def _rates_of(links: Mapping[Arm, ArmLink]) -> str:
+    """The rate of the arms' link; of each arm, if they differ."""
+    rates = {name: gbit(link.bps) for name, link in links.items()}
+    if len(set(rates.values())) == 1:
+        return next(iter(rates.values()))
+    return ", ".join(f"{rate} for {name}" for name, rate in rates.items())
+
+
 def bandwidth_table(findings: Findings) -> tuple[str, Table]:
     """Achieved bandwidth by transport, with the title of the table."""
-    link = findings.link_bps
+    links = {name: findings.links[name] for name in findings.achieved if name in findings.links}
     rated = "" if findings.trace.network else ", as its interface states or as declared"
     title = f"Achieved, busbw one way ({findings.label}); " + (
-        f"the link is {gbit(link)}{rated}" if link else "link unknown"
+        f"the link is {_rates_of(links)}{rated}" if links else "link unknown"
     )
-    table = make_table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if link else ()))
+    table = make_table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if links else ()))
     for name, found in findings.achieved.items():
         cells = [
             gbit(found.active_bps),
             spread(found.p10_bps, found.p90_bps, found.active_bps),
             gbit(found.average_bps),
         ]
-        if link:
-            cells.append(", ".join(map(percent, findings.links[name].used(found))))
+        if links:
+            cells.append(", ".join(map(percent, links[name].used(found))) if name in links else "-")
         put_row(table, name, *cells)
     return title, table
 
@@ -419,17 +428,17 @@ def _print_table(console: Console, title: str, table: Table) -> None:
     console.print(table)
 
 
-def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str, Table]:
+def _hosts_table(hosts: Sequence[HostUse], links: Mapping[Arm, ArmLink]) -> tuple[str, Table]:
     """Each host's busiest interface, or all of its links, average and active, and its cores."""
     table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP resent")
     for host in hosts:
         first = host.busiest
-        link = None if first == usage.LOOPBACK else link_bps
+        link = None if first == usage.LOOPBACK else links.get(host.arm)
         if not host.interfaces:  # its record is missing
             put_row(table, f"{host.rank} -", host.arm, "-", "-", "-", *core_cells(host), retransmitted(host))
         for number, use in enumerate(use for use in host.interfaces if use.interface == first):
             cells = [
-                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link:.0f}%" if link else "")
+                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link.bps:.0f}%" if link else "")
                 for bps in (use.active_bps, use.average_bps)
             ]
             rest = ["", "", ""] if number else [*core_cells(host), retransmitted(host)]
@@ -622,7 +631,7 @@ def render(
         if findings.nccl:
             _print_table(console, *_nccl_table(findings))
         if hosts:
-            _print_table(console, *_hosts_table(usage.by_link(findings.trace, hosts), findings.link_bps))
+            _print_table(console, *_hosts_table(usage.by_link(findings.trace, hosts), findings.links))
         _print_connections(console, connected)
         for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *algorithms(findings)):
             console.print(line, highlight=False, markup=False)

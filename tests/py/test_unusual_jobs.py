@@ -10,9 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
-from scenario.job import MIB, MS, Clockwork, Job, trace_of
+from scenario.job import MIB, MS, Clockwork, Job, connected_of, trace_of
 
 from netbottleneck.analysis import findings, traffic, usage, verdict
+from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.report import html, summary, text
 from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
@@ -154,6 +155,21 @@ def test_each_arm_has_the_link_of_its_own_interface():
         assert used[arm]["active_utilization"] == pytest.approx(used[arm]["active_bits_per_s"] / link_bps)
     title, _ = text.bandwidth_table(found)
     assert "the link is 1.00 Gbit/s for stock, 10.0 Gbit/s for tcp, as its interface states" in title
+
+
+def test_a_faster_link_of_the_slow_host_shortens_transfers_that_compute_hides_too():
+    job = Job(ranks=4, blocks=1, block_steps=40, jitter=0.005, link_bps=1e9, flow_bps=1e9, host_bps={2: 3e8})
+    found, connected = findings.find(trace_of(job)), connected_of(job)
+    usual = findings.find(trace_of(replace(job, host_bps={})))
+    saved_ns = found.parts_ns["step"].value - usual.parts_ns["step"].value
+    faster = traffic.faster(found.trace, STOCK, (), connected)
+    predicted = savings(found.trace, STOCK, found.full_link_bps, faster)
+    known, unknown = (
+        rule(verdict.decide(found, engine, (), connected), "link") for engine in (predicted, Predicted(refused="no"))
+    )
+    assert known.saving.value == pytest.approx(saved_ns, rel=0.01)
+    assert "shorter (predicted)." in known.why
+    assert unknown.saving.low <= saved_ns <= unknown.saving.high
 
 
 def test_few_large_operations_among_many_small_ones_are_not_latency():

@@ -28,6 +28,7 @@ from netbottleneck.analysis.rule_facts import (
 from netbottleneck.analysis.traffic import (
     FASTER_INTERFACE,
     NO_OTHERS,
+    NO_SLOW_LINK,
     ArmLink,
     in_memory,
     on_interface,
@@ -163,7 +164,9 @@ def _slow_link(facts: Facts, did: Achieved) -> RuleResult | None:
     moved_bps = on_interface(facts.f.trace, facts.base).active * did.active_bps
     if slow is None or moved_bps < limits.LINK_UTILISATION * slow.bps:
         return None
-    saving = facts.moving.scaled(1 - slow.bps / slow.others_bps)
+    predicted, least = facts.predicted.savings_ns.get(NO_SLOW_LINK), 1 - slow.bps / slow.others_bps
+    # Earlier transfers, which compute hides, are shorter too, so that later ones start earlier.
+    saving, bound = facts.bounded(predicted or replace(facts.moving.scaled(least), high=facts.moving.high))
     names = ", ".join(dict.fromkeys(r.hostname for r in facts.f.trace.ranks if r.rank in slow.ranks and r.hostname))
     whose = f"the host of rank{'s' if slow.ranks[1:] else ''} {listed(slow.ranks)}{f' ({names})' if names else ''}"
     return facts.evidence(
@@ -171,10 +174,11 @@ def _slow_link(facts: Facts, did: Achieved) -> RuleResult | None:
         "LINK_LIMITED",
         applies=True,
         saving=saving,
-        rests=f"its connections are busy {percent(slow.busy)} of communication time; exposed x ratio of the rates",
+        rests=f"its connections are busy {percent(slow.busy)} of communication time; "
+        f"{'predicted' if predicted else 'at least exposed x ratio of the rates'}{bound}",
         why=f"The link of {whose} is the slow one: in transfer {gbit(moved_bps)}. While its connections are busy, they "
         f"move {gbit(slow.bps)} one way at most, those between the other hosts {gbit(slow.others_bps)} or more. At "
-        f"that rate the step would be {facts.share(saving)} shorter.",
+        f"that rate the step would be {facts.share(saving)} shorter (predicted).",
         next=f"Look at the interface, cable and switch port of {whose}: their speed (ethtool) and caps.",
         needs=MORE_STEPS,
     )

@@ -18,7 +18,18 @@ from netbottleneck.analysis.intervals import (
     total,
 )
 from netbottleneck.analysis.thresholds import HEADERS, INTERFACE_CARRIES, MESSAGE_BYTES, OTHER_TRAFFIC
-from netbottleneck.analysis.usage import LOOPBACK, WAYS, Connected, ConnectionUse, HostUse, Use, by_link, steps_inside
+from netbottleneck.analysis.usage import (
+    LOOPBACK,
+    NO_CONNECTIONS,
+    WAYS,
+    Connected,
+    ConnectionUse,
+    HostUse,
+    Use,
+    by_link,
+    slow_link,
+    steps_inside,
+)
 from netbottleneck.trace.model import MEMORY_LANE, Collective, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import listed
@@ -453,14 +464,19 @@ def slow_interface(
     return (infos[0], infos[-1]) if infos and rating(infos[0]) < rating(infos[-1]) else None
 
 
-FASTER_INTERFACE, NO_OTHERS = "faster interface", "no other traffic"
+FASTER_INTERFACE, NO_OTHERS, NO_SLOW_LINK = "faster interface", "no other traffic", "no slow link"
 
 
-def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> dict[str, float]:
-    """By change, the largest factor of an arm's rate: over the faster interface; without the traffic of others."""
-    slow, others = slow_interface(trace, arm, uses), unseen(trace, arm, uses)
+def faster(trace: Trace, arm: Arm, uses: Sequence[HostUse], connected: Connected = NO_CONNECTIONS) -> dict[str, float]:
+    """By change, the factor of an arm's rate.
+
+    That is over the faster interface and without the traffic of others, the largest; and with a slow link of one host
+    as fast as the connections between the other hosts, the least.
+    """
+    slow, others, link = slow_interface(trace, arm, uses), unseen(trace, arm, uses), slow_link(trace, connected, arm)
     found = {} if slow is None else {FASTER_INTERFACE: rating(slow[1]) / rating(slow[0])}
-    return found if others is None or others.part >= 1 else {**found, NO_OTHERS: 1 / (1 - others.part)}
+    found |= {} if others is None or others.part >= 1 else {NO_OTHERS: 1 / (1 - others.part)}
+    return found if link is None else {**found, NO_SLOW_LINK: link.others_bps / link.bps}
 
 
 # The network of an arm as its hosts configure it: facts, none of which is known to cost time.

@@ -405,7 +405,7 @@ class Run:
         except ImportError:
             return Predicted(refused="the what-if engine is not available: the C module is missing")
         trace, base = self.findings.trace, self.findings.base
-        faster = {} if base is None else traffic.faster(trace, base, self.hosts)
+        faster = {} if base is None else traffic.faster(trace, base, self.hosts, self.connections)
         return sweeps.savings(trace, base, self.findings.full_link_bps, faster)
 
     @cached_property

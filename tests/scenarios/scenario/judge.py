@@ -63,7 +63,7 @@ def decide(
     connected: usage.Connected = usage.NO_CONNECTIONS,
 ) -> Judged:
     """Decide, as a report does."""
-    faster = {} if found.base is None else traffic.faster(found.trace, found.base, hosts)
+    faster = {} if found.base is None else traffic.faster(found.trace, found.base, hosts, connected)
     predicted = sweeps.savings(found.trace, found.base, found.full_link_bps, faster)
     return Judged(found, verdict.decide(found, predicted, hosts, connected), hosts, connected)
 

@@ -17,6 +17,7 @@ from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.report import html, summary, text
 from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
+from netbottleneck.units import percent
 from netbottleneck.whatif.sweeps import savings
 
 
@@ -155,6 +156,8 @@ def test_each_arm_has_the_link_of_its_own_interface():
         assert used[arm]["active_utilization"] == pytest.approx(used[arm]["active_bits_per_s"] / link_bps)
     title, _ = text.bandwidth_table(found)
     assert "the link is 1.00 Gbit/s for stock, 10.0 Gbit/s for tcp, as its interface states" in title
+    parts = (percent(used["tcp"][f"{over}_utilization"]) for over in ("active", "average"))
+    assert "".join(f"<td>{part}</td>" for part in parts) in html.page(found, decided)
 
 
 def test_a_faster_link_of_the_slow_host_shortens_transfers_that_compute_hides_too():

@@ -752,6 +752,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "layers": layers[:TOP_LAYERS],
         "layers_left": len(layers[TOP_LAYERS:]),
         "layers_left_ns": sum(layer.exposed_ns for layer in layers[TOP_LAYERS:]),
+        "link_rates": text.link_rates(findings),
         "wire_lines": [*text.beyond_the_link(findings), *text.costs(findings), *text.algorithms(findings)],
         "nccl": [(nccl_label(mean, findings.nccl), mean, text.nccl_cells(mean)) for mean in findings.nccl[:TOP_LAYERS]],
         "joins": text.join_rows(findings.joins),

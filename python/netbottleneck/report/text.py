@@ -329,29 +329,28 @@ def _layer_table(findings: Findings) -> tuple[str, Table]:
     return f"Layers under {findings.base} (exposed: {findings.label} per bucket, attributed by bytes)", table
 
 
-def _rates_of(links: Mapping[Arm, ArmLink]) -> str:
-    """The rate of the arms' link; of each arm, if they differ."""
-    rates = {name: gbit(link.bps) for name, link in links.items()}
-    if len(set(rates.values())) == 1:
-        return next(iter(rates.values()))
+def link_rates(findings: Findings) -> str:
+    """The rate of the link of the arms that moved data; of each arm, if they differ; "" if it is not known."""
+    links = findings.links
+    rates = {name: gbit(links[name].bps) for name in findings.achieved if name in links}
+    if len(set(rates.values())) < 2:
+        return next(iter(rates.values()), "")
     return ", ".join(f"{rate} for {name}" for name, rate in rates.items())
 
 
 def bandwidth_table(findings: Findings) -> tuple[str, Table]:
     """Achieved bandwidth by transport, with the title of the table."""
-    links = {name: findings.links[name] for name in findings.achieved if name in findings.links}
+    links, link = findings.links, link_rates(findings)
     rated = "" if findings.trace.network else ", as its interface states or as declared"
-    title = f"Achieved, busbw one way ({findings.label}); " + (
-        f"the link is {_rates_of(links)}{rated}" if links else "link unknown"
-    )
-    table = make_table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if links else ()))
+    title = f"Achieved, busbw one way ({findings.label}); " + (f"the link is {link}{rated}" if link else "link unknown")
+    table = make_table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if link else ()))
     for name, found in findings.achieved.items():
         cells = [
             gbit(found.active_bps),
             spread(found.p10_bps, found.p90_bps, found.active_bps),
             gbit(found.average_bps),
         ]
-        if links:
+        if link:
             cells.append(", ".join(map(percent, links[name].used(found))) if name in links else "-")
         put_row(table, name, *cells)
     return title, table

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from netbottleneck.analysis import comparisons
+from netbottleneck.analysis import changes, comparisons
 from netbottleneck.analysis.intervals import middle_half
 from netbottleneck.trace.transports import Arm
 
@@ -236,12 +236,12 @@ def test_no_change_is_seen_in_values_of_one_level():
         noise = draw.normal(0, 0.1, 500)
         groups = np.arange(500) // 10 % 3
         found += [
-            comparisons.last_change(np.exp(noise + groups), groups),
-            comparisons.last_change(np.exp(noise), groups * 0),
+            changes.last_change(np.exp(noise + groups), groups),
+            changes.last_change(np.exp(noise), groups * 0),
         ]
     assert sum(place > 0 for place in found) <= 1
-    assert comparisons.last_change(np.ones(500), np.zeros(500, int)) == 0
-    assert comparisons.last_change([], []) == 0
+    assert changes.last_change(np.ones(500), np.zeros(500, int)) == 0
+    assert changes.last_change([], []) == 0
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.25, 3.0])
@@ -253,7 +253,7 @@ def test_the_last_change_is_found_where_it_is(factor, after):
         groups = np.arange(200 + after) // 5 % 2
         level = np.where(np.arange(200 + after) < 200, 1.0, factor) * np.where(draw.random(200 + after) < 0.02, 10, 1)
         values = np.exp(draw.normal(0, 0.02, 200 + after)) * level * (1 + groups)
-        assert abs(comparisons.last_change(values, groups) - 200) <= 10
+        assert abs(changes.last_change(values, groups) - 200) <= 10
 
 
 @pytest.mark.parametrize(("steps", "at"), [(100, 50), (100, 45), (120, 40), (90, 37), (200, 100)])
@@ -266,14 +266,14 @@ def test_a_change_near_the_middle_is_found_among_arms_in_turns(steps, at, factor
     for seed in range(50):
         noise = np.random.default_rng(seed).normal(0, 0.02, steps)
         values = np.exp(noise) * np.where(place >= at, factor, 1.0) * (1 + 0.05 * groups)
-        found.append(comparisons.last_change(values, groups))
+        found.append(changes.last_change(values, groups))
     assert sum(abs(each - at) <= 1 for each in found) >= 47
 
 
 def test_ten_steps_show_a_large_change():
     for seed in range(100):
         values = np.exp(np.random.default_rng(seed).normal(0, 0.1, 110)) * np.repeat([1.0, 2.0], [100, 10])
-        assert 95 <= comparisons.last_change(values, np.zeros(110, int)) <= 100
+        assert 95 <= changes.last_change(values, np.zeros(110, int)) <= 100
 
 
 @pytest.mark.parametrize("share", [0.25, 0.6])
@@ -283,8 +283,8 @@ def test_steps_that_are_rarely_slow_are_a_change_and_a_few_are_none(share):
         values = np.exp(draw.normal(0, 0.05, 260))
         few = values * np.where(draw.random(260) < 0.02, 3, 1)
         late = values * np.where((np.arange(260) >= 200) & (draw.random(260) < share), 3, 1)
-        assert comparisons.last_change(few, np.zeros(260, int)) == 0
-        assert 190 <= comparisons.last_change(late, np.zeros(260, int)) < 250
+        assert changes.last_change(few, np.zeros(260, int)) == 0
+        assert 190 <= changes.last_change(late, np.zeros(260, int)) < 250
 
 
 def test_values_that_are_like_their_neighbours_and_short_groups_of_slow_ones_are_no_change():
@@ -294,15 +294,15 @@ def test_values_that_are_like_their_neighbours_and_short_groups_of_slow_ones_are
         noise = np.zeros(500)
         for at in range(1, 500):
             noise[at] = 0.9 * noise[at - 1] + draw.normal(0, 0.1 * math.sqrt(1 - 0.81))
-        found.append(comparisons.last_change(np.exp(noise), np.zeros(500, int)))
+        found.append(changes.last_change(np.exp(noise), np.zeros(500, int)))
     assert sum(place > 0 for place in found) <= 5
     for last in range(200, 500):
         values = np.where(np.arange(last) % 120 < 8, 2.0, 1.0) * np.exp(
             np.random.default_rng(last).normal(0, 0.02, last)
         )
-        assert comparisons.last_change(values, np.zeros(last, int)) == 0
+        assert changes.last_change(values, np.zeros(last, int)) == 0
 
 
 def test_only_the_last_of_several_changes_counts():
     values = np.repeat([1.0, 4.0, 2.0], 60) * np.exp(np.random.default_rng(1).normal(0, 0.05, 180))
-    assert comparisons.last_change(values, np.zeros(180, int)) == 120
+    assert changes.last_change(values, np.zeros(180, int)) == 120

@@ -11,7 +11,8 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.comparisons import Estimate, Floats, last_shift, mean_of_delays, mean_of_steps
+from netbottleneck.analysis.changes import last_shift
+from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_delays, mean_of_steps
 from netbottleneck.analysis.hidden import saved_by_even, saved_by_punctual
 from netbottleneck.analysis.intervals import Split, host_count, intersection, intervals, total
 from netbottleneck.analysis.thresholds import (

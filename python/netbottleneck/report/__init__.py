@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from netbottleneck.analysis import traffic, usage, verdict
-from netbottleneck.analysis.comparisons import CHANGE_VALUES, last_change
+from netbottleneck.analysis.changes import CHANGE_VALUES, last_change
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import Predicted

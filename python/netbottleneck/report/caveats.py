@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
 from netbottleneck.analysis.bandwidth import stream_changes
-from netbottleneck.analysis.comparisons import CHANGE_VALUES, changed_at
+from netbottleneck.analysis.changes import CHANGE_VALUES
+from netbottleneck.analysis.comparisons import changed_at
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import handicap_sentence

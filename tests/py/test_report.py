@@ -100,6 +100,14 @@ def test_a_run_without_a_base_has_no_differences(tmp_path):
         assert "paired by block" not in shown
 
 
+def test_a_comparison_that_single_long_steps_change_says_so(run):
+    found = run.findings
+    pairs = tuple(replace(pair, note="by mean steps") for pair in found.comparisons)
+    said = caveats.warnings(replace(found, comparisons=pairs, handicap=replace(found.handicap, note="by mean steps")))
+    assert {"comparison with ofi: by mean steps.", "comparison with bare: by mean steps."} <= set(said)
+    assert not any("mean steps" in line for line in caveats.warnings(found))
+
+
 def test_lost_lanes_of_one_pair_of_ranks_form_one_line(run):
     lost = [tr.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
     faults = (*lost, tr.Fault(1, "peer_lost", 5, (0,)), tr.Fault(1, "lane_lost", 6, (0,), lane=2))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from netbottleneck.analysis import bandwidth, comparisons, findings, intervals
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
-from netbottleneck.trace.transports import Arm
+from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.whatif import fit
 from netbottleneck.whatif.cost import Link
 from ringwriter import MS, FakeRun
@@ -386,6 +386,9 @@ def test_algorithms_are_listed_by_size_for_one_rank():
     }
 
 
+A, B = Arm("a"), Arm("b")
+
+
 def blocks_of(*blocks):
     """A trace of blocks, each (transport, lengths of its steps)."""
     steps, now, index = [], 0, 0
@@ -404,14 +407,14 @@ def test_the_first_step_of_each_block_is_not_counted():
 
 def test_neighbouring_blocks_are_paired_once_each_across_third_transports():
     rows = [("bare", [1, 1]), ("a", [1, 100]), ("b", [1, 80])] * 3
-    found = comparisons.compare(blocks_of(*rows), "a", "b")
+    found = comparisons.compare(blocks_of(*rows), A, B)
     assert found.pairs == 3
     ends = found.difference_ns.value, found.difference_ns.low, found.difference_ns.high
     assert ends == pytest.approx((-20, -20, -20))
     assert found.ratio.value == pytest.approx(0.8)
     assert found.gain.value == pytest.approx(0.2)
-    assert comparisons.compare(blocks_of(("a", [1, 2])), "a", "b") is None
-    assert not comparisons.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
+    assert comparisons.compare(blocks_of(("a", [1, 2])), A, B) is None
+    assert not comparisons.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), A, B).enough
 
 
 def test_a_common_drift_is_not_a_difference():
@@ -420,13 +423,58 @@ def test_a_common_drift_is_not_a_difference():
     for pair in range(6):
         names = ("a", "b") if pair % 2 == 0 else ("b", "a")
         rows += [(name, [1, *(10_000 * (1 + pair) + random.integers(0, 100, 8))]) for name in names]
-    found = comparisons.compare(blocks_of(*rows), "a", "b")
+    found = comparisons.compare(blocks_of(*rows), A, B)
     assert found.difference_ns.low <= 0 <= found.difference_ns.high
     assert found.difference_ns.high - found.difference_ns.low < 200
 
 
+def uneven_pairs(pairs, steps, of_a, of_b):
+    """Steps of `a`, of 1000, and of `b`, of 940. of_a, of_b: by (block, step), what single ones take longer."""
+    random, rows = np.random.default_rng(1), []
+    for block in range(pairs):
+        for name, usual, more in (("a", 1000, of_a), ("b", 940, of_b)):
+            lengths = usual + random.integers(-2, 3, steps)
+            rows.append((name, [1, *(int(own) + more.get((block, at), 0) for at, own in enumerate(lengths))]))
+    return comparisons.compare(blocks_of(*rows), A, B)
+
+
+EVERY_FIFTH = {(block, at): 2000 for block in range(6) for at in range(block % 5, 20, 5)}
+
+
+def test_an_arm_with_many_long_steps_is_compared_by_mean_steps():
+    slower, faster = uneven_pairs(6, 20, {}, EVERY_FIFTH), uneven_pairs(6, 20, EVERY_FIFTH, {})
+    assert slower.gain.high < -0.3
+    assert slower.ratio.value == pytest.approx(1.34, abs=0.01)
+    assert slower.difference_ns.value == pytest.approx(340, abs=5)
+    assert faster.ratio.value == pytest.approx(940 / 1400, abs=0.01)
+    assert faster.base_ns == pytest.approx(1400, abs=5)
+    assert all(found.note.startswith("by mean steps") for found in (slower, faster))
+    both = uneven_pairs(6, 20, EVERY_FIFTH, {place: 1880 for place in EVERY_FIFTH})
+    assert both.ratio.value == pytest.approx(0.94, abs=0.001)
+    assert both.note == ""
+
+
+@pytest.mark.parametrize("pairs", [4, 10])
+def test_a_single_long_step_changes_no_comparison(pairs):
+    plain = uneven_pairs(pairs, 10, {}, {})
+    assert plain.gain.low > 0.05
+    for stalls in (({(1, 3): 200_000}, {}), ({}, {(1, 3): 200_000})):
+        found = uneven_pairs(pairs, 10, *stalls)
+        assert (found.gain.value, found.note) == (pytest.approx(plain.gain.value, abs=1e-3), "")
+        assert found.gain.low > 0.05
+
+
+def test_a_few_long_steps_leave_a_comparison_undecided_on_their_side():
+    few = {(0, 3): 10_000, (2, 7): 10_000}
+    slower, faster = uneven_pairs(4, 10, {}, few), uneven_pairs(4, 10, few, {})
+    assert slower.gain.low < 0 < slower.gain.value < slower.gain.high < 0.07
+    assert 0.05 < faster.gain.low < faster.gain.value < 0.07 < faster.gain.high
+    assert slower.note == faster.note == "single steps are much longer: the interval includes that of mean steps"
+    assert slower.more_pairs(0.03) > 4
+
+
 def test_a_comparison_is_the_same_each_time(run):
-    assert comparisons.compare(run, "stock", "ofi") == comparisons.compare(run, "stock", "ofi")
+    assert comparisons.compare(run, STOCK, Arm("ofi")) == comparisons.compare(run, STOCK, Arm("ofi"))
 
 
 def test_scaling_is_measured_if_one_rank_ran_alone(tmp_path):

@@ -23,6 +23,7 @@ from netbottleneck.analysis.thresholds import (
     FIT_ALONE_PART,
     FIT_OPERATIONS_MIN,
     FIT_SIZES_RATIO_MIN,
+    GAIN_MIN,
     PAIRS_MIN,
 )
 from netbottleneck.trace.model import Collective, Step, Trace
@@ -415,7 +416,8 @@ class Paired:
     block, or its mean step: see `compare`. difference_ns: other minus base, of base's median block: so both say the
     same, also where steps get longer or shorter during the run. spread: standard deviation of the pairs' logarithms,
     larger if neighbours are alike, None if not known. until: the step of a probe that changed the streams of an arm, if
-    the blocks are those before it; None: no such blocks are among the pairs.
+    the blocks are those before it; None: no such blocks are among the pairs. note: what single long steps change in the
+    comparison; "": nothing.
     """
 
     base: Arm
@@ -426,6 +428,7 @@ class Paired:
     ratio: Estimate
     spread: float | None = None
     until: int | None = None
+    note: str = ""
 
     @property
     def enough(self) -> bool:
@@ -474,18 +477,70 @@ def compare_blocks(
     return Paired(base_arm, other_arm, len(logs), found.steps, difference, ratio, spread)
 
 
+def _ratio_of_means(found: BlockPairs) -> tuple[Estimate, float]:
+    """Ratio of the mean steps of paired blocks, and the deviation of a pair from it, as a part of other's step.
+
+    Student's interval, of a ratio estimator (Cochran, Sampling Techniques, 6). Unlike a mean of logarithms, it has the
+    whole weight of long steps that are in few blocks.
+    """
+    step_ns = max(float(found.base.mean()), 1.0)
+    ratio = max(float(found.other.mean()), 1.0) / step_ns
+    apart = (found.other - ratio * found.base) / step_ns
+    own, factor = _student_interval(apart), _of_alike(apart)
+    half = factor * (own.high - own.low) / 2
+    return Estimate(ratio, max(ratio - half, 0.0), ratio + half), factor * float(apart.std(ddof=1)) / ratio
+
+
+def _without_longest(blocks: Blocks) -> Blocks:
+    """The blocks with the median of its block in place of the longest step."""
+    block = max(blocks, key=lambda one: blocks[one].max())
+    steps = blocks[block].copy()
+    steps[steps.argmax()] = np.median(steps)
+    return {**blocks, block: steps}
+
+
+def _apart(value: float, usual: Estimate) -> bool:
+    """True if a ratio of mean steps is outside of the interval of that of median steps by more than GAIN_MIN."""
+    return not usual.low - GAIN_MIN <= value <= usual.high + GAIN_MIN
+
+
+def _with_long_steps(pair: Paired, base: Blocks, other: Blocks) -> Paired:
+    """Return a comparison of median steps as one of mean steps where these surely differ from it.
+
+    Where they may differ, its interval includes theirs on that side. One long step of an arm changes nothing.
+    """
+    of_medians, of_means = block_pairs(base, other), block_pairs(base, other, np.mean)
+    rest = block_pairs(_without_longest(base), _without_longest(other), np.mean)
+    if of_medians is None or of_means is None or rest is None or not pair.enough:
+        return pair
+    (means, spread), (without, _) = _ratio_of_means(of_means), _ratio_of_means(rest)
+    usual = pair.ratio
+    if not (_apart(means.value, usual) and _apart(without.value, usual)):
+        return pair
+    if means.low > usual.high or means.high < usual.low:
+        ratio, step_ns, note = means, float(of_means.base.mean()), "by mean steps: single steps are much longer"
+    else:
+        low, high = (means.low, usual.high) if means.value < usual.value else (usual.low, means.high)
+        ratio, step_ns = Estimate(usual.value, low, high), float(np.median(of_medians.base))
+        note = "single steps are much longer: the interval includes that of mean steps"
+    difference = Estimate(*(step_ns * (end - 1) for end in (ratio.value, ratio.low, ratio.high)))
+    return replace(pair, ratio=ratio, difference_ns=difference, spread=spread, note=note)
+
+
 def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> Paired | None:
     """Paired comparison of two arms of one run; None if they have no neighbouring blocks.
 
-    By the median step of each block, or by its mean step if the steps of an arm `are_mixed`. After a probe that changed
-    the streams of an arm, by the blocks behind it; by those before it if these are too few.
+    By the median step of each block, or by its mean step if the steps of an arm `are_mixed`, or if single long steps
+    make the means differ from the medians. After a probe that changed the streams of an arm, by the blocks behind it;
+    by those before it if these are too few.
     """
     mixed = any(_sends_in_some(trace, arm) for arm in (base, other))
 
     def among(steps: Iterable[Step]) -> Paired | None:
         part = replace(trace, steps=tuple(steps))
         one, two = (step_times(part, arm, warmup) for arm in (base, other))
-        return compare_blocks(base, other, one, two, np.mean if mixed else np.median)
+        pair = compare_blocks(base, other, one, two, np.mean if mixed else np.median)
+        return pair if pair is None or mixed else _with_long_steps(pair, one, two)
 
     changes = stream_changes(trace)
     until = max((changes[arm.transport].step for arm in (base, other) if arm.transport in changes), default=None)

@@ -122,4 +122,8 @@ def warnings(findings: Findings) -> list[str]:
     for pair in findings.comparisons:
         if not pair.enough:
             found.append(f"comparison with {pair.other}: {pair.pairs} pair(s) of blocks, too few for an interval.")
+        elif pair.note:
+            found.append(f"comparison with {pair.other}: {pair.note}.")
+    if findings.handicap is not None and findings.handicap.note:
+        found.append(f"comparison with {findings.handicap.base}: {findings.handicap.note}.")
     return [*found, *trace.notes]

@@ -230,7 +230,7 @@ def test_a_gate_does_not_judge_runs_that_are_not_comparable(made, tmp_path, caps
     gate = ["--max-step-time-regression-pct", "5", "--html", str(path)]
     assert cli.main(["compare", str(first), str(second), *gate]) == 4
     captured = capsys.readouterr()
-    assert captured.err == f"netbottleneck compare: not judged: {line}\n"
+    assert captured.err.startswith(f"netbottleneck compare: not judged: {line}")
     assert f"! {line}" in " ".join(captured.out.split())
     assert "<h1>Not compared</h1>" in path.read_text()
     assert "includes 0" not in path.read_text()
@@ -254,6 +254,14 @@ def test_a_gate_does_not_judge_a_record_of_another_kind(made, tmp_path, capsys, 
 def lost(trace, **changed):
     """Return the trace with another description of rank 1."""
     return replace(trace, ranks=tuple(replace(one, **(changed if one.rank == 1 else {})) for one in trace.ranks))
+
+
+def test_ranks_on_fewer_hosts_are_not_comparable(made, tmp_path):
+    run, other = made("a"), tmp_path / "one.jsonl.gz"
+    model.write(lost(Run(run).trace, host_id=Run(run).trace.ranks[0].host_id), other)
+    assert compare.compare(run, other).unjudged == ("not comparable: hosts: 2 in A, 1 in B",)
+    model.write(lost(Run(run).trace, host_id=""), other)
+    assert compare.compare(run, other).unjudged == ()
 
 
 def without(trace, rank):

@@ -359,7 +359,7 @@ def _compare(argv: Sequence[str]) -> int:
         type=float,
         help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer; else with code 4 "
         "if a transport or cell of A could not be judged, as B does not have it, has too few counted steps, or "
-        "differs in ranks, model, gradients or link",
+        "differs in ranks, hosts, model, gradients or link",
     )
     args = parser.parse_args(argv)
     percent = args.max_step_time_regression_pct

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from netbottleneck.analysis.comparisons import Estimate, changed_at, middle, ratio_of_runs, step_times, typical_step
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.intervals import missing_ranks
+from netbottleneck.analysis.intervals import host_count, missing_ranks
 from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.report import Run, html
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, Shown, bars, short_name
@@ -169,6 +169,7 @@ SAME: Mapping[str, Callable[[Trace], str]] = {
     "recorder": lambda trace: trace.recorder or "netbottleneck",
     "origin": lambda trace: trace.origin,
     "ranks": lambda trace: str(trace.size),
+    "hosts": lambda trace: str(host_count(trace) or ""),
     "model": lambda trace: trace.model,
     "gradients": _gradient_bytes,
     "link": _link,

@@ -176,6 +176,24 @@ def test_a_single_pair_has_no_bounds_and_two_are_not_enough():
     assert two.more_pairs(0.03) == 1
 
 
+@pytest.mark.parametrize("blocks", [2, 3, 4, 8])
+def test_equal_runs_of_any_number_of_blocks_are_rarely_surely_unlike(blocks):
+    """The steps of a block are closer to each other than to those of another block."""
+    random = np.random.default_rng(blocks)
+    level, steps = random.standard_normal((RUNS, 2, blocks, 1)), random.standard_normal((RUNS, 2, blocks, 14))
+    runs = np.exp(0.03 * level + 0.003 * steps)
+    found = [comparisons.ratio_of_runs(*(dict(enumerate(1e8 * run)) for run in pair)) for pair in runs]
+    assert sum(not one.low <= 1 <= one.high for one in found) <= 0.07 * RUNS
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.8])
+def test_the_interval_of_runs_of_one_block_covers_steps_that_are_alike(rho):
+    random = np.random.default_rng(7)
+    runs = 1e8 * np.exp(0.03 * correlated(random, (RUNS, 2, 60), rho, random.standard_normal))
+    found = [comparisons.ratio_of_runs({0: before}, {0: after}) for before, after in runs]
+    assert sum(not one.low <= 1 <= one.high for one in found) <= 0.07 * RUNS
+
+
 def test_no_value_is_an_error():
     for estimate in (comparisons.middle, comparisons.mean_of_steps):
         with pytest.raises(ValueError, match="at least one value"):

@@ -46,8 +46,8 @@ NORMAL = 1.959964
 BATCHES, BATCH_STEPS = 10, 4
 # Largest correlation of neighbouring steps that an interval takes into account.
 ALIKE_MOST = 0.9
-# Fewest blocks whose medians stand for a run.
-BLOCKS_MIN = 5
+# A run of one block is cut into at most this many parts.
+PARTS = 5
 # Largest number of pairs that is planned.
 PLAN_MAX = 10_000
 # Largest logarithm of a ratio whose exponential is finite.
@@ -560,38 +560,56 @@ def _sends_in_some(trace: Trace, arm: Arm) -> bool:
     return are_mixed(len(steps - sending), len(steps))
 
 
-def _levels(blocks: Blocks) -> Floats:
-    """Logarithms of independent parts of a run: its blocks' medians, or if it has few blocks, parts of its steps."""
+def _parts_of_run(blocks: Blocks) -> tuple[list[Floats], float]:
+    """The blocks of a run, or of a single block, PARTS parts of its steps; and the factor of an interval over them.
+
+    Blocks are independent. The parts of a block are not: see _widening.
+    """
     parts = [steps for _, steps in sorted(blocks.items())]
-    if len(parts) < BLOCKS_MIN:
-        steps = np.concatenate(parts)
-        parts = np.array_split(steps, min(BLOCKS_MIN, len(steps)))
+    if len(parts) > 1:
+        return parts, 1.0
+    (steps,) = parts
+    count = min(PARTS, len(steps))
+    return np.array_split(steps, count), _widening(steps, count)
+
+
+def _levels(parts: Sequence[Floats]) -> Floats:
+    """Logarithms of the medians of the parts of a run."""
     levels: Floats = np.log([max(float(np.median(part)), 1.0) for part in parts])
     return levels
 
 
 def typical_step(blocks: Blocks) -> float:
-    """Return ns of the step of a run as ratio_of_runs compares it: the geometric mean over its blocks' medians."""
-    return math.exp(float(_levels(blocks).mean()))
+    """Return ns of the step of a run as ratio_of_runs compares it: the geometric mean over its parts' medians."""
+    return math.exp(float(_levels(_parts_of_run(blocks)[0]).mean()))
 
 
 def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:
     """Return the step of one run over that of another, by the distributions of their blocks; None without steps.
 
     Welch's interval over the logarithms of the blocks' medians. It covers the noise within the runs, not a change of
-    the machine between them.
+    the machine between them; of a run of one block, the noise within that block.
     """
     if not before or not after:
         return None
-    first, second = _levels(before), _levels(after)
-    value = float(second.mean() - first.mean())
-    parts = [float(own.var(ddof=1)) / len(own) if len(own) > 1 else math.inf for own in (first, second)]
-    whole = sum(parts)
-    half = math.inf if math.isinf(whole) else 0.0
-    if 0 < whole < math.inf:
-        degrees = whole**2 / sum(part**2 / (len(own) - 1) for part, own in zip(parts, (first, second), strict=True))
-        half = student(int(degrees)) * math.sqrt(whole)
+    both = [_parts_of_run(blocks) for blocks in (before, after)]
+    levels = [_levels(parts) for parts, _ in both]
+    half = _welch(levels, [factor for _, factor in both])
+    value = float(levels[1].mean() - levels[0].mean())
     return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half) if half < LOG_MAX else math.inf)
+
+
+def _welch(samples: Sequence[Floats], factors: Sequence[float]) -> float:
+    """Half of Welch's interval of the difference of two means. factors: of the deviation of each mean."""
+    variances = [
+        factor**2 * float(own.var(ddof=1)) / len(own) if len(own) > 1 else math.inf
+        for own, factor in zip(samples, factors, strict=True)
+    ]
+    whole = sum(variances)
+    if not 0 < whole < math.inf:
+        return whole
+    degrees = whole**2 / sum(part**2 / (len(own) - 1) for part, own in zip(variances, samples, strict=True))
+    return student(int(degrees)) * math.sqrt(whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,7 @@ def _change(ratio: Estimate) -> str:
     return f"{value} ({percent(ratio.low - 1, signed=True)} to {percent(ratio.high - 1, signed=True)})"
 
 
-# What the columns A and B are; ratio_of_runs says what stands for few blocks.
+# What the columns A and B are; ratio_of_runs says what stands for a single block.
 STEPS = "geometric mean of block medians"
 
 

@@ -208,6 +208,42 @@ def test_a_regression_over_all_cells_fails_the_gate_and_is_named(uneven, tmp_pat
     assert "<td>stock, all cells</td><td></td><td></td>" in page
 
 
+class Stopping(FakeRun):
+    """A run over stock in which the steps of some indices take 600 ms longer."""
+
+    def __init__(self, folder, long, **settings):
+        super().__init__(folder, blocks=6, block_steps=20, transports=("stock",), **settings)
+        self.long = long
+
+    def _step(self, rings, begin, index, block, transport):
+        self.transfer_ms["stock"] = 35, 723 if index in self.long else 123
+        return super()._step(rings, begin, index, block, transport)
+
+
+@pytest.mark.parametrize(
+    ("long", "code", "title"),
+    [(range(2, 120, 5), 3, "B is slower"), ([45], 4, "No sure change"), ((), 0, "No sure change")],
+)
+def test_a_gate_does_not_pass_a_run_with_longer_single_steps(tmp_path, capsys, long, code, title):
+    first, second = (Stopping(tmp_path / name, steps).write() for name, steps in (("a", ()), ("b", long)))
+    gate = ["--max-step-time-regression-pct", "2.5", "--html", str(tmp_path / "c.html")]
+    assert cli.main(["compare", str(first), str(second), *gate]) == code
+    said = capsys.readouterr()
+    (row,) = compare.compare(first, second).rows
+    assert row.ratio.value == pytest.approx(1, abs=0.01)  # of medians
+    assert (row.means is not None) == (code != 0)
+    assert ("! stock: by mean steps +" in said.out) == (code != 0)
+    assert ("not judged: stock: by mean steps +" in said.err) == (code == 4)
+    page = (tmp_path / "c.html").read_text()
+    assert f"<h1>{title}</h1>" in page
+    assert ("by mean steps.</p>" in page) == (code == 3)
+
+
+def test_a_run_without_the_long_steps_of_the_first_passes_the_gate(tmp_path):
+    first, second = (Stopping(tmp_path / n, steps).write() for n, steps in (("a", range(2, 120, 5)), ("b", ())))
+    assert cli.main(["compare", str(first), str(second), "--max-step-time-regression-pct", "5"]) == 0
+
+
 OTHER_LINK = {"how": "a lab", "link_bps": 4e9, "flow_bps": [5e8], "verified": {}}
 
 

@@ -595,7 +595,24 @@ def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:
     both = [_parts_of_run(blocks) for blocks in (before, after)]
     levels = [_levels(parts) for parts, _ in both]
     half = _welch(levels, [factor for _, factor in both])
-    value = float(levels[1].mean() - levels[0].mean())
+    return _of_logarithm(float(levels[1].mean() - levels[0].mean()), half)
+
+
+def ratio_of_means(before: Blocks, after: Blocks) -> Estimate | None:
+    """Return the mean step of one run over that of another, as ratio_of_runs does for their medians.
+
+    Welch's interval over the means of the blocks, each as a part of its run's.
+    """
+    if not before or not after:
+        return None
+    both = [_parts_of_run(blocks) for blocks in (before, after)]
+    means = [max(float(np.concatenate(parts).mean()), 1.0) for parts, _ in both]
+    levels = [np.array([part.mean() for part in parts]) / mean for (parts, _), mean in zip(both, means, strict=True)]
+    return _of_logarithm(math.log(means[1] / means[0]), _welch(levels, [factor for _, factor in both]))
+
+
+def _of_logarithm(value: float, half: float) -> Estimate:
+    """A ratio, from its logarithm and half of the interval of that."""
     return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half) if half < LOG_MAX else math.inf)
 
 

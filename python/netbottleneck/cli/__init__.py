@@ -385,11 +385,12 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _gate(found: Comparison, limit: float) -> int:
     """Return the exit code of a gate, and name on stderr what it could not judge."""
-    if found.unjudged:
-        print(f"netbottleneck compare: not judged: {'; '.join(found.unjudged)}", file=sys.stderr)
+    unjudged = found.not_judged(limit)
+    if unjudged:
+        print(f"netbottleneck compare: not judged: {'; '.join(unjudged)}", file=sys.stderr)
     if found.regressions(limit):
         return GATE
-    return INCONCLUSIVE if found.unjudged else SUCCESS
+    return INCONCLUSIVE if unjudged else SUCCESS
 
 
 def _what_if(argv: Sequence[str]) -> int:

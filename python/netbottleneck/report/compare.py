@@ -14,10 +14,18 @@ from typing import Any
 
 from rich.console import Console
 
-from netbottleneck.analysis.comparisons import Estimate, changed_at, middle, ratio_of_runs, step_times, typical_step
+from netbottleneck.analysis.comparisons import (
+    Estimate,
+    changed_at,
+    middle,
+    ratio_of_means,
+    ratio_of_runs,
+    step_times,
+    typical_step,
+)
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.intervals import host_count, missing_ranks
-from netbottleneck.analysis.thresholds import PAIRS_MIN
+from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run, html
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, Shown, bars, short_name
 from netbottleneck.report.drawing import Row as Bar
@@ -43,7 +51,8 @@ PARTS = {
 class Row:
     """An arm of a run in both: A's and B's step in ns by typical_step, and B's over A's. cell: "" for a single run.
 
-    steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things.
+    steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things. means:
+    B's mean step over A's, if it is above `ratio` by more than GAIN_MIN: single steps of B are much longer; else None.
     """
 
     cell: str
@@ -53,16 +62,39 @@ class Row:
     ratio: Estimate
     steps: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     comparable: bool = True
+    means: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
-    """B's step over A's, of an arm of a cell, or of an arm over all cells. comparable: see Row."""
+    """B's step over A's, of an arm of a cell, or of an arm over all cells. comparable, means: see Row."""
 
     name: str
     arm: Arm
     ratio: Estimate
     comparable: bool = True
+    means: Estimate | None = None
+
+    @property
+    def judged(self) -> bool:
+        """True if a gate judges it: a transport that both runs have, in runs that are comparable."""
+        return self.comparable and self.arm.real
+
+    def regressed(self, limit: float) -> bool:
+        """True if the median or the mean step is more than `limit` longer, as a part, and surely longer."""
+        ratios = [self.ratio] if self.means is None else [self.ratio, self.means]
+        return any(one.value > 1 + limit and one.low > 1 for one in ratios)
+
+    def doubtful(self, limit: float) -> bool:
+        """True if only the mean step is more than `limit` longer, and not surely longer."""
+        return self.means is not None and self.means.value > 1 + limit and not self.regressed(limit)
+
+    @property
+    def by_means(self) -> str:
+        """What single long steps make of the change; "" if nothing."""
+        if self.means is None:
+            return ""
+        return f"{self.name}: by mean steps {_change(self.means)}: single steps are much longer in B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +102,8 @@ class Comparison:
     """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are comparable.
 
     parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has,
-    what makes cells no comparison, ranks that failed or have no record, and runs whose step time changed. label: of the
+    what makes cells no comparison, ranks that failed or have no record, runs whose step time changed, and arms whose
+    single steps are much longer. label: of the
     numbers, "measured" or "predicted". unjudged: the arms of A that move gradients, the cells of A, and the runs that
     no gate can judge, each with the reason.
     """
@@ -85,13 +118,18 @@ class Comparison:
     @property
     def changes(self) -> tuple[StepChange, ...]:
         """The change of each row, then of each arm over all cells."""
-        each = [StepChange(_name(row.cell, row.arm), row.arm, row.ratio, row.comparable) for row in self.rows]
+        each = [
+            StepChange(_name(row.cell, row.arm), row.arm, row.ratio, row.comparable, row.means) for row in self.rows
+        ]
         return (*each, *(StepChange(f"{arm}, all cells", arm, ratio) for arm, ratio in self.overall.items()))
 
     def regressions(self, limit: float) -> tuple[StepChange, ...]:
         """The changes of transports whose step is more than `limit` longer, as a part, and surely longer."""
-        judged = [one for one in self.changes if one.comparable and one.arm.real]
-        return tuple(one for one in judged if one.ratio.value > 1 + limit and one.ratio.low > 1)
+        return tuple(one for one in self.changes if one.judged and one.regressed(limit))
+
+    def not_judged(self, limit: float) -> tuple[str, ...]:
+        """What a gate of this limit cannot judge, each with the reason: `unjudged`, and doubtful mean steps."""
+        return (*self.unjudged, *(one.by_means for one in self.changes if one.judged and one.doubtful(limit)))
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON values; null: the interval is not known."""
@@ -103,6 +141,7 @@ class Comparison:
                     "before_s": row.before_ns / 1e9,
                     "after_s": row.after_ns / 1e9,
                     "ratio": row.ratio.as_dict(),
+                    "mean_ratio": None if row.means is None else row.means.as_dict(),
                     "comparable": row.comparable,
                 }
                 for row in self.rows
@@ -189,11 +228,12 @@ def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
     for arm in before.times:
         if arm in after.times:
             both = [step_times(one.trace, arm) for one in (before, after)]
-            ratio = ratio_of_runs(*both)
-            if ratio is not None:
+            ratio, means = ratio_of_runs(*both), ratio_of_means(*both)
+            if ratio is not None and means is not None:
                 before_ns, after_ns = map(typical_step, both)
                 old, new = (tuple(float(ns) for block in blocks.values() for ns in block) for blocks in both)
-                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable)
+                longer = means if means.value > ratio.value + GAIN_MIN else None
+                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable, longer)
 
 
 def _lacking(cell: str, sides: Sequence[tuple[Findings, str]]) -> Iterator[str]:
@@ -305,7 +345,8 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
         missing += _lacking(cell, ((old[cell].findings, names[0]), (new[cell].findings, names[1])))
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
     unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))
-    return Comparison(rows, _overall(rows), parts, tuple(missing), _label(old, new), tuple(unjudged))
+    found = Comparison(rows, _overall(rows), parts, (), _label(old, new), tuple(unjudged))
+    return replace(found, missing=(*missing, *(one.by_means for one in found.changes if one.by_means)))
 
 
 def _change(ratio: Estimate) -> str:
@@ -351,9 +392,11 @@ def show(found: Comparison, console: Console | None = None) -> None:
 DISTRIBUTIONS_MOST = 8
 
 
-def _sureness(ratio: Estimate) -> str:
+def _sureness(change: StepChange) -> str:
     """Class of a change: surely slower, surely faster, or neither."""
-    return "exposed" if ratio.low > 1 else "compute" if ratio.high < 1 else "other"
+    if change.regressed(0.0):
+        return "exposed"
+    return "compute" if change.ratio.high < 1 and not change.doubtful(0.0) else "other"
 
 
 def _widest(ratios: Sequence[Estimate], limit: float | None) -> float:
@@ -365,27 +408,28 @@ def _widest(ratios: Sequence[Estimate], limit: float | None) -> float:
 def _changes(found: Comparison, limit: float | None) -> Shown:
     """The change of each arm's step with its interval, beside no change and the limit of the gate."""
     title = f"Change of the step, B over A, with 95 % intervals ({found.label})"
-    rows = [(one.name, one.ratio, one.comparable) for one in found.changes]
-    if not rows:
+    if not found.changes:
         return Shown(title, missing="No arm has a counted step in both.")
-    widest = _widest([ratio for _, ratio, _ in rows], limit)
+    widest = _widest([one.ratio for one in found.changes], limit)
     scale = Scale(-widest, widest)
     picture = Picture("change of each step, B over A")
-    for name, ratio, comparable in rows:
-        picture.text(0, picture.height + 13, short_name(name))
+    for one in found.changes:
+        ratio = one.ratio
+        picture.text(0, picture.height + 13, short_name(one.name))
         picture.text(1, picture.height + 13, _change(ratio), "end")
         y = picture.height + TEXT_HEIGHT + 7
         if ratio.known:
             low, high = (scale.at(end - 1) for end in (ratio.low, ratio.high))
             picture.line((low, high), (y, y), "whisker")
-        picture.dot(scale.at(ratio.value - 1), y, _sureness(ratio) if comparable else "other", _change(ratio), 5)
+        picture.dot(scale.at(ratio.value - 1), y, _sureness(one) if one.comparable else "other", _change(ratio), 5)
         picture.height = y + 7 + GAP
     ticks = [(value, percent(value, signed=True)) for value in scale.ticks(5)]
     if limit is not None:
         picture.line((scale.at(limit),) * 2, (0, picture.height), "limit")
     picture.axis(scale, picture.height, ticks)
     picture.height += TEXT_HEIGHT + 5
-    unsure = "no sure change" if all(comparable for *_, comparable in rows) else "no sure change, or not comparable"
+    alike = all(one.comparable for one in found.changes)
+    unsure = "no sure change" if alike else "no sure change, or not comparable"
     key = (("exposed", "surely slower"), ("compute", "surely faster"), ("other", unsure))
     note = "" if limit is None else f"The dashed line is the limit of the gate, {percent(limit, signed=True)}."
     return Shown(title, (picture,), key, note)
@@ -427,7 +471,11 @@ def _distributions(found: Comparison) -> Shown:
 
 def _sure_changes(changes: Sequence[StepChange], sureness: str) -> list[tuple[str, str]]:
     """Name and text of the changes that have this _sureness."""
-    return [(one.name, _change(one.ratio)) for one in changes if _sureness(one.ratio) == sureness]
+    chosen = [one for one in changes if _sureness(one) == sureness]
+    return [
+        (one.name, f"{_change(one.means)} by mean steps" if one.means is not None else _change(one.ratio))
+        for one in chosen
+    ]
 
 
 def page(found: Comparison, names: tuple[str, str], limit: float | None = None) -> str:
@@ -443,8 +491,9 @@ def page(found: Comparison, names: tuple[str, str], limit: float | None = None) 
             names=names,
             missing=found.missing,
             failed=failed,
-            unjudged=found.unjudged,
+            unjudged=found.not_judged(limit) if limit is not None else (),
             limit=limit,
+            even=all(one.ratio.low <= 1 <= one.ratio.high for one in transports),
             slower=_sure_changes(transports, "exposed"),
             faster=_sure_changes(transports, "compute"),
             longer_references=_sure_changes(references, "exposed"),

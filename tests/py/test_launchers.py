@@ -432,13 +432,19 @@ def needs_torch() -> None:
         pytest.skip("torch is not installed")
 
 
-def test_keys_of_an_earlier_start_in_the_agents_store_are_ignored(warm_ranks: Ranks) -> None:
+def test_ranks_whose_agents_count_restarts_differently_meet_despite_earlier_keys(warm_ranks: Ranks) -> None:
     distributed = pytest.importorskip("torch.distributed")
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for size in (2, 3):
-        store.set(f"netbottleneck/0/{size}/0/address", "127.0.0.1:1 " + "00" * 32)
-    again = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
-    for result in warm_ranks(2, MEETS, {**again, "MASTER_PORT": str(store.port)}):
+        store.set(f"netbottleneck/{size}/0/address", "0123456789abcdef" * size + "127.0.0.1:1 " + "00" * 32)
+        store.set(f"netbottleneck/{size}/0/ready.1", "0123456789abcdef" * 3)
+    again = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": str(store.port)}
+
+    def env(rank: int) -> dict[str, str]:
+        """Restarts of the agent of each rank: the one whose worker failed counts, the other does not."""
+        return {**again, "TORCHELASTIC_RESTART_COUNT": str(rank)}
+
+    for result in warm_ranks(2, MEETS, env):
         expected = f"rank {result.rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{store.port}"
         assert expected in result.stdout
 

@@ -188,9 +188,9 @@ def _connect(
         through, key = where, "netbottleneck"
     else:
         through = rendezvous.choose(settings, place, where)
-        # A worker group that torchrun restarts may find keys of the previous group in the agent's store.
-        restart = where.get("TORCHELASTIC_RESTART_COUNT", "0")
-        key = f"netbottleneck/{restart}/{place.size}/{next(_process.rendezvous_count)}"
+        # A worker group that torchrun restarts may find these keys of the previous group in the agent's store.
+        # TORCHELASTIC_RESTART_COUNT does not tell the groups apart: it differs between the agents of a job.
+        key = f"netbottleneck/{place.size}/{next(_process.rendezvous_count)}"
     exchange = through.exchange(key, place, settings.start_timeout_s)
     if exchange is None:
         return _meet_directly(module, settings, place, str(through.address), options)

@@ -986,7 +986,30 @@ def test_a_rendezvous_that_is_no_folder_to_write_to_is_named_with_its_variable(t
 
 
 def test_an_unknown_host_of_rank_0_is_named_with_its_variable() -> None:
-    chosen = settings(environ={"NETBOTTLENECK_MASTER": "nosuchhost.invalid:80", "NETBOTTLENECK_SECRET": "0" * 32})
-    for rank in (0, 1):
+    master = {"NETBOTTLENECK_MASTER": "nosuchhost.invalid:80", "NETBOTTLENECK_SECRET": "0" * 32}
+    for rank, limit_s in ((0, "600"), (1, "1")):
+        chosen = settings(environ={**master, "NETBOTTLENECK_START_TIMEOUT_S": limit_s})
         with pytest.raises(ValueError, match=r"NETBOTTLENECK_MASTER=nosuchhost.invalid:80: no such host"):
             connect.connect(chosen, Place(rank, 2), environ={})
+
+
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_AGAIN])
+def test_a_rank_waits_for_the_name_of_rank_0s_host_to_appear(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+
+    def by_name(host: str) -> str:
+        looked_up.append(host)
+        if len(looked_up) < 3:
+            raise socket.gaierror(code, "not yet")
+        return "192.0.2.7"
+
+    def none(*_: object) -> None:
+        raise socket.gaierror(code, "not yet")
+
+    monkeypatch.setattr("socket.gethostbyname", by_name)
+    monkeypatch.setattr("socket.getaddrinfo", none)
+    monkeypatch.setattr(connect, "LOOK_UP_S", 0.001)
+    core = SimpleNamespace(Comm=lambda *_, address, **__: address)
+    monkeypatch.setattr(connect, "core", lambda: core)
+    chosen = settings(environ={"NETBOTTLENECK_MASTER": "train-0.train:5000", **OWN})
+    assert connect.connect(chosen, Place(1, 2), environ={}) == "192.0.2.7:5000"  # type: ignore[comparison-overlap]

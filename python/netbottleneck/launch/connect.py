@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ __all__ = [
 logger = logging.getLogger("netbottleneck")
 
 LOOPBACK = "127.0.0.1"
+LOOK_UP_S = 0.5  # between two look-ups of an unknown host
 
 
 @dataclass
@@ -223,10 +225,12 @@ def _address_of_rank_0(settings: Settings, place: Place, address: str) -> str:
 
     Such a name may have a loopback address here, to which lanes to other hosts could not be bound.
     """
+    # The name of another host may appear after this rank has started, as that of a new pod does.
+    found = resolved(address, settings.start_timeout_s if place.rank > 0 else 0)
     host = _host(address)
     if rendezvous.is_loopback(host, one_host=True) and not rendezvous.is_loopback(host, place.one_host):
         return f"{_bracketed(_interface(settings))}:{_port(address)}"
-    return resolved(address)
+    return found
 
 
 def host_of_rank_0(settings: Settings, place: Place) -> str:
@@ -333,17 +337,27 @@ def _listen(module: ModuleType, settings: Settings, fixed: str | None, host: str
     return listener
 
 
-def resolved(address: str) -> str:
+def resolved(address: str, limit_s: float = 0) -> str:
     """Return "host:port" with the host's address: of IPv4 if it has one, else of IPv6 in brackets.
 
-    Raises ValueError for an unknown host.
+    An unknown host is looked up again for limit_s. Raises ValueError if it is still unknown.
     """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return _look_up(address)
+        except OSError as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise ValueError(f"{address}: no such host: {error}") from error
+        time.sleep(min(LOOK_UP_S, left_s))
+
+
+def _look_up(address: str) -> str:
+    """Return what `resolved` returns. Raises OSError for an unknown host."""
     host, _, port = address.rpartition(":")
     if not host.startswith("["):
         with suppress(OSError):
             return f"{socket.gethostbyname(host)}:{port}"
-    try:
-        six = socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET6)[0][4][0]
-    except OSError as error:
-        raise ValueError(f"{address}: no such host: {error}") from error
+    six = socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET6)[0][4][0]
     return f"{_bracketed(str(six))}:{port}"

@@ -900,7 +900,12 @@ def test_a_rendezvous_that_refuses_is_an_error_and_no_missing_key() -> None:
 
 
 class Library:
-    """libpmix as far as share() uses it. kind: type of the values that it returns; None: it returns none."""
+    """libpmix as far as share() uses it. kind: type of the values that it returns; None: it returns none.
+
+    `failing`: the function that returns an error.
+    """
+
+    failing = ""
 
     def __init__(self, kind: int | None) -> None:
         self._blob = ctypes.create_string_buffer(pmi.VALUE_BYTES)
@@ -912,9 +917,19 @@ class Library:
     def PMIx_Put(self, *_: object) -> int:
         return pmi.PMIX_SUCCESS
 
-    PMIx_Commit = PMIx_Fence = PMIx_Put
+    PMIx_Commit = PMIx_Put
+
+    @staticmethod
+    def PMIx_Error_string(_: int) -> bytes:
+        return b"NOT-FOUND"
+
+    def PMIx_Fence(self, *_: object) -> int | None:
+        """None: as in _call_with_limit, the server does not answer."""
+        return None if self.failing == "PMIx_Fence" else pmi.PMIX_SUCCESS
 
     def PMIx_Get(self, *arguments: Any) -> int:
+        if self.failing == "PMIx_Get":
+            return -46
         arguments[-1]._obj.value = None if self._kind is None else ctypes.addressof(self._blob)
         return pmi.PMIX_SUCCESS
 
@@ -932,6 +947,18 @@ def test_a_value_of_pmix_is_used_only_if_it_is_one_of_bytes() -> None:
         pmix(3).share(b"mine", [1], RANKS_LIMIT_S)
     with pytest.raises(pmi.Unusable, match=r"PMIx_Get of netbottleneck.1 returned no value"):
         pmix(None).share(b"mine", [1], RANKS_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [("PMIx_Fence", "not all 2 ranks reached PMIx of job 7"), ("PMIx_Get", "PMIx_Get failed: NOT-FOUND")],
+)
+def test_ranks_that_pmix_does_not_join_are_told_how_a_second_program_meets(failing: str, error: str) -> None:
+    made = pmix(pmi.BYTES)
+    made.name, made._size, made._rank = "PMIx of job 7", 2, 0
+    cast(Any, made._library).failing = failing
+    with pytest.raises(OSError, match=f"{error}.*; for a second program .*, set NETBOTTLENECK_MASTER or"):
+        made.share(b"mine", [1], RANKS_LIMIT_S)
 
 
 class Present:

@@ -174,6 +174,8 @@ BLOB = struct.Struct("H6xQQ")  # address and length
 VALUE_BYTES = 64  # no version has a longer pmix_value_t
 INFO_VALUE = KEY_BYTES + 8  # offset of the value in a pmix_info_t, after key, flags and padding
 PREFIXES = ("OPAL_PREFIX", "PMIX_INSTALL_PREFIX")
+# The server may count a rank of an earlier program that ends as one that has reached the fence.
+SECOND = "; for a second program under the same launcher, set NETBOTTLENECK_MASTER or NETBOTTLENECK_RENDEZVOUS"
 
 
 class Unusable(OSError):
@@ -249,12 +251,14 @@ class Pmix:
             if function == "PMIx_Fence":
                 self._lost = (
                     f"not all {self._size} ranks reached {self.name} in time (NETBOTTLENECK_START_TIMEOUT_S); "
-                    f"rank {self._rank} waited for the others"
+                    f"rank {self._rank} waited for the others{SECOND}"
                 )
             raise TimeoutError(self._lost)
         self._library.PMIx_Error_string.restype = ctypes.c_char_p
         reply = self._library.PMIx_Error_string(status) or b""
         self._lost = f"{function} failed: {reply.decode(errors='replace')} ({status})"
+        if self._rounds:
+            self._lost += SECOND
         raise Unusable(0, self._lost)
 
     def _finalize(self) -> None:

@@ -155,14 +155,25 @@ def _enabled() -> bool:
     return bool(os.environ.get("NETBOTTLENECK") or os.environ.get("NETBOTTLENECK_TRANSPORT"))
 
 
+def _module() -> str:
+    """Return the module that Python's option -m names, also as -mNAME or -Pm NAME; "" if none is found."""
+    import re
+
+    for word, following in zip(sys.orig_argv[1:], [*sys.orig_argv[2:], ""], strict=True):
+        found = re.fullmatch("-[bBdEiIOPqRsSuvx]*m(.*)", word)
+        if found is not None:
+            return found[1] or following
+    return ""
+
+
 def _settings() -> _config.Settings:
     """Return the settings. A wrong variable ends a command of ours with one line; raises ValueError in a script."""
     try:
         return _config.settings()
     except ValueError as error:
         program = sys.argv[0] if sys.argv else ""
-        if program == "-m":  # the module is not found yet
-            program = sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")[0]
+        if program == "-m":  # Python has not found the module yet
+            program = _module().partition(".")[0]
         if program.rpartition("/")[2] == "netbottleneck":
             raise SystemExit(f"netbottleneck: {error}") from None
         raise

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,16 @@ TRACE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
 
 
 def command(
-    *arguments: str, env: dict[str, str] | None = None, code: str | None = None
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    code: str | None = None,
+    options: Sequence[str] = ("-m", "netbottleneck"),
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line, or a program, in a new process without our variables."""
+    """Run the command line, or a program, in a new process without our variables; options: of Python."""
     values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-    head = [sys.executable, "-c", code] if code else [sys.executable, "-m", "netbottleneck"]
+    head = ["-c", code] if code else options
     return subprocess.run(
-        [*head, *arguments],
+        [sys.executable, *head, *arguments],
         capture_output=True,
         text=True,
         timeout=RANKS_LIMIT_S,
@@ -40,6 +44,14 @@ def command(
 @pytest.mark.parametrize("arguments", [("version",), ("report", "RUN"), ("run", "train.py")])
 def test_a_wrong_variable_ends_a_command_with_one_line(arguments: tuple[str, ...]) -> None:
     done = command(*arguments, env={"NETBOTTLENECK": "yes"})
+    assert (done.returncode, done.stderr) == (1, "netbottleneck: NETBOTTLENECK=yes: must be 0 or 1\n")
+
+
+@pytest.mark.parametrize(
+    "options", [("-mnetbottleneck",), ("-Pm", "netbottleneck"), ("-W", "ignore", "-Bm", "netbottleneck")], ids=str
+)
+def test_a_wrong_variable_ends_a_command_with_one_line_however_m_is_written(options: Sequence[str]) -> None:
+    done = command("version", env={"NETBOTTLENECK": "yes"}, options=options)
     assert (done.returncode, done.stderr) == (1, "netbottleneck: NETBOTTLENECK=yes: must be 0 or 1\n")
 
 

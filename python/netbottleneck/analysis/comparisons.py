@@ -477,7 +477,7 @@ def compare_blocks(
     return Paired(base_arm, other_arm, len(logs), found.steps, difference, ratio, spread)
 
 
-def _ratio_of_means(found: BlockPairs) -> tuple[Estimate, float]:
+def _ratio_of_paired_means(found: BlockPairs) -> tuple[Estimate, float]:
     """Ratio of the mean steps of paired blocks, and the deviation of a pair from it, as a part of other's step.
 
     Student's interval, of a ratio estimator (Cochran, Sampling Techniques, 6). Unlike a mean of logarithms, it has the
@@ -513,7 +513,7 @@ def _with_long_steps(pair: Paired, base: Blocks, other: Blocks) -> Paired:
     rest = block_pairs(_without_longest(base), _without_longest(other), np.mean)
     if of_medians is None or of_means is None or rest is None or not pair.enough:
         return pair
-    (means, spread), (without, _) = _ratio_of_means(of_means), _ratio_of_means(rest)
+    (means, spread), (without, _) = _ratio_of_paired_means(of_means), _ratio_of_paired_means(rest)
     usual = pair.ratio
     if not (_apart(means.value, usual) and _apart(without.value, usual)):
         return pair

@@ -51,7 +51,7 @@ def test_the_card_and_the_report_are_what_the_stored_traces_give(stored, replaye
     assert readme.render(EXAMPLE, stored) == EXAMPLE
     assert readme.render(TUTORIAL, stored) == TUTORIAL
     (card,) = re.findall(r"<!-- trace: card -->\n```text\n(.*?)```", README[: README.index("\n## ")], re.DOTALL)
-    assert " ".join(text.sentences(replayed.findings)) in " ".join(card.split())
+    assert " ".join(text.sentences(replayed.findings, replayed.verdict)) in " ".join(card.split())
     assert replayed.text.rstrip().endswith(card[card.index(f"Verdict: {replayed.verdict.code}") :].rstrip())
     assert set(card.splitlines()) <= set(replayed.text.splitlines())
     assert stored.text[stored.text.index("Run ") :] in EXAMPLE

@@ -142,7 +142,7 @@ def test_all_parts_of_the_link_that_are_shown_are_of_the_bytes_on_the_interface(
     assert rule(decided, "link").rests.startswith("100 % of the link")
     assert re.search(r"stock +0.58 Gbit/s .* 100 %, ", text.text(found, decided))
     assert summary.summary(found, decided)["bandwidth"]["stock"]["active_utilization"] == pytest.approx(1, abs=0.01)
-    assert ("in transfer", "0.58 Gbit/s", "100 % of the link") in html.tiles(found)
+    assert ("in transfer", "0.58 Gbit/s", "100 % of the link") in html.tiles(found, decided)
     assert html.bandwidth(found).note.endswith(
         "The full width is the link, 1.00 Gbit/s, full at a busbw of 0.58 Gbit/s."
     )
@@ -173,6 +173,19 @@ def test_a_faster_link_of_the_slow_host_shortens_transfers_that_compute_hides_to
     assert known.saving.value == pytest.approx(saved_ns, rel=0.01)
     assert "shorter (predicted)." in known.why
     assert unknown.saving.low <= saved_ns <= unknown.saving.high
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_latency_stays_in_the_step_at_full_use(engine):
+    """A path of 10 Gbit/s with 12 ms of latency, which a higher rate does not remove."""
+    buckets = (MIB // 2, MIB, MIB // 4, MIB // 2)
+    job = Job(probe=True, buckets=buckets, latency_ms=12, link_bps=1e10, flow_bps=1e10, blocks=1, block_steps=40)
+    found, decided = judged(trace_of(replace(job, jitter=0.005)))
+    decided = decided if engine else verdict.decide(found, Predicted(refused="no"))
+    step_ns = found.parts[STOCK].step_ns
+    full_ns = step_ns if decided.full_use is None else decided.full_use.step_ns
+    assert 0.99 * step_ns < full_ns <= step_ns
+    assert "at most" not in " ".join(text.sentences(found, decided))
 
 
 def test_few_large_operations_among_many_small_ones_are_not_latency():

@@ -149,11 +149,10 @@ class Findings:
     ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
     headroom: base against no communication. slowed: forward and backward without communication against those of base;
     undisturbed: what base's step saves without that, None if the record does not tell.
-    predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
-    achieved / achievable), an upper bound of the step. cores_busy: the part of one machine's cores that its ranks keep
-    busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
-    torch.distributed. received_ns, within_ns: those of receives, in which a rank may wait for the sender, and of
-    operations within hosts. gradient_operations: all others of base a step. starved: ns of compute a step in which a
+    cores_busy: the part of one machine's cores that its ranks keep busy during base's steps, over all threads of a
+    rank. script_ns: exposed ns a step of the script's own calls of torch.distributed. received_ns, within_ns: those of
+    receives, in which a rank may wait for the sender, and of operations within hosts. gradient_operations: all others
+    of base a step. starved: ns of compute a step in which a
     rank's process had no core. delays: of single steps of base, while data move after the last rank arrived; None if
     the usual steps cannot be told. input_delays: the same before the forward; None if they are too few. whole: the
     parts of the mean of all recorded steps, not of the middle half; without the first ones of blocks where transports
@@ -199,7 +198,6 @@ class Findings:
     whole: Parts | None = None
     mean_ns: float = 0.0
     nccl: tuple[nccl.NcclMean, ...] = ()
-    predicted_full_use_ns: float | None = None
     joins: tuple[Join, ...] = ()
 
     @property
@@ -468,13 +466,6 @@ def _links(
     return {arm: ArmLink(bps, on_interface(trace, arm, warmup)) for arm, bps in _there(rates).items()}
 
 
-def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
-    if achieved is None or achievable is None:
-        return None
-    factor = min(achieved.active_bps / achievable.bps, 1.0)
-    return parts.step_ns - max(parts.exposed_ns - parts.skew_ns, 0.0) * (1 - factor)
-
-
 def _base(trace: Trace, available: Mapping[Arm, object], times: Mapping[Arm, StepTime | None]) -> Arm | None:
     """Return stock, else the first real arm; one with too few steps only if no other has enough.
 
@@ -562,7 +553,6 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         starved=_starved(rows),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
-        predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),
     )
 
 

@@ -84,6 +84,14 @@ class RuleResult:
         return "" if self.saving is None else share_of(self.saving, self.step_ns, self.rest_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class FullUse:
+    """The predicted step of the base if its transfers ran at the achievable rate, and what the prediction rests on."""
+
+    step_ns: float
+    how: str
+
+
 def share_of(saving: Estimate, step_ns: float, rest_ns: float | None = None) -> str:
     """A saving as text, with its part of the step. step_ns, rest_ns: as in RuleResult."""
     ends = (saving.value, saving.low, saving.high)

@@ -17,6 +17,7 @@ from netbottleneck.analysis.rule_facts import (
     SAME_ARMS,
     UNKNOWN_DELAYS,
     Facts,
+    FullUse,
     RuleResult,
     as_good_sentence,
     carrier_text,
@@ -83,9 +84,7 @@ def _probe(facts: Facts) -> RuleResult:
     if did is None or can is None or unknown:
         return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
     count, rate = can.best
-    saving, bound = facts.bounded(
-        facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
-    )
+    saving, bound = facts.bounded(facts.predicted.savings_ns.get("rate") or _at_rate(facts, did, rate))
     first, second = beside(f, can.transport)
     compared = next((pair for pair in f.comparisons if pair.other in (first, second)), None)
     ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={first},{second} NETBOTTLENECK_STREAMS={count}"
@@ -104,6 +103,23 @@ def _probe(facts: Facts) -> RuleResult:
         needs=ask if compared is None else more_steps(f, compared),
         more=None if compared is None else steps_to_decide(f, compared),
     )
+
+
+def _at_rate(facts: Facts, did: Achieved, bps: float) -> Estimate:
+    """The saving if bytes moved at a rate, as a formula: time in transfer that does not depend on size stays."""
+    fixed, _ = _fixed_share(facts, None)
+    return facts.moving.scaled(max(0.0, 1 - (fixed.value if fixed else 0.0) - did.active_bps / bps))
+
+
+def full_use(facts: Facts) -> FullUse | None:
+    """The base's step if its transfers ran at the achievable rate; None if that is not known, or not shorter."""
+    f, did, can = facts.f, facts.f.achieved.get(facts.base), facts.f.achievable
+    if did is None or can is None or facts.rates_known or facts.delays_unknown:
+        return None
+    predicted = facts.predicted.savings_ns.get("rate") if can.faster is None else None  # the engine's is of the probe
+    saving, _ = facts.bounded(predicted or _at_rate(facts, did, can.bps))
+    how = "the what-if engine" if predicted else "step - moving * (1 - latency share - achieved / achievable)"
+    return FullUse(f.parts[facts.base].step_ns - saving.value, how) if saving.value > 0 else None
 
 
 def link(facts: Facts) -> RuleResult:

@@ -15,6 +15,7 @@ from netbottleneck.analysis.intervals import ONE_STEP, missing_ranks, uncounted
 from netbottleneck.analysis.rule_facts import (
     SAME_ARMS,
     Facts,
+    FullUse,
     Predicted,
     RuleResult,
     all_steps,
@@ -24,7 +25,7 @@ from netbottleneck.analysis.rule_facts import (
     more_steps,
     steps_to_decide,
 )
-from netbottleneck.analysis.rules import beside, judge, without_traffic
+from netbottleneck.analysis.rules import beside, full_use, judge, without_traffic
 from netbottleneck.analysis.traffic import SAME_MTU, unproven, unseen
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse
 from netbottleneck.trace.model import HOOKED, NOT_TIMED, STAYS, Trace
@@ -69,7 +70,8 @@ class Verdict:
     """code: one of CODES; why: the numbers behind it; next: what to do.
 
     evidence: the result of every rule, the largest saving first; () if no rule was evaluated. The first one that fired
-    is the verdict. more: of an inconclusive one, how many further steps decide; None if that is not known.
+    is the verdict. more: of an inconclusive one, how many further steps decide; None if that is not known. full_use:
+    the step at the achievable rate, if it is known and shorter.
     """
 
     code: str
@@ -77,6 +79,7 @@ class Verdict:
     next: str
     evidence: tuple[RuleResult, ...] = ()
     more: int | None = None
+    full_use: FullUse | None = None
 
     @property
     def of_network(self) -> bool:
@@ -441,6 +444,8 @@ def decide(
     facts = Facts(findings, base, predicted, hosts, others, connected, perhaps)
     evidence = judge(facts)
     first = evidence[0]
-    if not first.fired:
-        return _of_one_state(trace, _nothing(facts, evidence))
-    return Verdict(first.code, first.why, f"{first.next}{_rest(facts, evidence)}", evidence)
+    if first.fired:
+        found = Verdict(first.code, first.why, f"{first.next}{_rest(facts, evidence)}", evidence)
+    else:
+        found = _of_one_state(trace, _nothing(facts, evidence))
+    return replace(found, full_use=full_use(facts))

@@ -691,7 +691,7 @@ def figures(findings: Findings, recorded: Recorded) -> list[Shown]:
     ]
 
 
-def tiles(findings: Findings) -> list[tuple[str, str, str]]:
+def tiles(findings: Findings, verdict: Verdict) -> list[tuple[str, str, str]]:
     """The numbers of the verdict card: (name, value, what it means)."""
     base = findings.base
     if base is None:
@@ -710,8 +710,8 @@ def tiles(findings: Findings) -> list[tuple[str, str, str]]:
     if pair is not None and pair.gain.known:
         between = f"{percent(pair.gain.low)} to {percent(pair.gain.high)}"
         found.append((f"{pair.other} is shorter by", percent(pair.gain.value), between))
-    elif findings.predicted_full_use_ns is not None and findings.predicted_full_use_ns < parts.step_ns:
-        found.append(("at full use, at most", ms(findings.predicted_full_use_ns), "predicted"))
+    elif verdict.full_use is not None:
+        found.append(("at full use", ms(verdict.full_use.step_ns), "predicted"))
     return found
 
 
@@ -741,12 +741,12 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "f": findings,
         "trace": findings.trace,
         "verdict": verdict,
-        "tiles": tiles(findings),
+        "tiles": tiles(findings, verdict),
         "evidence": [
             (one, text.fired_text(one), text.saving_text(one), text.margin_text(one)) for one in verdict.evidence
         ],
         "secondary": text.secondary(verdict),
-        "sentence": " ".join(text.sentences(findings)),
+        "sentence": " ".join(text.sentences(findings, verdict)),
         "warnings": caveats.warnings(findings),
         "split": split(findings),
         "layers": layers[:TOP_LAYERS],

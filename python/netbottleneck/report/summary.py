@@ -34,7 +34,6 @@ from netbottleneck.trace.transports import Arm
 # summary.json: plain values.
 
 VERSION = 1
-FORMULA = "step - (exposed - skew) * (1 - achieved / achievable)"
 
 
 def _s(ns: float | None) -> float | None:
@@ -350,7 +349,6 @@ def summary(
     """The summary as JSON values."""
     trace = findings.trace
     withheld = findings.handicapped
-    predicted_ns = findings.predicted_full_use_ns
     return {
         "version": VERSION,
         "id": trace.id,
@@ -362,7 +360,7 @@ def summary(
         "transports": list(trace.arms),
         "base": findings.base,
         "warmup_steps": WARMUP_STEPS,
-        "sentence": " ".join(sentences(findings)),
+        "sentence": " ".join(sentences(findings, verdict)),
         "verdict": _verdict(verdict),
         "network": _network(trace),
         "steps": _steps(findings),
@@ -384,8 +382,8 @@ def summary(
         "straggler": _straggler(findings.lateness),
         "late": [{"rank": rank, "others_wait_s": ns / 1e9} for rank, ns in findings.late_ns.items()],
         "predicted": None
-        if predicted_ns is None
-        else {"full_use_step_at_most_s": predicted_ns / 1e9, "formula": FORMULA},
+        if verdict.full_use is None
+        else {"full_use_step_s": verdict.full_use.step_ns / 1e9, "how": verdict.full_use.how},
         "latency_share": None if findings.latency_share is None else findings.latency_share.value,
         "cores_busy": findings.cores_busy,
         "layers": _layers(findings),

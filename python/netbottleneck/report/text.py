@@ -45,8 +45,8 @@ LONGER_STEPS_MIN = 20
 NEGLIGIBLE_SHARE = 0.01
 
 
-def sentences(findings: Findings) -> list[str]:
-    """Opening sentences of a report."""
+def sentences(findings: Findings, verdict: Verdict | None = None) -> list[str]:
+    """Opening sentences of a report. verdict: adds the step that it predicts."""
     base = findings.base
     if base is None and findings.trace.groups:
         return unfinished(findings.trace, findings.joins)
@@ -60,9 +60,8 @@ def sentences(findings: Findings) -> list[str]:
         texts = [f"Of your {ms(parts.step_ns)} step, {exposed}"]
     texts += _apart(findings, parts) + _single_steps(findings, parts)
     texts += _bandwidth(findings, base)
-    predicted = findings.predicted_full_use_ns
-    if predicted is not None and predicted < parts.step_ns:
-        texts.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
+    if verdict is not None and verdict.full_use is not None:
+        texts.append(f"At full use the step would be {ms(verdict.full_use.step_ns)} (predicted).")
     texts += _comparison(findings)
     return texts + [one for one in (own_cost(findings), _late(findings, parts)) if one]
 
@@ -599,7 +598,7 @@ def render(
 ) -> None:
     """Print the report."""
     trace = findings.trace
-    console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
+    console.print(" ".join(sentences(findings, verdict)), style="bold", highlight=False, markup=False)
     console.print()
     about = [
         f"{trace.size} rank{'s' if trace.size != 1 else ''}",

@@ -413,6 +413,29 @@ def test_ranks_of_srun_meet_at_the_first_host(plain_ranks: Ranks) -> None:
     assert places == ["place 0 2 0 2", "place 1 2 0 1", "place 0 1 1 2"]
 
 
+TWO_MACHINES = f"""
+import os
+from netbottleneck.launch import topology
+topology.machine = lambda: "machine " + os.environ["GROUP_RANK"]
+{WHERE}
+"""
+
+
+def test_hosts_of_torchrun_with_fewer_ranks_do_not_count_for_the_local_ranks_that_they_lack(
+    plain_ranks: Ranks, tmp_path: Path
+) -> None:
+    meets = {"NETBOTTLENECK_RENDEZVOUS": str(tmp_path), "NETBOTTLENECK_IFNAME": "lo"}
+
+    def env(rank: int) -> dict[str, str]:
+        group, local = divmod(rank, 2)
+        torchrun = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2 - group}
+        groups = {"GROUP_RANK": group, "GROUP_WORLD_SIZE": 2}
+        return {**no_launcher(rank), **meets, **{name: str(value) for name, value in {**torchrun, **groups}.items()}}
+
+    places = [result.stdout.strip() for result in plain_ranks(3, TWO_MACHINES, env)]
+    assert places == ["place 0 2 0 2", "place 1 2 0 1", "place 0 1 1 2"]
+
+
 AGAIN = f"""
 import os
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.config import Settings, describe
@@ -406,6 +406,8 @@ def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) ->
     ranks_on_hosts = connect.topology(hosts, place.rank)
     if settings.host_id is not None or not place.complete:
         place = connect.with_topology(place, ranks_on_hosts)
+    elif not ranks_on_hosts.homogeneous:  # torchrun's count of agents includes hosts without a rank of this local rank
+        place = replace(place, cross_rank=ranks_on_hosts.cross_rank, cross_size=ranks_on_hosts.cross_size)
     return Job(settings, place, comm, ranks_on_hosts.homogeneous, recorder, observer)
 
 

@@ -40,6 +40,11 @@ def horovods(environ: dict[str, str]) -> dict[str, str]:
         ),
         (HYDRA, {**BOTH, "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}),
         (SRUN, {name: value for name, value in HOROVOD.items() if name != "HOROVOD_LOCAL_SIZE"}),
+        (  # the other host has fewer ranks
+            {**TORCHRUN, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"},
+            {**BOTH, "HOROVOD_LOCAL_RANK": "2", "HOROVOD_LOCAL_SIZE": "3"},
+        ),
+        ({**SRUN, "SLURM_NNODES": "3"}, {**BOTH, "HOROVOD_LOCAL_RANK": "1"}),
         ({"NETBOTTLENECK_RANK": "3", "NETBOTTLENECK_SIZE": "4"}, BOTH),
         ({**TORCHRUN, "NETBOTTLENECK_HOST_ID": "one"}, BOTH),  # the hosts of all ranks say the rest
         (HOROVOD, HOROVOD),

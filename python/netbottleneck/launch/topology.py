@@ -244,6 +244,9 @@ def export_place(settings: Settings, environ: MutableMapping[str, str]) -> None:
     places = (place.local_rank, place.local_size, place.cross_rank, place.cross_size) if local else (None,) * 4
     if local and place.local_size == place.size:
         places = (*places[:2], 0, 1)
+    hosts = place.cross_size
+    if hosts and place.size != hosts * (place.local_size or place.size // hosts):
+        places = (*places[:2], None, None)  # hosts differ in ranks: cross values depend on all ranks' hosts
     values = zip(
         (HOROVODRUN.rank, HOROVODRUN.size, *HOROVODRUN.place_variables), (place.rank, place.size, *places), strict=True
     )

@@ -32,11 +32,13 @@ build() {
             --no-input --no-deps --no-build-isolation -w "$place/wheel" "$place"/sdist/*.tar.gz
 }
 
-# The wheel must have every file of the package, and no other file of the tree.
+# The wheel must have every file of the package, and no other file of the tree. The source distribution must not have the
+# Makefile, as it has none of the scripts that the targets call.
 contents() {
-    "$dev/python" - "$wheel" <<'PY'
+    "$dev/python" - "$wheel" "$place"/sdist/*.tar.gz <<'PY'
 import pathlib
 import sys
+import tarfile
 import zipfile
 
 wheel = pathlib.Path(sys.argv[1])
@@ -48,6 +50,9 @@ tree = {name for name in tree if pathlib.PurePath(name).suffix not in left_out}
 packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 assert tree == packed, f"missing: {sorted(tree - packed)}; not of this tree: {sorted(packed - tree)}"
 assert any(name.endswith(".dist-info/licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
+sources = {name.partition("/")[2] for name in tarfile.open(sys.argv[2]).getnames()}
+assert "tools/cbuild.py" in sources
+assert "Makefile" not in sources
 PY
 }
 

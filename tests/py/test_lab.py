@@ -129,6 +129,15 @@ def test_an_invalid_lab_is_quoted_in_the_error(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+def test_a_lab_has_no_more_flow_rates_than_the_preloaded_library_takes() -> None:
+    source = (Path(__file__).parents[2] / "csrc" / "lab" / "flowcap.c").read_text(encoding="utf-8")
+    most = int(re.findall(r"MAX_RATES = (\d+)", source)[0])
+    rates = [f"{number}mbit" for number in range(1, most + 2)]
+    assert len(parse_lab("none/" + ",".join(rates[:most])).flow_bps) == most
+    with pytest.raises(ValueError, match=f"{most + 1} flow rates: at most {most}"):
+        parse_lab("none/" + ",".join(rates))
+
+
 @pytest.mark.parametrize(
     ("flows", "expected"), [(1, 4e8), (2, 5e8), (3, 8e8), (4, 1e9)], ids=lambda value: f"{value:g}"
 )

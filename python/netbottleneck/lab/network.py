@@ -19,6 +19,7 @@ from netbottleneck.lab._space import PORTS
 # Caps per link and per flow.
 
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+FLOW_RATES_MAX = 64  # MAX_RATES of csrc/lab/flowcap.c
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|g)?bit", re.IGNORECASE)
 
 
@@ -94,7 +95,7 @@ def parse_rate(text: str, whole: str | None = None) -> int | None:
 def parse_lab(text: str) -> LinkSpec:
     """Parse "LINK[+LINK…][/FLOW[,FLOW…]]", such as "2gbit/500mbit", "none/400mbit,100mbit" or "1gbit+250mbit".
 
-    Links joined by + are interfaces of every host. Raises ValueError."""
+    Links joined by + are interfaces of every host. At most FLOW_RATES_MAX flow rates. Raises ValueError."""
     link, slash, flows = text.partition("/")
     if slash and not flows.strip():
         raise ValueError(f"{text!r}: no rate after '/'")
@@ -103,6 +104,8 @@ def parse_lab(text: str) -> LinkSpec:
         rates = []
     if None in rates:
         raise ValueError(f"{text!r}: a list of flow rates cannot contain 'none'")
+    if len(rates) > FLOW_RATES_MAX:
+        raise ValueError(f"{text!r}: {len(rates)} flow rates: at most {FLOW_RATES_MAX}")
     first, *more = (parse_rate(part, text) for part in link.split("+"))
     if None in more or (more and first is None):
         raise ValueError(f"{text!r}: with several links, each needs a rate")

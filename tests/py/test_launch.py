@@ -426,7 +426,7 @@ def killed_start(folder: Path) -> None:
     """Kill rank 0 after it has sent its address, before any other rank connects."""
     first = started(folder, 0)
     try:
-        exchange = ChannelExchange(Folder(folder), "netbottleneck/0/2/0", 1, 2, RANKS_LIMIT_S)
+        exchange = ChannelExchange(Folder(folder), "netbottleneck/2/0", 1, 2, RANKS_LIMIT_S)
         assert exchange.ask(b"another machine").startswith(b"127.0.0.1:")
     finally:
         first.kill()

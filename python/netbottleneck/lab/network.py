@@ -99,18 +99,23 @@ def parse_lab(text: str) -> LinkSpec:
     link, slash, flows = text.partition("/")
     if slash and not flows.strip():
         raise ValueError(f"{text!r}: no rate after '/'")
-    rates = [parse_rate(flow, text) for flow in flows.split(",")] if slash else []
+    flow_bps = _flow_rates(flows, text) if slash else ()
+    first, *more = (parse_rate(part, text) for part in link.split("+"))
+    if None in more or (more and first is None):
+        raise ValueError(f"{text!r}: with several links, each needs a rate")
+    return LinkSpec(first, flow_bps, tuple(rate for rate in more if rate is not None))
+
+
+def _flow_rates(flows: str, text: str) -> tuple[int, ...]:
+    """Return the rates of "FLOW[,FLOW…]", none for "none"; `text`: the whole lab, for errors."""
+    rates = [parse_rate(flow, text) for flow in flows.split(",")]
     if rates == [None]:
-        rates = []
+        return ()
     if None in rates:
         raise ValueError(f"{text!r}: a list of flow rates cannot contain 'none'")
     if len(rates) > FLOW_RATES_MAX:
         raise ValueError(f"{text!r}: {len(rates)} flow rates: at most {FLOW_RATES_MAX}")
-    first, *more = (parse_rate(part, text) for part in link.split("+"))
-    if None in more or (more and first is None):
-        raise ValueError(f"{text!r}: with several links, each needs a rate")
-    flow_bps = tuple(rate for rate in rates if rate is not None)
-    return LinkSpec(first, flow_bps, tuple(rate for rate in more if rate is not None))
+    return tuple(rate for rate in rates if rate is not None)
 
 
 def format_rate(bps: int) -> str:

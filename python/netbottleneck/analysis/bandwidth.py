@@ -66,12 +66,12 @@ def _moves(split: Split) -> bool:
 
 def achieved_bandwidth(arm: Arm, typical: Iterable[Split], splits: Iterable[Split]) -> Achieved | None:
     """Achieved bandwidth over the typical steps of an arm; None if no bytes moved in them. splits: all its steps."""
-    sized = [s for s in typical if s.arm == arm and not s.unsized]
+    sized, every = ([s for s in those if s.arm == arm and not s.unsized] for those in (typical, splits))
     moved = list(filter(_moves, sized))
     if not moved:
         return None
     transfer_ns = sum(s.transfer_ns for s in moved)
-    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in splits if s.arm == arm and not s.unsized and _moves(s)]
+    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in filter(_moves, every)]
     wire = [s.wire_bytes for s in moved if s.wire_bytes is not None]
     p10, p90 = np.percentile(rates, [10, 90])
     return Achieved(

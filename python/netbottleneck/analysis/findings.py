@@ -327,6 +327,11 @@ def _saved_without(splits: Sequence[Split], phase: Callable[[Split], float]) -> 
     return lambda split: min(phase(split), least[split.block, split.index])
 
 
+def _phases(splits: Sequence[Split], late: Lateness | None) -> Mapping[str, Callable[[Split], float]]:
+    """PHASES, each at most what its step saves without it, where it is known who waits for whom."""
+    return PHASES if late is None else {name: _saved_without(splits, phase) for name, phase in PHASES.items()}
+
+
 def _parts_ns(
     splits: Sequence[Split], others: Sequence[Split], phases: Mapping[str, Callable[[Split], float]]
 ) -> dict[str, Estimate]:
@@ -526,7 +531,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     sampled = [step for step in trace.steps if step.arm == base]
     late = None if common.not_matched else lateness(trace, base, splits)
     others = _of_others(splits, late)
-    phases = PHASES if late is None else {name: _saved_without(splits, phase) for name, phase in PHASES.items()}
+    phases = _phases(splits, late)
     slowed, within = _slowed(trace, base, warmup), within_hosts(trace)
     return replace(
         common,

@@ -552,6 +552,26 @@ def a_timeout_names_who_is_missing() -> None:
     assert value.item() == size()
 
 
+@check
+def a_future_fails_at_the_timeout() -> None:
+    if size() == 1:
+        return
+    late = size() - 1
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank() == late:
+        store.wait([f"gave up {other}" for other in range(late)], timedelta(seconds=100))
+        dist.all_reduce(torch.ones(2), group=group)
+    else:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        with pytest.raises(Exception, match=f"after 3 s; missing: rank {late}"):
+            work.get_future().wait()
+        store.set(f"gave up {rank()}", "1")
+        assert work.wait(timedelta(seconds=60))
+    dist.barrier()
+
+
 def main() -> None:
     dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nb"), timeout=timedelta(seconds=60))
     run_named()

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -161,6 +162,26 @@ def _advance(operation: Operation, limit_s: float) -> bool:
         return True
 
 
+@dataclass(slots=True)
+class _Awaited:
+    """An operation under way. After deadline_s, on the monotonic clock, `late` takes the place of `then`."""
+
+    operation: Operation
+    then: Callable[[], None] | None
+    late: Callable[[], None] | None
+    deadline_s: float
+
+    def ended(self) -> Callable[[], None] | None:
+        """Make progress; return what is to be called once it is over or late, None while it is neither."""
+        if _advance(self.operation, 0.0):
+            return self.then or _nothing
+        return self.late if self.late is not None and time.monotonic() >= self.deadline_s else None
+
+
+def _nothing() -> None:
+    pass
+
+
 class Progress:
     """Threads that make progress on operations and complete futures. The first one starts with the first operation.
 
@@ -169,7 +190,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Operation, Callable[[], None] | None]] = []
+        self._waiting: list[_Awaited] = []
         self._over: deque[tuple[Operation, Callable[[], None]]] = deque()  # their futures are not complete yet
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that makes progress
@@ -177,10 +198,16 @@ class Progress:
         self._free = 0  # threads that complete no future
         self._closed = False
 
-    def add(self, operation: Operation, then: Callable[[], None] | None = None) -> None:
-        """Make progress on an operation, and call `then` once it is over."""
+    def add(
+        self,
+        operation: Operation,
+        then: Callable[[], None] | None = None,
+        late: Callable[[], None] | None = None,
+        limit_s: float = math.inf,
+    ) -> None:
+        """Make progress on an operation. Call `then` once it is over, or `late` if it is not over after limit_s."""
         with self._changed:
-            self._waiting.append((operation, then))
+            self._waiting.append(_Awaited(operation, then, late, time.monotonic() + limit_s))
             self._provide_thread()
             self._changed.notify()
 
@@ -226,12 +253,17 @@ class Progress:
                     self._free -= 1
                     self._provide_thread()
                     return found
-                first = self._waiting[0][0]
+                first = self._waiting[0].operation
             _advance(first, SLICE_S)
             with self._changed:
-                ended = [pair for pair in self._waiting if _advance(pair[0], 0.0)]
-                self._waiting = [pair for pair in self._waiting if pair not in ended]
-                self._over.extend((operation, then) for operation, then in ended if then is not None)
+                pending = []
+                for one in self._waiting:
+                    call = one.ended()
+                    if call is None:
+                        pending.append(one)
+                    elif call is not _nothing:
+                        self._over.append((one.operation, call))
+                self._waiting = pending
 
 
 class BackendWork(Work):
@@ -244,6 +276,7 @@ class BackendWork(Work):
         self._about = about
         self._source = source
         self._future: torch.futures.Future[Any] | None = None
+        self._late: DeadlineError | None = None  # of the future
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
         """Wait up to `timeout`, else the group's. Raises DeadlineError on timeout, and the operation's failure.
@@ -298,7 +331,7 @@ class BackendWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the output tensors."""
+        """Return a future of the output tensors. It fails with DeadlineError after the time that `wait` allows."""
         if self._future is None:
             over: torch.futures.Future[Any] = torch.futures.Future(devices=list(self._operation.devices))
             # A callback, so that C++ also sees a failure as a failure. It runs on a stream of its own.
@@ -306,10 +339,19 @@ class BackendWork(Work):
             if self._operation.over(0.0):
                 over.set_result(None)
             else:
-                self._about.link.progress.add(self._operation, lambda: over.set_result(None))
+                about = self._about
+                about.link.progress.add(
+                    self._operation, lambda: over.set_result(None), lambda: self._give_up(over), about.limit_s
+                )
         return self._future
 
+    def _give_up(self, over: torch.futures.Future[Any]) -> None:
+        self._late = self._about.late(self._about.limit_s)
+        over.set_result(None)
+
     def _value(self) -> list[Any]:
+        if self._late is not None:
+            raise self._late
         self._settle()
         return self._outputs
 

@@ -582,6 +582,19 @@ def _rest(optimizer: _Distributed | None) -> None:
 _made: list[weakref.ref[_Distributed]] = []
 
 
+def _alive() -> list[_Distributed]:
+    return [optimizer for optimizer in (reference() for reference in tuple(_made)) if optimizer is not None]
+
+
+def rest() -> None:
+    """Make all distributed optimizers leave the running job, in mid-pass too: a gradient under way gets no sum.
+
+    The sums of other ranks must fail for lack of this rank's gradients: its job is to be stopped.
+    """
+    for optimizer in _alive():
+        _rest(optimizer)
+
+
 def mark() -> tuple[int, int]:
     """Return a mark that separates this job's existing distributed optimizers from later ones."""
     return (job.current().number(AGE), job.current().number(KIND)) if job.is_started() else (0, 0)
@@ -596,8 +609,7 @@ def number_from(here: tuple[int, int]) -> None:
 
 def renew(here: tuple[int, int]) -> None:
     """Move the distributed optimizers below an earlier job's mark to this job, and end those above it."""
-    alive = [optimizer for optimizer in (reference() for reference in tuple(_made)) if optimizer is not None]
-    for optimizer in sorted(alive, key=lambda each: each._age):
+    for optimizer in sorted(_alive(), key=lambda each: each._age):
         if optimizer._job is job.current():
             continue
         if optimizer._age < here[0]:

@@ -315,6 +315,35 @@ def sparse_gradients_go_on_too() -> None:
 
 
 @check
+def a_failure_of_one_rank_in_mid_pass_makes_no_step_on_the_others() -> None:
+    first, second = (torch.nn.Linear(1 << 19, 1, bias=False) for _ in range(2))
+    model = torch.nn.ModuleList([first, second])
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    failed: list[bool] = []
+    found: list[tuple[int, float, float]] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.batch < 4:
+            optimizer.zero_grad()
+            first(torch.ones(1, 1 << 19)).sum().backward()
+            if state.batch == 2 and hvd.rank() == hvd.size() - 1 and not failed:
+                failed.append(True)
+                raise hvd.HorovodInternalError("alone")
+            second(torch.ones(1, 1 << 19)).sum().backward()
+            optimizer.step()
+            state.batch += 1
+            found.append((state.batch, *(layer.weight[0, 0].item() for layer in (first, second))))
+            state.commit()
+
+    train(state)
+    assert found == [(batch, -batch, -batch) for batch in range(1, 5)]
+
+
+@check
 def an_optimizer_made_inside_the_loop_is_made_anew_or_refused() -> None:
     made: list[Any] = []
 

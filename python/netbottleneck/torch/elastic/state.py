@@ -14,7 +14,7 @@ from netbottleneck.runtime.ops import broadcast_object, rank
 from netbottleneck.torch.elastic.launcher import HostUpdateResult, notices
 from netbottleneck.torch.elastic.sampler import ElasticSampler
 from netbottleneck.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from netbottleneck.torch.optimizer import mark, number_from, renew
+from netbottleneck.torch.optimizer import mark, number_from, renew, rest
 
 # Those of horovod.common.elastic, where this package replaces Horovod, and of horovod.torch.elastic.state.
 __all__ = [
@@ -283,6 +283,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
                         state.sync()
                     return func(state, *args, **kwargs)
                 except HorovodInternalError:
+                    rest()  # else restore() would complete this rank's pass, and other ranks make a step of it
                     state.restore()
                     alike = False
                 except HostsUpdatedInterrupt as change:

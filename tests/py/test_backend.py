@@ -222,7 +222,7 @@ def test_values_are_sent_and_received_not_what_a_view_negates(view: Any) -> None
 
 
 def taken(names: collectives.Names, nbytes: int, operation: Operation, **more: Any) -> str:
-    return names.take(Move("ALLREDUCE", [(0, nbytes)], 6, **more), operation)[0]
+    return names.take([Move("ALLREDUCE", [(0, nbytes)], 6, **more)], operation)[0][0]
 
 
 def begun(*works: Any) -> Operation:
@@ -254,7 +254,30 @@ def test_names_forget_only_what_other_ranks_need_not_remember(monkeypatch: pytes
     assert len(names._series) <= 2 * 4
     assert taken(names, 4, begun()).endswith(".0")
     assert taken(names, 12, begun()).endswith(".1")
-    assert names.take(Move("ALLREDUCE", [(0, 8)], 6), begun())[1] is pending
+    assert names.take([Move("ALLREDUCE", [(0, 8)], 6)], begun())[1] == [pending]
+
+
+def test_the_equal_moves_of_an_operation_have_different_names_and_wait_for_none_of_it() -> None:
+    names, work = collectives.Names(0), SimpleNamespace(test=lambda: False)
+    moves = [Move("ALLREDUCE", [(0, 8)], 6) for _ in range(3 * collectives.SLOTS)]
+    pending = [begun(work) for _ in range(collectives.SLOTS)]
+    found = [names.take(moves, operation) for operation in pending]
+    assert all(busy == [] for _, busy in found)
+    assert len({name for some, _ in found for name in some}) == len(moves) * len(pending)
+    again, busy = names.take(moves, begun())
+    assert (again, busy) == (found[0][0], [pending[0]])
+
+
+def test_any_number_of_operations_may_wait_for_each_other() -> None:
+    before = begun(SimpleNamespace(test=lambda: True, wait=lambda limit_s: True))
+    for _ in range(5000):
+        before, earlier = begun(before), before
+        assert not earlier.is_over
+        before.driven = True
+    assert not before.over(0.0)
+    assert before.over(1.0)
+    assert before.is_over
+    assert before.failure is None
 
 
 @pytest.mark.parametrize(

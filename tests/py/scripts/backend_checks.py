@@ -553,6 +553,18 @@ def a_timeout_names_who_is_missing() -> None:
 
 
 @check
+def any_number_of_equal_tensors_is_reduced_together() -> None:
+    flags = [torch.tensor([rank() == 0]) for _ in range(40)]
+    dist.all_reduce_coalesced(flags)
+    assert all(flag.item() for flag in flags)
+    parts = [torch.full((2,), float(rank())) for _ in range(40)]
+    world: Any = dist.group.WORLD
+    wholes = [torch.zeros(2 * size()) for _ in parts]
+    world.allgather_into_tensor_coalesced(wholes, parts).wait()
+    assert [whole.tolist() for whole in wholes] == [[float(other) for other in range(size()) for _ in range(2)]] * 40
+
+
+@check
 def a_future_fails_at_the_timeout() -> None:
     if size() == 1:
         return

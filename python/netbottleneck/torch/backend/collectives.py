@@ -331,7 +331,7 @@ class _Series:
 
     def is_as_new(self) -> bool:
         """Forget operations that are over. True if a new series would go on in the same way: on every rank alike."""
-        self.last = {at: operation for at, operation in self.last.items() if not operation.over(0.0)}
+        self.last = {at: operation for at, operation in self.last.items() if not operation.is_past()}
         return self.count % SLOTS == 0 and not self.last
 
 
@@ -349,9 +349,28 @@ class Names:
         self._series: dict[Hashable, _Series] = {}
         self._series_max = KEPT_MAX
 
-    def take(self, move: Move, operation: Operation) -> tuple[str, Operation | None]:
-        """Return a name for an operation, and the pending operation that still holds it, or None."""
-        key = (move.way, move.signature())
+    def take(self, moves: Sequence[Move], operation: Operation) -> tuple[list[str], list[Operation]]:
+        """Return a name for each move of an operation, and the pending operations that still hold the names.
+
+        Moves with equal signatures share a place in their series, so an operation never waits for itself.
+        """
+        taken: dict[Hashable, list[str]] = {}
+        names: list[str] = []
+        busy: list[Operation] = []
+        for move in moves:
+            key = (move.way, move.signature())
+            equal = taken.setdefault(key, [])
+            if equal:
+                equal.append(f"{equal[0]}.{len(equal)}")
+            else:
+                name, before = self._place(key, move, operation)
+                equal.append(name)
+                busy += [] if before is None else [before]
+            names.append(equal[-1])
+        return names, busy
+
+    def _place(self, key: Hashable, move: Move, operation: Operation) -> tuple[str, Operation | None]:
+        """Return the next name of a series, and the pending operation that still holds it, or None."""
         series = self._series.get(key)
         if series is None:
             if len(self._series) >= self._series_max:
@@ -361,7 +380,7 @@ class Names:
         at = series.count % SLOTS
         series.count += 1
         before, series.last[at] = series.last.get(at), operation
-        return f"{self._label(key, move)}.{at}", None if before is None or before.over(0.0) else before
+        return f"{self._label(key, move)}.{at}", None if before is None or before.is_past() else before
 
     def _label(self, key: Hashable, move: Move) -> str:
         """Return a text that differs between signatures; the factor of a group's moves is 1 or its average's."""

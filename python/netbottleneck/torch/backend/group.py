@@ -268,9 +268,8 @@ class NbGroup(Plain):
     def _steps(self, operation: Operation, rounds: Rounds, names: list[Named], *, awaited: bool) -> Steps:
         moves = next(rounds, [])
         with self._order:
-            taken = [self._names.take(move, operation) for move in moves]
-        names.extend((name, move.group) for (name, _), move in zip(taken, moves, strict=True))
-        busy = [before for _, before in taken if before is not None]
+            taken, busy = self._names.take(moves, operation)
+        names.extend((name, move.group) for name, move in zip(taken, moves, strict=True))
         if busy:
             operation.driven = True
             yield busy

@@ -63,19 +63,42 @@ class Operation:
     def over(self, limit_s: float) -> bool:
         """Wait for at most limit_s; return True if it has completed or failed. 0: do not wait."""
         deadline = time.monotonic() + limit_s
-        while not self.is_over:
-            stage = self._stage
-            for item in stage:
-                if not self._settled(item, max(0.0, deadline - time.monotonic()) if limit_s else 0.0):
+        waits = [self]  # each for the next one; a loop, because their number has no limit
+        while waits:
+            last = waits[-1]
+            before = last._earlier()
+            if last.is_over:
+                waits.pop()
+            elif before is None:
+                if not last._round(max(0.0, deadline - time.monotonic()) if limit_s else 0.0):
                     return False
-            with self._lock:
-                if stage is self._stage and not self.is_over:
-                    self._go_on()
+            elif limit_s:
+                waits.append(before)
+            elif not before.is_past():
+                return False
+        return True
+
+    def is_past(self) -> bool:
+        """Return True if it is over. One that the thread of Progress makes progress on is only looked at."""
+        return self.is_over or (not self.driven and self.over(0.0))
+
+    def _earlier(self) -> "Operation | None":
+        """Return a pending operation that it waits for."""
+        return next((item for item in self._stage if isinstance(item, Operation) and not item.is_over), None)
+
+    def _round(self, limit_s: float) -> bool:
+        """Wait for the engine works of the current round, and begin the next round; False: they are pending."""
+        stage = self._stage
+        if not all(self._settled(item, limit_s) for item in stage):
+            return False
+        with self._lock:
+            if stage is self._stage and not self.is_over:
+                self._go_on()
         return True
 
     def _settled(self, item: Any, limit_s: float) -> bool:
         if isinstance(item, Operation):
-            return item.over(limit_s)
+            return item.is_over
         try:
             return bool(item.wait(limit_s) if limit_s else item.test())
         except (*FAILURES, HorovodInternalError) as error:
@@ -130,11 +153,9 @@ class DeviceOperation(Operation):
         self.devices = (device,)
         self._stream = DeviceStream(device)
 
-    def over(self, limit_s: float) -> bool:
-        if self.is_over:
-            return True
+    def _round(self, limit_s: float) -> bool:
         with self._stream.entered():
-            return super().over(limit_s)
+            return super()._round(limit_s)
 
     def _end(self) -> None:
         try:

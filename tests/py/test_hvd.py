@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Ranks, checks, free_port
 
+from netbottleneck.runtime.async_operations import divide_toward_zero
 from netbottleneck.runtime.horovod_common import gpu_available
 
 torch = pytest.importorskip("torch")
@@ -23,6 +25,19 @@ def run(ranks: Ranks, size: int, script: str, names: list[str]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(warm_ranks: Ranks, size: int) -> None:
     run(warm_ranks, size, "hvd_checks.py", checks(SCRIPTS / "hvd_checks.py"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [2, 49, 98, 300])
+def test_sums_of_integers_are_divided_exactly(dtype: Any, size: int) -> None:
+    limits = torch.iinfo(dtype)
+    sums = [limits.min, limits.max, 0, 1, 49, 98, *([-1, -49, -50] if limits.min < 0 else [])]
+    wanted = [(1 if value > 0 else -1) * (abs(value) // size) for value in sums]
+    tensor = torch.tensor(sums, dtype=dtype)
+    array = tensor.clone().numpy()
+    divide_toward_zero(tensor, size)
+    divide_toward_zero(array, size)
+    assert tensor.tolist() == array.tolist() == wanted
 
 
 @pytest.mark.parametrize("size", [2, 3])

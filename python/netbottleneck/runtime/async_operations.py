@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -254,13 +254,37 @@ def average_factor(size: int) -> float:
     return 1.0 / size
 
 
-def reduction(op: int, size: int) -> tuple[int, float]:
-    """Return the engine's reduction for Horovod's `op`, and the factor to apply after it."""
+class Averaging(NamedTuple):
+    """How the engine's sum becomes an average: by a factor, or by a division toward zero once it is back."""
+
+    factor: float
+    divided: bool
+
+
+def averaging(code: int, size: int) -> Averaging:
+    """Return how to average over `size` ranks values of the type with this number of the engine."""
     core = job.core()
-    known = {Average: core.SUM, Sum: core.SUM, Min: core.MIN, Max: core.MAX, Product: core.PRODUCT}
+    if code in (core.UINT8, core.INT8, core.INT32, core.INT64):
+        return Averaging(1.0, True)
+    return Averaging(average_factor(size), False)
+
+
+def divide_toward_zero(array: Any, size: int) -> None:
+    """Divide an array of integers in place, and truncate: exact, in contrast to a factor."""
+    if size == 1:
+        return
+    wide = array.astype(np.int64) if isinstance(array, np.ndarray) else array.long()
+    down = wide // size
+    array[...] = down + ((down < 0) & (down * size != wide))
+
+
+def reduction(op: int) -> int:
+    """Return the engine's reduction for Horovod's `op`; ValueError for another value."""
+    core = job.core()
+    known: dict[int, int] = {Average: core.SUM, Sum: core.SUM, Min: core.MIN, Max: core.MAX, Product: core.PRODUCT}
     if op not in known:
         raise ValueError(f"op={op!r}: must be Average, Sum, Min, Max or Product, where this operation supports it")
-    return known[op], average_factor(size) if op == Average else 1.0
+    return known[op]
 
 
 def fitted(name: str) -> str:

@@ -24,6 +24,8 @@ from netbottleneck.runtime.async_operations import (
     Steps,
     Sum,
     as_bytes,
+    averaging,
+    divide_toward_zero,
     global_process_set,
     label,
     members_of,
@@ -58,13 +60,15 @@ def allreduce_steps(
 
     factors: before and after the reduction.
     """
-    reduce, factor = reduction(op, among.size)
-    before, after = factors
+    reduce = reduction(op)
+    averages: list[Array] = []
     groups: dict[int, list[Array]] = {}
     for array, code in arrays:
         groups.setdefault(code, []).append(array)
     works = []
     for code, members in groups.items():
+        before, after, divided = _factors(op, code, among.size, factors)
+        averages += members if divided else []
         for start in range(0, len(members), SEGMENTS_MAX):
             part = members[start : start + SEGMENTS_MAX]
             works.append(
@@ -76,12 +80,20 @@ def allreduce_steps(
                     code,
                     op=reduce,
                     prescale=before,
-                    postscale=after * factor,
+                    postscale=after,
                     shape=_shape(*part),
                     keep=part,
                 )
             )
     yield works
+    for array in averages:
+        divide_toward_zero(array, among.size)
+
+
+def _factors(op: int, code: int, size: int, given: tuple[float, float]) -> tuple[float, float, bool]:
+    """Return the factors before and after the reduction, and True if the result is still to be divided by the size."""
+    factor, divided = averaging(code, size) if op == Average else (1.0, False)
+    return given[0], given[1] * factor, divided
 
 
 def broadcast_steps(array: Array, code: int, root_rank: int, name: str, among: Members) -> Steps[None]:
@@ -144,8 +156,8 @@ def reducescatter_steps(
         raise ValueError("reducescatter needs an array of at least one dimension")
     if op not in (Average, Sum):
         raise HorovodInternalError(f"{name}: reducescatter supports only Average or Sum, not op={op}")
-    reduce, factor = reduction(op, size)
-    before, after = factors
+    reduce = reduction(op)
+    before, after, divided = _factors(op, code, size, factors)
     starts = _shares(len(array), size)
     line = zeros((size, starts[1] - starts[0], *array.shape[1:]), array)
     for other in range(size):
@@ -160,12 +172,14 @@ def reducescatter_steps(
             code,
             op=reduce,
             prescale=before,
-            postscale=after * factor,
+            postscale=after,
             shape=_shape(array),
             keep=line,
         )
     ]
     mine: Array = line[rank, : starts[rank + 1] - starts[rank]]
+    if divided:
+        divide_toward_zero(mine, size)
     return mine
 
 
@@ -275,7 +289,7 @@ def adasum_steps(array: Array, name: str, among: Members, factors: tuple[float, 
         pairs = len(vectors) // 2 * 2
         one, other = vectors[0:pairs:2], vectors[1:pairs:2]
         dots = np.stack([np.einsum("ij,ij->i", *pair) for pair in ((one, other), (one, one), (other, other))])
-        summed, _ = reduction(Sum, size)
+        summed = reduction(Sum)
         yield [submitted(among, f"{name}.{level}", core.ALLREDUCE, dots, core.FLOAT64, op=summed, keep=dots)]
         vectors = _combined(vectors, dots)
         level += 1

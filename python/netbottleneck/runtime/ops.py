@@ -103,8 +103,8 @@ def allreduce(
     """Return the reduction of the arrays of all ranks, which are of one shape and type.
 
     op: Average, Sum, Min, Max, Product or Adasum. prescale_factor is applied before, postscale_factor after; integers
-    are scaled in float64 and truncated. Raises ValueError for a type that cannot be reduced, HorovodInternalError when
-    the operation failed.
+    are scaled in float64 and truncated. The average of integers is their sum, divided toward zero. Raises ValueError
+    for a type that cannot be reduced, HorovodInternalError when the operation failed.
     """
     return allreduce_(
         np.array(array, order="C"),

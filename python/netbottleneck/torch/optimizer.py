@@ -222,7 +222,7 @@ def carrier(
     if wanted.process_set.included() is False:
         return None
     among = members_of(wanted.process_set)
-    async_operations.reduction(wanted.op, among.size)  # validate the op even when the set has one rank
+    async_operations.reduction(wanted.op)  # validate the op even when the set has one rank
     if among.size == 1 and job.current().recorder is None:
         return None
     all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # SparseAdam takes no other gradients
@@ -259,7 +259,7 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
         by_name=wanted.by_name and among.size > 1,
     )
     moved = among.size > 1 and this.settings.transports[0] != "null"
-    reduction, _ = async_operations.reduction(wanted.op, among.size)
+    reduction = async_operations.reduction(wanted.op)
     average = wanted.op == async_operations.Average
     gradients.target(this.comm if moved else None, average, predivide=wanted.predivide, op=reduction)
     if everybody:  # an observer may need a collective of all ranks
@@ -351,7 +351,7 @@ def _ways(wanted: Wanted) -> Ways:
         return sparse_allreduce_async(tensor, f"{wanted.label}.{name}", wanted.op, wanted.process_set)
 
     among = members_of(wanted.process_set)
-    reduction, _ = async_operations.reduction(wanted.op, among.size)
+    reduction = async_operations.reduction(wanted.op)
     factors = (wanted.op == async_operations.Average, wanted.predivide, reduction)
     return Ways(
         dense, sparse, lambda name: async_operations.label("allreduce", f"{wanted.label}.{name}", among), factors

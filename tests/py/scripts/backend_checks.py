@@ -112,6 +112,13 @@ def what_gloo_cannot_reduce() -> None:
     mean = parts[rank()].double()
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     assert torch.allclose(mean, sum(part.double() for part in parts) / size(), rtol=1e-15)  # type: ignore[union-attr]
+    wide = torch.tensor([2**60 + 3, 0], dtype=torch.int64) // size()
+    wide[1] = -1 if rank() == 0 else -2 * size()
+    wanted = [wide[0].item(), -((2 * size() * (size() - 1) + 1) // size())]
+    into = torch.zeros(2, dtype=torch.int64)
+    dist.reduce_scatter(into, [wide] * size(), dist.ReduceOp.AVG)
+    dist.all_reduce(wide, dist.ReduceOp.AVG)
+    assert wide.tolist() == into.tolist() == wanted
     narrow = parts[rank()].to(torch.int16)
     dist.all_reduce(narrow)
     assert narrow.tolist() == sum(parts).tolist()  # type: ignore[union-attr]
@@ -121,12 +128,12 @@ def what_gloo_cannot_reduce() -> None:
     turned = torch.complex(parts[rank()].float(), torch.ones(9))
     dist.all_reduce(turned)
     assert turned.tolist() == torch.complex(sum(parts).float(), torch.full((9,), float(size()))).tolist()  # type: ignore[union-attr]
-    into = torch.zeros(3, dtype=torch.int16)
-    dist.reduce_scatter(into, [numbers(3, torch.int16) * (at + 1) for at in range(size())], dist.ReduceOp.BOR)
+    bits = torch.zeros(3, dtype=torch.int16)
+    dist.reduce_scatter(bits, [numbers(3, torch.int16) * (at + 1) for at in range(size())], dist.ReduceOp.BOR)
     expected = torch.zeros(3, dtype=torch.int16)
     for other in range(size()):
         expected |= numbers(3, torch.int16, other) * (rank() + 1)
-    assert into.tolist() == expected.tolist()
+    assert bits.tolist() == expected.tolist()
     raises(NotImplementedError, "PREMUL_SUM", lambda: dist.all_reduce(mean, dist._make_nccl_premul_sum(2.0)))
     raises(ValueError, "complex", lambda: dist.all_reduce(turned, dist.ReduceOp.MAX))
 

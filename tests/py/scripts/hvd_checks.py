@@ -14,6 +14,7 @@ import pytest
 import torch
 from named_checks import check, main
 
+import netbottleneck
 import netbottleneck.torch as hvd
 
 REDUCED = [
@@ -100,6 +101,17 @@ def factors_may_be_zero() -> None:
             for op in (hvd.Sum, hvd.Average):
                 assert hvd.allreduce(mine, op=op, **scales).tolist() == [0, 0, 0]
             assert not hvd.reducescatter(mine.repeat(hvd.size()), op=hvd.Sum, **scales).any()
+
+
+@check
+def the_average_of_integers_is_exact() -> None:
+    least = (2**60 + 3) // hvd.size()
+    mine = torch.tensor([least] * hvd.size(), dtype=torch.int64)
+    assert hvd.allreduce(mine, op=hvd.Average).tolist() == mine.tolist()
+    assert hvd.reducescatter(mine, op=hvd.Average).tolist() == [least]
+    assert netbottleneck.allreduce(mine.numpy(), op=hvd.Average).tolist() == mine.tolist()
+    below = torch.tensor([-1 if hvd.rank() == 0 else 0], dtype=torch.int32)
+    assert hvd.allreduce(below, op=hvd.Average).tolist() == [-1 if hvd.size() == 1 else 0]
 
 
 @check

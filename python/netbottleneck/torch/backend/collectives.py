@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from netbottleneck.runtime import job
-from netbottleneck.runtime.async_operations import average_factor
+from netbottleneck.runtime.async_operations import averaging, divide_toward_zero
 from netbottleneck.torch.backend.operations import (
     SEGMENTS_MAX,
     Move,
@@ -211,11 +211,14 @@ def _by_engine(op: str, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _numbers(op: str, dtype: torch.dtype, size: int) -> Mapping[str, Any]:
-    return {
-        "code": dtype_code(dtype),
-        "op": int(getattr(job.core(), ENGINE[op])),
-        "factor": average_factor(size) if op == "AVG" else 1.0,
-    }
+    code = dtype_code(dtype)
+    factor = averaging(code, size).factor if op == "AVG" else 1.0
+    return {"code": code, "op": int(getattr(job.core(), ENGINE[op])), "factor": factor}
+
+
+def _divided(op: str, dtype: torch.dtype, size: int) -> bool:
+    """Return True if the engine's sum is still to be divided."""
+    return op == "AVG" and averaging(dtype_code(dtype), size).divided
 
 
 def reduced_here(op: str, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
@@ -233,12 +236,14 @@ def all_reduce(ranks: Ranks, tensors: Sequence[torch.Tensor], op: str) -> Rounds
     """Reduce each tensor in place, on all ranks. Tensors of one type are sent together."""
     touched = Touched()
     moves: list[Move] = []
+    averages: list[torch.Tensor] = []
     later: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(touched.written(tensor))
     for dtype, members in by_type.items():
         if _by_engine(op, dtype):
+            averages += members if _divided(op, dtype, ranks.size) else []
             for start in range(0, len(members), SEGMENTS_MAX):
                 some = members[start : start + SEGMENTS_MAX]
                 memory = [memory_of(tensor) for tensor in some]
@@ -250,6 +255,8 @@ def all_reduce(ranks: Ranks, tensors: Sequence[torch.Tensor], op: str) -> Rounds
             moves.append(gathered(ranks, parts, parts))
             later.append((tensor, parts))
     yield nonempty(moves)
+    for tensor in averages:
+        divide_toward_zero(tensor, ranks.size)
     for tensor, parts in later:
         reduced_here(op, parts, tensor)
     touched.settle()
@@ -265,6 +272,7 @@ def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequen
     """Write to each output this rank's part of the reduction of an input. An input has one tensor for each rank."""
     touched = Touched()
     moves = []
+    averages: list[torch.Tensor] = []
     later = []
     for output, parts in zip(outputs, inputs, strict=True):
         equal_sizes("reduce_scatter", [*parts, output], ranks.size + 1)
@@ -274,6 +282,7 @@ def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequen
             into.copy_(copies[ranks.rank].view_as(into))
             line = [into if at == ranks.rank else part for at, part in enumerate(copies)]
             numbers = _numbers(op, into.dtype, ranks.size)
+            averages += [into] if _divided(op, into.dtype, ranks.size) else []
             moves.append(ranks.move("REDUCESCATTER", ranks.line(line), keep=line, **numbers))
             continue
         out = [touched.read(part) for part in parts]
@@ -281,6 +290,8 @@ def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequen
         moves.append(exchanged(ranks, out, came, (out, came)))
         later.append((into, came))
     yield nonempty(moves)
+    for tensor in averages:
+        divide_toward_zero(tensor, ranks.size)
     for into, came in later:
         reduced_here(op, came, into)
     touched.settle()

@@ -135,6 +135,15 @@ def what_gloo_cannot_reduce() -> None:
         expected |= numbers(3, torch.int16, other) * (rank() + 1)
     assert bits.tolist() == expected.tolist()
     raises(NotImplementedError, "PREMUL_SUM", lambda: dist.all_reduce(mean, dist._make_nccl_premul_sum(2.0)))
+    for dtype, op in (
+        (torch.bool, dist.ReduceOp.AVG),
+        (torch.uint16, dist.ReduceOp.SUM),
+        (torch.float8_e5m2, dist.ReduceOp.MAX),
+        (torch.float32, dist.ReduceOp.BOR),
+    ):
+        some, part = torch.ones(size()).to(dtype), torch.ones(1).to(dtype)
+        raises(ValueError, f"of {dtype} is not supported", lambda: dist.all_reduce(some, op))  # noqa: B023
+        raises(ValueError, f"of {dtype} is not", lambda: scatter_whole(part, some, op))  # noqa: B023
     raises(ValueError, "complex", lambda: dist.all_reduce(turned, dist.ReduceOp.MAX))
 
 

@@ -221,6 +221,24 @@ def _divided(op: str, dtype: torch.dtype, size: int) -> bool:
     return op == "AVG" and averaging(dtype_code(dtype), size).divided
 
 
+@functools.cache
+def _is_reducible(op: str, dtype: torch.dtype) -> bool:
+    if op == "AVG" and dtype == torch.bool:
+        return False
+    try:
+        one = torch.ones(1, device="cpu").to(dtype)
+        LOCAL[op](one, one)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check_reducible(what: str, op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for a type that neither the engine nor torch reduces in this way."""
+    if not _by_engine(op, dtype) and not _is_reducible(op, dtype):
+        raise ValueError(f"{what}: ReduceOp.{op} of {dtype} is not supported: convert the tensor first")
+
+
 def reduced_here(op: str, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """Reduce parts in their order, and write the result."""
     total = parts[0]
@@ -240,6 +258,7 @@ def all_reduce(ranks: Ranks, tensors: Sequence[torch.Tensor], op: str) -> Rounds
     later: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
+        _check_reducible("all_reduce", op, tensor.dtype)
         by_type.setdefault(tensor.dtype, []).append(touched.written(tensor))
     for dtype, members in by_type.items():
         if _by_engine(op, dtype):
@@ -276,6 +295,7 @@ def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequen
     later = []
     for output, parts in zip(outputs, inputs, strict=True):
         equal_sizes("reduce_scatter", [*parts, output], ranks.size + 1)
+        _check_reducible("reduce_scatter", op, output.dtype)
         into = touched.written(output)
         if _by_engine(op, into.dtype):
             copies = [touched.read(part).clone() for part in parts]

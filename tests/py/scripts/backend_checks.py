@@ -528,6 +528,11 @@ def wrong_calls_raise() -> None:
     meta = torch.ones(2, device="meta")
     raises(ValueError, 'init_process_group("cpu:nb,meta:', lambda: dist.all_reduce(meta))
     raises(ValueError, "size and type", lambda: dist.all_gather([torch.ones(3)] * size(), torch.ones(2)))
+    parts = [torch.ones(2)] * (size() + 1)
+    said = f"{size() + 1} tensors for {size()} ranks"
+    raises(ValueError, said, lambda: dist.all_gather(parts, torch.ones(2)))
+    raises(ValueError, said, lambda: dist.all_to_all(parts, parts))
+    raises(ValueError, f"9 is not a rank of a group of {size()}", lambda: dist.broadcast(parts[0], 9))
     raises(ValueError, "not 1 times" if size() == 1 else "times", lambda: odd_whole(group))
     raises(ValueError, "monitored_barrier is only", dist.monitored_barrier)
     raises(NotImplementedError, "names the missing ranks", group.monitored_barrier)

@@ -16,11 +16,13 @@ from netbottleneck.torch.backend.operations import (
     Rounds,
     Touched,
     bytes_code,
+    check_root,
     engine_reduces,
     equal_sizes,
     exchanged,
     gathered,
     nonempty,
+    one_for_each,
     parts_of,
 )
 from netbottleneck.torch.gradients import dtype_code
@@ -37,6 +39,7 @@ PAIRS_MAX = 60_000  # most two-rank groups in a job
 
 def broadcast(ranks: Ranks, tensors: Sequence[torch.Tensor], root: int) -> Rounds:
     """Broadcast the root's tensors, in place."""
+    check_root("broadcast", root, ranks.size)
     touched = Touched()
     place = list(ranks.order).index(root)
     moves = []
@@ -52,7 +55,7 @@ def all_gather(ranks: Ranks, outputs: Sequence[Sequence[torch.Tensor]], inputs: 
     touched = Touched()
     moves = []
     for given, mine in zip(outputs, inputs, strict=True):
-        equal_sizes("all_gather", [*given, mine], ranks.size + 1)
+        equal_sizes("all_gather", given, ranks.size, mine)
         parts = [touched.written(part) for part in given]
         _own(parts[ranks.rank], mine)
         moves.append(gathered(ranks, parts, parts))
@@ -111,11 +114,12 @@ class Pairs:
 
     def gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> Rounds:
         """Write each rank's tensor to the root's outputs."""
+        check_root("gather", root, self._ranks.size)
         touched, rank = Touched(), self._ranks.rank
         if rank != root:
             yield nonempty([self.move(touched.read(mine), rank, root, "g")])
             return
-        equal_sizes("gather", [*outputs, mine], self._ranks.size + 1)
+        equal_sizes("gather", outputs, self._ranks.size, mine)
         parts = [touched.written(part) for part in outputs]
         _own(parts[root], mine)
         yield nonempty([self.move(part, at, root, "g") for at, part in enumerate(parts) if at != root])
@@ -123,12 +127,13 @@ class Pairs:
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Rounds:
         """Write to each rank's output its tensor of the root's inputs."""
+        check_root("scatter", root, self._ranks.size)
         touched, rank = Touched(), self._ranks.rank
         into = touched.written(output)
         if rank != root:
             yield nonempty([self.move(into, root, rank, "s")])
         else:
-            equal_sizes("scatter", [*inputs, output], self._ranks.size + 1)
+            equal_sizes("scatter", inputs, self._ranks.size, output)
             parts = [touched.read(part) for part in inputs]
             _own(into, parts[root])
             yield nonempty([self.move(part, root, at, "s") for at, part in enumerate(parts) if at != root])
@@ -139,6 +144,8 @@ class Pairs:
         touched, ranks = Touched(), self._ranks
         if self._link.size * (self._link.size - 1) // 2 > PAIRS_MAX:
             raise NotImplementedError(f"all_to_all of parts of different sizes among {self._link.size} ranks")
+        one_for_each("all_to_all: inputs", inputs, ranks.size)
+        one_for_each("all_to_all: outputs", outputs, ranks.size)
         out = [touched.read(part) for part in inputs]
         into = [touched.written(part) for part in outputs]
         if out[ranks.rank].numel() != into[ranks.rank].numel():
@@ -156,7 +163,7 @@ class Pairs:
 
 def all_to_all_even(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Rounds:
     """As all_to_all, with parts of equal size. ValueError if those to send and to receive differ in size."""
-    equal_sizes("all_to_all_single", [*inputs, *outputs], 2 * ranks.size)
+    equal_sizes("all_to_all_single", inputs, ranks.size, *outputs)
     touched = Touched()
     out = [touched.read(part) for part in inputs]
     into = [touched.written(part) for part in outputs]
@@ -283,6 +290,7 @@ def all_reduce(ranks: Ranks, tensors: Sequence[torch.Tensor], op: str) -> Rounds
 
 def reduce_to(ranks: Ranks, tensor: torch.Tensor, op: str, root: int) -> Rounds:
     """Reduce in place, with the result on the root only. It costs as much as an all-reduce."""
+    check_root("reduce", root, ranks.size)
     mine = tensor if ranks.rank == root else tensor.detach().clone(memory_format=torch.contiguous_format)
     return all_reduce(ranks, [mine], op)
 
@@ -294,7 +302,7 @@ def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequen
     averages: list[torch.Tensor] = []
     later = []
     for output, parts in zip(outputs, inputs, strict=True):
-        equal_sizes("reduce_scatter", [*parts, output], ranks.size + 1)
+        equal_sizes("reduce_scatter", parts, ranks.size, output)
         _check_reducible("reduce_scatter", op, output.dtype)
         into = touched.written(output)
         if _by_engine(op, into.dtype):

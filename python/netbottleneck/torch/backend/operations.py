@@ -477,12 +477,20 @@ def bytes_code() -> int:
     return int(job.core().UINT8)
 
 
-def equal_sizes(what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
-    """Raise ValueError unless these are `size` tensors of one size and type."""
+def one_for_each(what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raise ValueError unless there is a tensor for each of `size` ranks."""
     if len(tensors) != size:
         raise ValueError(f"{what}: {len(tensors)} tensors for {size} ranks: one for each is required")
+
+
+def equal_sizes(what: str, tensors: Sequence[torch.Tensor], size: int, *others: torch.Tensor) -> None:
+    """Raise ValueError unless there is a tensor for each of `size` ranks, and these and others are alike.
+
+    They are alike if they have one size and type.
+    """
+    one_for_each(what, tensors, size)
     first = tensors[0]
-    for tensor in tensors:
+    for tensor in (*tensors, *others):
         if tensor.numel() != first.numel() or tensor.dtype != first.dtype:
             raise ValueError(
                 f"{what}: tensors of one size and type are required, not {list(first.shape)} {first.dtype} and "
@@ -496,6 +504,12 @@ def parts_of(what: str, whole: torch.Tensor, part: torch.Tensor, size: int) -> N
         raise ValueError(
             f"{what}: {whole.numel()} elements of {whole.dtype} are not {size} times {part.numel()} of {part.dtype}"
         )
+
+
+def check_root(what: str, root: int, size: int) -> None:
+    """Raise ValueError unless `root` is a rank of a process group of this size."""
+    if not 0 <= root < size:
+        raise ValueError(f"{what}: {root} is not a rank of a group of {size}")
 
 
 @dataclass(frozen=True)

@@ -586,6 +586,27 @@ def any_number_of_equal_tensors_is_reduced_together() -> None:
 
 
 @check
+def tensors_of_inference_mode_may_be_awaited_outside_it() -> None:
+    with torch.inference_mode():
+        flags = torch.tensor([rank() == 0, False])
+        parts = [torch.zeros(3, 4)[:, :2] for _ in range(size())]
+        works = [
+            dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True),
+            dist.all_gather(parts, torch.full((3, 2), float(rank())), async_op=True),
+        ]
+    for work in works:
+        assert work is not None
+        work.get_future().wait()
+    assert flags.tolist() == [True, False]
+    assert [part[0, 0].item() for part in parts] == list(range(size()))
+    average = torch.full((2,), 3, dtype=torch.int32)
+    with torch.inference_mode():
+        inside = average.clone()
+    dist.all_reduce(inside, dist.ReduceOp.AVG)
+    assert inside.tolist() == [3, 3]
+
+
+@check
 def a_future_fails_at_the_timeout() -> None:
     if size() == 1:
         return

@@ -232,6 +232,13 @@ def collective(method: Callable[..., Call], of: int = 0) -> Callable[..., Backen
     return called
 
 
+def _has_inference(outputs: Any) -> bool:
+    """Return True if one of the tensors can be written in inference mode only."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.is_inference()
+    return outputs is not None and any(map(_has_inference, outputs))
+
+
 def _device(first: Any) -> torch.device | None:
     while isinstance(first, list | tuple):
         if not first:
@@ -259,6 +266,7 @@ class NbGroup(Plain):
         limit_s = self._limit_s if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         about = About(self.link, call.what, self.ranks.jobs, limit_s)
         operation.driven = call.driven
+        operation.inference = operation.inference or _has_inference(call.outputs)
         awaited = not getattr(call.opts, "asyncOp", True)
         operation.run(self._steps(operation, call.rounds, about.names, awaited=awaited))
         if operation.driven and not operation.over(0.0):

@@ -41,7 +41,7 @@ Steps = Generator[Sequence[Any], None, None]
 class Operation:
     """A generator that yields what it waits for. Any thread that waits for the operation makes progress on it."""
 
-    __slots__ = ("_lock", "_stage", "_steps", "driven", "failure", "is_over")
+    __slots__ = ("_lock", "_stage", "_steps", "driven", "failure", "inference", "is_over")
     devices: Sequence[torch.device] = ()  # those of its memory, without the host
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class Operation:
         self._steps: Steps | None = None
         self.driven = False  # other ranks wait for the next round: it needs progress even if nobody waits here
         self.failure: BaseException | None = None
+        self.inference = torch.is_inference_mode_enabled()  # its rounds need it, on any thread
         self.is_over = False
 
     def run(self, steps: Steps) -> None:
@@ -110,7 +111,8 @@ class Operation:
         steps = self._steps
         try:
             if self.failure is None and steps is not None:
-                self._stage = next(steps)
+                with torch.inference_mode() if self.inference else contextlib.nullcontext():
+                    self._stage = next(steps)
                 return
         except StopIteration:
             pass

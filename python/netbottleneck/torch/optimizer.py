@@ -329,9 +329,12 @@ def _compare(label: str, among: Members, own: list[str]) -> bool:
 
 
 def _only(rank: int, own: list[str], others: list[str]) -> str:
-    found = sorted(set(own) - set(others))
+    return f"only rank {rank} has {_some(sorted(set(own) - set(others)))}"
+
+
+def _some(found: list[str]) -> str:
     more = f" and {len(found) - NAMED_MOST} more" if len(found) > NAMED_MOST else ""
-    return f"only rank {rank} has {', '.join(found[:NAMED_MOST]) or 'none'}{more}"
+    return f"{', '.join(found[:NAMED_MOST]) or 'none'}{more}"
 
 
 def _ways(wanted: Wanted) -> Ways:
@@ -376,6 +379,7 @@ class _Distributed(torch.optim.Optimizer):
     _resting: bool = False  # its job has ended, and it has not joined another
     _uncompared: list[str] | None = None  # its parameters, until all ranks have been found to have the same
     _parameter_names: dict[torch.Tensor, str]
+    _frozen: list[torch.Tensor]  # those without a gradient when it joined its job
     _synchronized: bool
     _should_synchronize: bool
     backward_passes_per_step: int
@@ -390,7 +394,7 @@ class _Distributed(torch.optim.Optimizer):
         """Wait until all gradients are reduced; those that the backward pass did not reach are sent as zeros.
 
         If its job has ended, it joins the running job; ValueError if there is none. Raises ValueError in the first step
-        if the ranks have different parameters.
+        if the ranks have different parameters, and for a parameter that was unfrozen or added.
         """
         if self._ended:
             raise RuntimeError(
@@ -400,6 +404,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._resting or (job.is_started() and self._job is not job.current()):
             self._again()
         if self._carrier is not None:
+            self._check_known()
             self._carrier.flush()
             self._compare()
             self._carrier.wait()
@@ -444,12 +449,32 @@ class _Distributed(torch.optim.Optimizer):
         self._leave()
         self._job, self._synchronized = job.current(), False
         self._carrier = carrier(self, self._parameter_names, self.backward_passes_per_step, self._wanted)
+        self._frozen = [parameter for parameter in self._parameter_names if not parameter.requires_grad]
         self._uncompared = _described(self._parameter_names, self._wanted.by_name)
         self._ended = self._resting = False
         if self._carrier is not None:
             self._close = weakref.finalize(self, self._carrier.close)
             itself = weakref.ref(self)
             self._job.ending.append(lambda: _rest(itself()))
+
+    def _check_known(self) -> None:
+        """Raise ValueError if a parameter would be trained by this rank's gradient alone."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if count == len(self._parameter_names) and not any(parameter.requires_grad for parameter in self._frozen):
+            return
+        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+        fresh = [f"{self._parameter_names[parameter]} (unfrozen)" for parameter in unfrozen]
+        fresh += [
+            f"number {place} of group {index} (added)"
+            for index, group in enumerate(self.param_groups)
+            for place, parameter in enumerate(group["params"])
+            if parameter.requires_grad and parameter not in self._parameter_names
+        ]
+        if fresh:
+            raise ValueError(
+                "this DistributedOptimizer does not reduce the gradients of parameters that were unfrozen or added "
+                f"after it was made: {_some(fresh)}. Replace it by the DistributedOptimizer of a new optimizer"
+            )
 
     def _compare(self) -> None:
         """Compare the parameters of all ranks, once in a job, before any sum is used."""

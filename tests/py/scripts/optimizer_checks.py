@@ -288,6 +288,26 @@ def misuse_raises() -> None:
 
 
 @check
+def a_parameter_that_would_train_apart_is_refused() -> None:
+    model, more = Net(), torch.nn.Linear(4, 2)
+    model.shared.weight.requires_grad_(False)
+    optimizer = wrapped(model)
+    train(model, optimizer, 1)
+    model.shared.weight.requires_grad_(True)
+    with raises(ValueError, "shared.weight (unfrozen). Replace it"):
+        train(model, optimizer, 1)
+    model.shared.weight.requires_grad_(False)
+    optimizer.step()
+    optimizer.add_param_group({"params": more.bias.requires_grad_(False)})
+    train(model, optimizer, 1)
+    optimizer.add_param_group({"params": more.weight})
+    with raises(ValueError, "number 0 of group 2 (added). Replace it"):
+        train(model, optimizer, 1)
+    more.weight.requires_grad_(False)
+    optimizer.step()
+
+
+@check
 def one_pass_too_many() -> None:
     for options in ({}, {"op": hvd.Sum}, {"compression": hvd.Compression.fp16}):
         model = Net()

@@ -380,6 +380,7 @@ class _Distributed(torch.optim.Optimizer):
     _uncompared: list[str] | None = None  # its parameters, until all ranks have been found to have the same
     _parameter_names: dict[torch.Tensor, str]
     _frozen: list[torch.Tensor]  # those without a gradient when it joined its job
+    _warned: bool = False  # of parameters that were unfrozen or added
     _synchronized: bool
     _should_synchronize: bool
     backward_passes_per_step: int
@@ -394,7 +395,7 @@ class _Distributed(torch.optim.Optimizer):
         """Wait until all gradients are reduced; those that the backward pass did not reach are sent as zeros.
 
         If its job has ended, it joins the running job; ValueError if there is none. Raises ValueError in the first step
-        if the ranks have different parameters, and for a parameter that was unfrozen or added.
+        if the ranks have different parameters. Warns once of a parameter that was unfrozen or added.
         """
         if self._ended:
             raise RuntimeError(
@@ -404,7 +405,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._resting or (job.is_started() and self._job is not job.current()):
             self._again()
         if self._carrier is not None:
-            self._check_known()
+            self._warn_of_own()
             self._carrier.flush()
             self._compare()
             self._carrier.wait()
@@ -457,23 +458,27 @@ class _Distributed(torch.optim.Optimizer):
             itself = weakref.ref(self)
             self._job.ending.append(lambda: _rest(itself()))
 
-    def _check_known(self) -> None:
-        """Raise ValueError if a parameter would be trained by this rank's gradient alone."""
+    def _warn_of_own(self) -> None:
+        """Warn once if parameters are trained by this rank's gradients alone, as they are with Horovod."""
         count = sum(len(group["params"]) for group in self.param_groups)
-        if count == len(self._parameter_names) and not any(parameter.requires_grad for parameter in self._frozen):
+        alike = count == len(self._parameter_names) and not any(parameter.requires_grad for parameter in self._frozen)
+        if alike or self._warned:
             return
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
-        fresh = [f"{self._parameter_names[parameter]} (unfrozen)" for parameter in unfrozen]
-        fresh += [
+        own = [f"{self._parameter_names[parameter]} (unfrozen)" for parameter in unfrozen]
+        own += [
             f"number {place} of group {index} (added)"
             for index, group in enumerate(self.param_groups)
             for place, parameter in enumerate(group["params"])
             if parameter.requires_grad and parameter not in self._parameter_names
         ]
-        if fresh:
-            raise ValueError(
+        if own:
+            self._warned = True
+            warnings.warn(
                 "this DistributedOptimizer does not reduce the gradients of parameters that were unfrozen or added "
-                f"after it was made: {_some(fresh)}. Replace it by the DistributedOptimizer of a new optimizer"
+                f"after it was made, so ranks train them apart: {_some(own)}. To train them together, replace it by "
+                "the DistributedOptimizer of a new optimizer",
+                stacklevel=3,
             )
 
     def _compare(self) -> None:

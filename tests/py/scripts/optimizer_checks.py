@@ -288,23 +288,24 @@ def misuse_raises() -> None:
 
 
 @check
-def a_parameter_that_would_train_apart_is_refused() -> None:
-    model, more = Net(), torch.nn.Linear(4, 2)
-    model.shared.weight.requires_grad_(False)
-    optimizer = wrapped(model)
-    train(model, optimizer, 1)
-    model.shared.weight.requires_grad_(True)
-    with raises(ValueError, "shared.weight (unfrozen). Replace it"):
-        train(model, optimizer, 1)
-    model.shared.weight.requires_grad_(False)
-    optimizer.step()
-    optimizer.add_param_group({"params": more.bias.requires_grad_(False)})
-    train(model, optimizer, 1)
-    optimizer.add_param_group({"params": more.weight})
-    with raises(ValueError, "number 0 of group 2 (added). Replace it"):
-        train(model, optimizer, 1)
-    more.weight.requires_grad_(False)
-    optimizer.step()
+def a_parameter_that_ranks_train_apart_is_named_once() -> None:
+    for added in (False, True):
+        model, more = Net(), torch.nn.Linear(4, 2)
+        model.shared.weight.requires_grad_(added)
+        optimizer = wrapped(model)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model, optimizer, 1)
+            if added:
+                optimizer.add_param_group({"params": more.bias.requires_grad_(False)})
+                train(model, optimizer, 1)
+                assert not [one for one in seen if "train them apart" in str(one.message)]
+                optimizer.add_param_group({"params": more.weight})
+            model.shared.weight.requires_grad_(True)
+            train(model, optimizer, 2)
+        (warning,) = [str(one.message) for one in seen if "train them apart" in str(one.message)]
+        named = "number 0 of group 2 (added)" if added else "shared.weight (unfrozen)"
+        assert f"train them apart: {named}. To train them together" in warning, warning
 
 
 @check

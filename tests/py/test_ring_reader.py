@@ -13,7 +13,7 @@ from time import monotonic
 import pytest
 
 from netbottleneck.analysis.intervals import counted
-from netbottleneck.report import text
+from netbottleneck.report import caveats
 from netbottleneck.runtime import run_folder
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_file, ring_reader
@@ -541,7 +541,7 @@ def test_faults_name_the_missing_ranks(tmp_path):
 def test_a_stall_names_its_missing_ranks_and_counts_the_others(masks, count, named, said):
     (fault,) = ring_reader.faults([Event("STALL", 9, 3, 7, 0, 61, *masks, count)], 0, 200)
     assert (fault.peers, fault.others) == (named, max(0, count - len(named)))
-    assert text._faults(tr.Trace("", 200, (), faults=(fault,))) == [f"rank 0: stall, {said}"]
+    assert caveats._faults(tr.Trace("", 200, (), faults=(fault,))) == [f"rank 0: stall, {said}"]
 
 
 def test_the_probe_of_a_rank_that_left_no_description_is_in_its_ring(tmp_path):

@@ -222,8 +222,8 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {doubt.share}"
         why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, f"{doubt.needs}{_rest(facts, evidence)}", evidence, doubt.more)
-    few, rest = _few_late(f), share
-    if few is not None and f.moving_share is not None:  # a rank was late in steps too few to judge
+    rest = share
+    if _once(f) and f.moving_share is not None:
         rest, lost = f.moving_share, f"{percent(typical)} of the typical step"
     if max(rest.high, typical) < limits.NETWORK_SHARE_MIN:
         return _small(facts, evidence, lost)
@@ -311,9 +311,15 @@ def _few_late(f: Findings) -> tuple[str, int] | None:
     return f"{often}, too few steps to find a cause.", more
 
 
+def _once(f: Findings) -> bool:
+    """Return True if a rank that is late in one step alone holds most of what is exposed."""
+    return f.lateness is not None and f.lateness.left_out == 1 and _few_late(f) is not None
+
+
 def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:
     """The verdict if no rule fired and communication, as far as it is recorded, is small."""
-    f, unknown, few = facts.f, facts.not_recorded, _few_late(facts.f)
+    f, unknown = facts.f, facts.not_recorded
+    few = _few_late(f) if _once(f) else None
     if facts.missing:
         why = f"The recorded communication is {lost}. {_sentence(facts.missing)}"
         return Verdict("INCONCLUSIVE", why, _whole_record(f), evidence)

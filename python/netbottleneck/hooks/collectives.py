@@ -28,11 +28,23 @@ import torch.distributed as dist
 
 from netbottleneck.errors import of_handler
 from netbottleneck.hooks.calls import eager
+from netbottleneck.hooks.recorded_calls import (
+    METHODS,
+    OPERATORS,
+    SPACES,
+    Call,
+    address,
+    bytes_submitted,
+    is_inline,
+    payload_of,
+    tensors_in,
+    tensors_of,
+)
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import APART, key_of, quietly
 from netbottleneck.runtime.session import FINISH_S
 from netbottleneck.trace.ring_file import EVENTS
-from netbottleneck.trace.ring_reader import DTYPES, KINDS, PHASES, STOCK_KINDS
+from netbottleneck.trace.ring_reader import KINDS, PHASES, STOCK_KINDS
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -43,62 +55,12 @@ _WAIT_BEGIN, _WAIT_END = EVENTS["WAIT_BEGIN"], EVENTS["WAIT_END"]
 _STAGES = (EVENTS["OP_AGREED"], _START, EVENTS["OP_FIRST_BYTE"], _DONE)
 _SUBMITTED_MAX = 4096
 _CODES = {name: code for code, name in (*enumerate(KINDS), *STOCK_KINDS.items())}
-_DTYPES = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
-_OTHER_DTYPE = 0xFF
 
 _c: Any = torch._C
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.distributed_c10d.Work
 
 
-class _Call(NamedTuple):
-    """A method that communicates. payload: position of the tensors that count. each: they are one rank's of all."""
-
-    kind: str
-    payload: int | None = 0
-    each: bool = False
-    blocks: bool = False
-
-
-# Methods of ProcessGroup, of every torch from 2.3 on. Bytes are counted as bandwidth.bus_factor expects them.
-_METHODS = {
-    "allreduce": _Call("allreduce"),
-    "allreduce_coalesced": _Call("allreduce"),
-    "reduce": _Call("reduce"),
-    "broadcast": _Call("broadcast"),
-    "allgather": _Call("allgather"),
-    "allgather_coalesced": _Call("allgather"),
-    "allgather_into_tensor_coalesced": _Call("allgather"),
-    "_allgather_base": _Call("allgather"),
-    "all_gather_single": _Call("allgather"),
-    "all_gather_single_coalesced": _Call("allgather"),
-    "gather": _Call("gather", 1, each=True),
-    "scatter": _Call("scatter", each=True),
-    "reduce_scatter": _Call("reducescatter", 1),
-    "reduce_scatter_tensor_coalesced": _Call("reducescatter", 1),
-    "_reduce_scatter_base": _Call("reducescatter", 1),
-    "reduce_scatter_single": _Call("reducescatter", 1),
-    "reduce_scatter_single_coalesced": _Call("reducescatter", 1),
-    "alltoall": _Call("alltoall", 1),
-    "alltoall_base": _Call("alltoall", 1),
-    "all_to_all_single": _Call("alltoall", 1),
-    "barrier": _Call("barrier", None),
-    "monitored_barrier": _Call("barrier", None, blocks=True),
-    "send": _Call("send"),
-    "recv": _Call("recv"),
-    "recv_anysource": _Call("recv"),
-}
-# Operators of functional collectives.
-_SPACES = ("_c10d_functional", "_c10d_functional_autograd")
-_OPERATORS = {
-    **{f"all_reduce{end}": _Call("allreduce") for end in ("", "_", "_coalesced", "_coalesced_")},
-    **{f"all_gather_into_tensor{end}": _Call("allgather", each=True) for end in ("", "_out", "_coalesced")},
-    **{f"reduce_scatter_tensor{end}": _Call("reducescatter") for end in ("", "_out", "_coalesced")},
-    "all_to_all_single": _Call("alltoall"),
-    **{f"broadcast{end}": _Call("broadcast") for end in ("", "_")},
-    "isend": _Call("send"),
-    "irecv": _Call("recv"),
-}
 # What torch.save calls: it opens an archive and closes it when all is written, or writes a file of the older format.
 _OPENS, _WRITES = "_open_zipfile_writer", "_legacy_save"
 # DDP's broadcast of buffers, a function of torch.distributed: its first argument is the group.
@@ -180,7 +142,7 @@ class Collectives:
         if begins and self.streams is not None:
             self._stream = self._guarded(self.streams.current_stream, self._device)
 
-    def begins(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
+    def begins(self, call: Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
         """Stamp the submission of a call; None if it is not recorded. values: its arguments without the group."""
         return cast("_Sent | None", self._guarded(self._begin, call, group, values))
 
@@ -194,7 +156,7 @@ class Collectives:
 
     def waits_for(self, result: torch.Tensor) -> "_Blocked | None":
         """Return a context in which a thread waits for a result; None: of no recorded call, or of one that is over."""
-        sent = self._guarded(lambda: self._results.pop(_address(result), None))
+        sent = self._guarded(lambda: self._results.pop(address(result), None))
         return None if sent is None else _Blocked(self, sent)
 
     def waits_inside(self, sent: _Sent) -> "_Blocked":
@@ -260,7 +222,9 @@ class Collectives:
         ranks = self._job.process_sets[group].ranks if group in self._job.process_sets else ()
         code = kind | dtype << 8 | PHASES.index(self._phase()) << 16
         # The work's own time: it may be done by now, and the record is read in the order of the times.
-        self._recorder.put_at(work.times()[0], _SUBMIT, key, turn, _sized(memory), 0, len(ranks or ()) << 32, code)
+        self._recorder.put_at(
+            work.times()[0], _SUBMIT, key, turn, bytes_submitted(memory), 0, len(ranks or ()) << 32, code
+        )
         if len(self._submitted) >= _SUBMITTED_MAX:
             self._submitted.clear()
         self._submitted[work] = _Sent(key, turn)
@@ -282,13 +246,13 @@ class Collectives:
             return "other"
         return "forward" if self.in_forward else "optimizer" if self.in_optimizer else "other"
 
-    def _begin(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
-        tensors = _tensors_of(call, values)
+    def _begin(self, call: Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
+        tensors = tensors_of(call, values)
         host = all(tensor.is_cpu for tensor in tensors)
         if self._recorder is None or not (host or self._follows(tensors)):
             return None
         size = group.size()
-        nbytes, dtype = _payload(call, size, tensors)
+        nbytes, dtype = payload_of(call, size, tensors)
         name = f"{_name(group)}/{call.kind}"
         if call.kind in ("send", "recv"):
             name += f"/{group.rank()}"  # no operation of all ranks
@@ -301,7 +265,7 @@ class Collectives:
             return _Sent(key, turn, host)
         # It may run on this stream, which is then behind it when the call returns.
         self._recorder.put(_START, key, turn)
-        waiting = _inline(values) and self.stalls()
+        waiting = is_inline(values) and self.stalls()
         if waiting:
             self._recorder.put(_WAIT_BEGIN, key)
         return _Sent(key, turn, host, waiting=waiting)
@@ -338,7 +302,7 @@ class Collectives:
         if self._recorder is None:
             return
         self._started(sent)
-        places = [place for tensor in _tensors(results) if (place := _address(tensor))]
+        places = [place for tensor in tensors_in(results) if (place := address(tensor))]
         if not places:
             self.ended(sent)
             return
@@ -382,50 +346,6 @@ def _name(group: Any) -> str:
         return str(group.group_name)
     except RuntimeError:
         return f"{type(group).__name__} of {group.size()} ranks"
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _tensors_of(call: _Call, values: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors that count among a call's arguments without the group."""
-    there = call.payload is not None and len(values) > call.payload
-    return list(_tensors(values[call.payload or 0])) if there else []
-
-
-def _payload(call: _Call, size: int, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes that a call of `size` ranks moves, and the code of the tensors' dtype."""
-    nbytes = sum(map(_bytes, tensors)) * (size if call.each else 1)
-    return nbytes, _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
-
-
-def _inline(values: tuple[Any, ...]) -> bool:
-    """Return whether the options among a call's arguments say that it is not asynchronous."""
-    return any(getattr(value, "asyncOp", True) is False for value in values)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _sized(memory: Any) -> int:
-    """Return the bytes of what is submitted to the engine: an array, (address, bytes), or a list of these."""
-    if isinstance(memory, list):
-        return sum(map(_sized, memory))
-    if isinstance(memory, tuple):
-        return int(memory[1])
-    return int(getattr(memory, "nbytes", 0))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return 0  # indices and values travel: their size differs from rank to rank
-    return tensor.numel() * tensor.element_size()
 
 
 # The end of the process. Ends of operations are stamped by callbacks, for which a thread of torch takes the GIL. While
@@ -487,7 +407,7 @@ class _Hook(threading.local):
         finally:
             self.part = former
 
-    def counts(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Part | None:
+    def counts(self, call: Call, group: Any, values: tuple[Any, ...]) -> _Part | None:
         """Count a call: the tensor bytes of an all-reduce of all ranks that moves as many bytes over a link.
 
         Returns the part that the call is: calls that it makes in turn do not count. None: no hook makes the call.
@@ -501,7 +421,7 @@ class _Hook(threading.local):
             size, world = group.size(), dist.get_world_size()
             own = {"allreduce": 2.0 - 2.0 / size, "broadcast": 1.0, "reduce": 1.0, "send": 1.0, "recv": 0.0}
             factor = own.get(call.kind, 1.0 - 1.0 / size) / (2.0 - 2.0 / world)
-            part.bucket.nbytes += factor * _payload(call, size, _tensors_of(call, values))[0]
+            part.bucket.nbytes += factor * payload_of(call, size, tensors_of(call, values))[0]
         return part._replace(counted=True)
 
     def goes_on(self, callback: Any) -> Any:
@@ -554,7 +474,7 @@ def _observer() -> Collectives | None:
     return _OBSERVERS[-1] if _OBSERVERS and _OBSERVERS[-1].pid == os.getpid() else None
 
 
-def _method(call: _Call, former: Any) -> Any:
+def _method(call: Call, former: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         part = _HOOK.counts(call, self, (*args, *kwargs.values()))
         if part is not None:
@@ -579,7 +499,7 @@ def _method(call: _Call, former: Any) -> Any:
 
 
 def _buffers(former: Any) -> Any:
-    method = _method(_Call("broadcast", blocks=True), former)
+    method = _method(Call("broadcast", blocks=True), former)
 
     def broadcast(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         return method(process_group, tensors, *args, **kwargs)
@@ -640,7 +560,7 @@ class _Operator:
 class _Functional(_Operator):
     """Records a functional collective on plain tensors. One on others comes here again with those that they hold."""
 
-    def __init__(self, former: Any, call: _Call) -> None:
+    def __init__(self, former: Any, call: Call) -> None:
         super().__init__(former)
         self._call = call
 
@@ -678,7 +598,7 @@ class _WaitTensor(_Operator):
 
 def _plain(values: tuple[Any, ...]) -> bool:
     """Return whether all tensors are in memory, and none is of a class with operators of its own."""
-    return all(type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta for one in _tensors(values))
+    return all(type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta for one in tensors_in(values))
 
 
 def _group_of(values: tuple[Any, ...]) -> Any:
@@ -769,7 +689,7 @@ def _wrap(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def _patch() -> None:
-    for name, call in _METHODS.items():
+    for name, call in METHODS.items():
         for cls in _classes(_ProcessGroup, name):
             _wrap(cls, name, functools.partial(_method, call))
     for cls in (*_classes(_Work, "wait"), _c.Future):  # the classes of futures in Python call that one
@@ -779,10 +699,10 @@ def _patch() -> None:
     streams = None if _observer() is None else _OBSERVERS[-1].streams
     if streams is not None:
         _wrap(streams.Stream, "wait_event", _wait_event)
-    for space in _SPACES:
-        for name, call in _OPERATORS.items():
+    for space in SPACES:
+        for name, call in OPERATORS.items():
             _put_operator(space, name, functools.partial(_Functional, call=call))
-    _put_operator(_SPACES[0], "wait_tensor", _WaitTensor)
+    _put_operator(SPACES[0], "wait_tensor", _WaitTensor)
     _wrap(dist, _BUFFERS, _buffers)
     _wrap(torch.serialization, _OPENS, functools.partial(_saves, opens=True))
     _wrap(torch.serialization, _WRITES, functools.partial(_saves, opens=False))

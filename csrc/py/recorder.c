@@ -323,9 +323,16 @@ static PyObject *recorder_put_ready(PyObject *object, PyObject *args) {
     return PyErr_Occurred() != NULL ? NULL : PyLong_FromLongLong(begin_ns);
 }
 
+// Of stampers of one event, the first call of which stamps. The GIL guards it.
+struct once {
+    int users;
+    bool stamped;
+};
+
 struct core_stamper {
     PyObject base;
     PyObject *recorder;
+    struct once *once; // NULL: each call stamps
     struct stamp stamp;
     bool awaited; // counted in recorder->pending until it is freed
 };
@@ -356,8 +363,30 @@ static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kw
 
 static PyObject *stamper_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     const struct core_stamper *self = (struct core_stamper *)object;
-    stamp_at(self->recorder, &self->stamp, nb_now_ns());
+    if (self->once == NULL || !self->once->stamped) {
+        stamp_at(self->recorder, &self->stamp, nb_now_ns());
+    }
+    if (self->once != NULL) {
+        self->once->stamped = true;
+    }
     Py_RETURN_NONE;
+}
+
+static PyObject *stamper_twin(PyObject *object, PyObject *Py_UNUSED(none)) {
+    struct core_stamper *self = (struct core_stamper *)object;
+    if (self->once == NULL) {
+        self->once = PyMem_Malloc(sizeof *self->once);
+        if (self->once == NULL) {
+            return PyErr_NoMemory();
+        }
+        *self->once = (struct once){.users = 1};
+    }
+    PyObject *twin = stamper_new(self->recorder, &self->stamp, false);
+    if (twin != NULL) {
+        ((struct core_stamper *)twin)->once = self->once;
+        self->once->users++;
+    }
+    return twin;
 }
 
 static void stamper_dealloc(PyObject *object) {
@@ -365,6 +394,9 @@ static void stamper_dealloc(PyObject *object) {
     struct core_stamper *self = (struct core_stamper *)object;
     if (self->awaited) {
         atomic_fetch_sub(&((struct core_recorder *)self->recorder)->pending, 1);
+    }
+    if (self->once != NULL && --self->once->users == 0) {
+        PyMem_Free(self->once);
     }
     Py_XDECREF(self->recorder);
     PyObject_Free(object);
@@ -581,9 +613,16 @@ PyTypeObject *core_recorder_type(PyObject *module) {
 }
 
 PyTypeObject *core_stamper_type(PyObject *module) {
+    static const PyMethodDef methods[] = {
+        {"twin", stamper_twin, METH_NOARGS,
+         "twin($self)\n--\n\n"
+         "Return a stamper of the same event that is not awaited. Of all calls of the two, the first stamps."},
+        {0},
+    };
     static const PyType_Slot slots[] = {
         {Py_tp_doc, (void *)"Made by Recorder.stamper()."},
         {Py_tp_dealloc, (void *)stamper_dealloc},
+        {Py_tp_methods, (void *)methods},
         {Py_tp_call, (void *)stamper_call},
         {0, NULL},
     };

@@ -202,8 +202,8 @@ class Recorder:
     ) -> None: ...
     def stamper(
         self, kind: int, key: int = 0, a: int = 0, b: int = 0, *, awaited: bool = False, host: bool = False
-    ) -> Callable[..., None]:
-        """A C callable that records this event for any arguments, and returns None."""
+    ) -> Stamper:
+        """What records this event. awaited: settle() waits until it is freed."""
 
     def put_ready(self, offsets: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int, /) -> int:
         """Stamp GRAD_READY for each parameter, with its index as key.
@@ -251,13 +251,22 @@ class Recorder:
 
 @final
 @type_check_only
+class Stamper:
+    """Made by Recorder.stamper and Operation.started: a C callable that records an event."""
+
+    def __call__(self, *args: object) -> None: ...
+    def twin(self) -> Stamper:
+        """What records the same event and is not awaited. Of all calls of the two, the first one records."""
+
+@final
+@type_check_only
 class Operation:
     """Made by Recorder.operation. Numbers its turns from 0."""
 
     def submitted(self) -> int:
         """Record OP_SUBMIT of the next turn; return its time in ns."""
 
-    def started(self, host: bool = False, blocked: bool = False, moved: int = 0, /) -> Callable[..., None]:
+    def started(self, host: bool = False, blocked: bool = False, moved: int = 0, /) -> Stamper:
         """Record OP_START of this turn; return an awaited stamper of its OP_DONE. blocked: at the time of OP_SUBMIT.
 
         moved: 1 + the tensor bytes that travel; 0: those of the operation; 1: unknown."""

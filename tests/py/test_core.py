@@ -546,6 +546,26 @@ def test_an_operation_numbers_its_turns(tmp_path: Path) -> None:
     assert [event[0] for event in events if event[1] == submit] == submitted
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_a_stamper_and_its_twin_the_first_call_stamps(tmp_path: Path, first: int) -> None:
+    recorder = _core.Recorder(str(tmp_path / "ring"), 8, 0)
+    event = _core.EVENTS["OP_DONE"]
+    stampers = [recorder.stamper(event, 5, awaited=True)]
+    stampers += [stampers[0].twin(), stampers[0].twin()]
+    stampers[first]()
+    between = _core.now_ns()
+    for stamper in stampers:
+        stamper()
+    assert not recorder.settle()
+    del stampers[0], stamper
+    assert recorder.settle()  # a twin is not awaited
+    stampers[0]()
+    recorder.close()
+    ((time_ns, kind, _, key, *_),) = events_of(tmp_path / "ring")
+    assert (kind, key) == (event, 5)
+    assert time_ns <= between
+
+
 def test_an_operation_of_a_closed_recorder_stamps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     recorder = _core.Recorder(str(path), 2, 0)

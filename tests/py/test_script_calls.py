@@ -339,6 +339,33 @@ def test_a_wait_at_a_future_is_exposed_and_a_call_of_another_thread_is_not(warm_
         assert any(begin < last[step.index] <= end for _, begin, end in step.waits)
 
 
+BUSY = """
+import random
+
+numbers = [random.random() for _ in range(30_000)]
+optimizer.register_step_pre_hook(lambda *_: sorted(numbers) and None)  # with the GIL, as gloo needs it, too
+"""
+THEN_BUSY = """
+dist.all_reduce(torch.ones(3), async_op=True).wait()
+sorted(numbers)
+"""
+
+
+def test_an_operation_ends_with_the_wait_for_it_though_the_script_goes_on_with_the_gil(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=BUSY, before=THEN_BUSY, steps=30)
+    assert trace is not None
+    steps = {(step.rank, step.index): step for step in trace.steps}
+    waited = [one for one in trace.collectives if (one.rank, one.step) in steps and one.kind == "allreduce"]
+    assert {one.by_script for one in waited} == {False, True}
+    for one in waited:
+        key = one.key if one.by_script else 0
+        waits = [end for of, _, end in steps[one.rank, one.step or 0].waits if of == key]
+        assert one.done_ns is not None
+        assert one.done_ns <= max(waits)
+
+
 SHARDED = """
 from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -70,14 +70,15 @@ _BUFFERS = "_broadcast_coalesced"
 class _Sent(NamedTuple):
     """A recorded call. host: its tensors are in host memory; else its stamps are a GPU's times.
 
-    seen: a callback stamps its end; else the wait for it does. waiting: the training's stream waits since the call, as
-    torch runs one that is not asynchronous on that stream itself.
+    seen: its end has been stamped. over: stamps it if a callback, which may wait for the GIL, has not. waiting: the
+    training's stream waits since the call, as torch runs one that is not asynchronous on that stream itself.
     """
 
     key: int
     turn: int
     host: bool = True
     seen: bool = False
+    over: "Callable[[], None] | None" = None
     waiting: bool = False
 
 
@@ -185,8 +186,10 @@ class Collectives:
             self._guarded(functools.partial(self._recorder.put, kind, key, turn, host=host))
 
     def ended(self, sent: _Sent | None, work: Any = None) -> None:
-        """Stamp the end of a call that has no callback, once."""
-        if sent is not None and not sent.seen:
+        """Stamp the end of a call, once."""
+        if sent is not None and sent.over is not None:
+            self._guarded(lambda: work.is_completed() and sent.over())  # type: ignore[misc]
+        elif sent is not None and not sent.seen:
             self.put(_DONE, sent.key, sent.turn, host=sent.host)
             if work is not None:
                 self._guarded(self._works.__setitem__, work, sent._replace(seen=True, waiting=False))
@@ -290,8 +293,10 @@ class Collectives:
             except RuntimeError:  # of a send or a receive
                 future = None
         if future is not None:
-            future.add_done_callback(self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True, host=True))
-        self._works[work] = sent._replace(seen=future is not None)
+            done = self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True, host=True)
+            sent = sent._replace(over=done.twin())
+            future.add_done_callback(done)
+        self._works[work] = sent
 
     def _started(self, sent: _Sent) -> None:
         """Stamp that a call on tensors in host memory has returned."""

@@ -208,6 +208,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._whole = False  # this pass has sent all buckets
         self._task = -1  # id of the autograd graph task at whose end we wait
         self._sends: list[tuple[int, int]] = []  # index of each bucket of this pass, and when the reducer sent it
+        self._ends: list[Callable[[], None]] = []  # stampers of their ends, where callbacks stamp them too
         self._core = job.core()
         self._now_ns = self._core.now_ns
         self._wait_begin, self._wait_end = recorder.stamper(EVENTS["WAIT_BEGIN"]), recorder.stamper(EVENTS["WAIT_END"])
@@ -341,7 +342,10 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         waits for that event.
         """
         if self._stream is None or not future.done():
-            future.add_done_callback(submitted.started(self._stream is not None, False, moved))
+            done = submitted.started(self._stream is not None, False, moved)
+            if self._stream is None:
+                self._ends.append(done.twin())
+            future.add_done_callback(done)
             return
         done = submitted.started(False, False, moved)
         if self._stream.may_wait():
@@ -404,7 +408,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._settle()  # what a backward pass that raised has left
         self.count += 1
         self._task = -1
-        self._sends = []
+        self._sends, self._ends = [], []
         self._sent_elements, self._whole, self._overtaken = 0, False, False
 
     def _place(self, index: int, tensor: torch.Tensor) -> _Place:
@@ -548,7 +552,15 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
 
     @eager
     def _pass_ends(self) -> None:
-        """Stamp the end of the wait, and when each gradient of the pass was ready."""
+        """Stamp the end of the wait, and when each gradient of the pass was ready.
+
+        DDP has waited for all buckets, once the last one was sent. A callback that stamps the end of one may still wait
+        for the GIL.
+        """
+        if self._whole:
+            for end in self._ends:
+                end()
+            self._ends = []
         self._wait_end()
         self._task = -1
         try:

@@ -176,10 +176,11 @@ def _scale(flat: Any, factor: float) -> None:
 
 
 class _StockWork:
-    """A bucket in flight over torch.distributed. after: factor of its sum."""
+    """A bucket in flight over torch.distributed. after: factor of its sum. over: stamps its end."""
 
-    def __init__(self, work: Any, name: str, flat: Any, after: float) -> None:
+    def __init__(self, work: Any, name: str, flat: Any, after: float, over: "_core.Stamper | None") -> None:
         self._work = work
+        self._over = over
         self._name = name
         self._flat = flat
         self._after = after
@@ -189,6 +190,8 @@ class _StockWork:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(0, f"{self._name} over torch.distributed: {error}") from error
+        if self._over is not None:
+            self._over()  # its callback may still wait for the GIL
         _scale(self._flat, self._after)
         self._after = 1.0
 
@@ -268,17 +271,18 @@ class Stock:
             if not made or made[0][0] != gradients.version:
                 made[:] = [(gradients.version, [gradients.flat(i) for i in range(len(gradients.buckets))])]
             bucket, flat = gradients.buckets[index], made[0][1][index]
-            done = self._submitted(bucket.name, index, bucket.nbytes)
+            started = self._submitted(bucket.name, index, bucket.nbytes)
             _scale(flat, before)
             work = self.reduce(flat, op)
-            if done is not None:
-                done(work)
-            return _StockWork(work, bucket.name, flat, after)
+            return _StockWork(work, bucket.name, flat, after, None if started is None else started(work))
 
         return send
 
-    def _submitted(self, name: str, index: int, nbytes: int) -> Callable[[Any], None] | None:
-        """Stamp the submit; return a function that stamps the start, and the done event once the work completes."""
+    def _submitted(self, name: str, index: int, nbytes: int) -> "Callable[[Any], _core.Stamper] | None":
+        """Stamp the submit; return a function that stamps the start, and the end once the work completes.
+
+        It returns what stamps the end if that has not been stamped.
+        """
         recorder = self._recorder
         if recorder is None:
             return None
@@ -288,9 +292,11 @@ class Stock:
         recorder.put(EVENTS["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, allreduce)
         called_ns = time.monotonic_ns()
 
-        def started(work: Any) -> None:
+        def started(work: Any) -> "_core.Stamper":
             recorder.put(EVENTS["OP_START"], key, turn, time.monotonic_ns() - called_ns)
-            work.get_future().then(recorder.stamper(EVENTS["OP_DONE"], key, turn, awaited=True))
+            done = recorder.stamper(EVENTS["OP_DONE"], key, turn, awaited=True)
+            work.get_future().then(done)
+            return done.twin()
 
         return started
 

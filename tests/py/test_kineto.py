@@ -218,6 +218,43 @@ def test_a_monitored_barrier_is_not_the_call_of_a_later_barrier(known, tmp_path)
     assert times[0] == times[1]
 
 
+def submitted(folder, trace, kind, calls, annotations):
+    """Return when each operation of rank 0 was submitted, in us after its step's begin.
+
+    calls, annotations: (place of the step, us after its begin, elements) of those added to the known run.
+    """
+    own = [one for one in trace.steps if one.rank == 0]
+
+    def events(trace, rank):
+        yield from cpu_events(trace, rank)
+        for name, times, category in (("c10d::{}_", calls, "cpu_op"), ("gloo:{}", annotations, "user_annotation")):
+            for place, at_us, count in times:
+                begin = own[place].begin_ns + 1000 * at_us
+                yield event(name.format(kind), (begin, begin + 10), category, **shape(count))
+
+    found = Run(write(folder, trace, events, ranks=(0,))).trace
+    begins = {step.index: step.begin_ns for step in found.steps}
+    return [(one.submit_ns - begins[one.step]) / 1000 for one in found.collectives if one.kind == kind]
+
+
+def test_an_uneven_all_to_all_begins_with_the_call_of_its_own_step(known, tmp_path):
+    """An annotation has the input, a call first the output: each has the size of the other in the next step."""
+    calls = [(place, 100, 7 + 2 * (place % 2)) for place in range(4)]
+    annotations = [(place, 150, 9 - 2 * (place % 2)) for place in range(4)]
+    assert submitted(tmp_path / "k", known.trace, "alltoall", calls, annotations) == [100] * 4
+
+
+def test_a_call_without_an_annotation_is_not_that_of_a_later_step(known, tmp_path):
+    calls, annotations = [(0, 50, 8), (2, 100, 8), (3, 200, 8)], [(2, 150, 8), (3, 250, 8)]
+    assert submitted(tmp_path / "k", known.trace, "reduce", calls, annotations) == [100, 200]
+
+
+def test_operations_in_flight_begin_in_the_order_of_their_calls(known, tmp_path):
+    calls = [(1, 10, 8), (1, 20, 8), (1, 40, 8), (2, 10, 8)]
+    annotations = [(1, 30, 8), (1, 50, 8), (1, 60, 8), (2, 20, 8)]
+    assert submitted(tmp_path / "k", known.trace, "reduce", calls, annotations) == [10, 20, 40, 10]
+
+
 def test_a_folder_has_its_name_as_the_present_one_too(known, tmp_path, monkeypatch):
     folder = write(tmp_path / "profiles", known.trace, cpu_events)
     monkeypatch.chdir(folder)

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,8 @@ KINDS = (
     *("reduce", "gather", "scatter", "send", "recv"),
 )
 WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole result; gloo annotates one rank's part
-UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier")  # gloo's annotations and the calls have different sizes
+# gloo's annotations and the calls have different sizes; of an all-to-all, those of the input and of the output
+UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier", "alltoall")
 UNANNOTATED_CALL = "c10d::monitored_barrier_"  # gloo annotates its sends and receives, not a barrier
 STEP = re.compile(r"ProfilerStep#(\d+)")
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of the calls that launch kernels, among others
@@ -360,8 +361,13 @@ class _Operation:
     unknown_types: frozenset[str] = frozenset()
 
 
-def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
-    """What the process group annotates, each with the first call before it of the same kind and size."""
+def _cpu_operations(found: _Recorded, steps: Sequence[Step]) -> Iterator[_Operation]:
+    """What the process group annotates, each with the first call before it of the same kind and size.
+
+    Operations in flight begin in the order of their calls. A call is dropped if a later step has another one before
+    the annotation: the process group did not annotate it.
+    """
+    begins = [-math.inf, *(step.begin_ns for step in steps)]
     calls: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in found.events:
         if event["name"].startswith("c10d::") and event["name"] != UNANNOTATED_CALL:
@@ -374,7 +380,11 @@ def _cpu_operations(found: _Recorded) -> Iterator[_Operation]:
             continue
         begin, end = found.span(event)
         own = calls[kind, _count(event, kind)]
-        submit_ns = own.pop(0) if own and own[0] <= begin else begin
+        submit_ns, before = begin, bisect_right(own, begin)
+        if before:
+            first = bisect_left(own, begins[bisect_right(begins, own[before - 1]) - 1])
+            submit_ns = own[first]
+            del own[: first + 1]
         nbytes, parts = _bytes(event, kind), found.size if kind in WHOLE_RESULT else 1
         whole = None if nbytes is None else nbytes * parts
         unknown = frozenset(_unknown_types(event))
@@ -434,7 +444,7 @@ def _collectives(
     each operation that has types of unknown bytes.
     """
     rows, places, buckets, finder = [], Counter[tuple[int, str, bool]](), Counter[int](), _Finder(steps)
-    operations = _gpu_operations(found) if found.kernels_communicate else _cpu_operations(found)
+    operations = _gpu_operations(found) if found.kernels_communicate else _cpu_operations(found, steps)
     for one in sorted(operations, key=lambda o: (o.called_ns, o.start_ns)):
         step = finder.at(one.called_ns)
         if step is None:

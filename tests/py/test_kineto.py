@@ -445,6 +445,57 @@ def test_groups_of_a_part_of_the_ranks_are_not_told_by_a_profile_of_the_cpu(know
     assert on_gpu.verdict.code == known.verdict.code  # NCCL's kernels name their group
 
 
+def pair_events(told):
+    """Two pairs of ranks, each with a group named "1": rank 1 is late, and the ranks of the other pair call twice."""
+
+    def events(trace, rank):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        about = {"Collective name": "allreduce", "In msg nelems": 10**6, "dtype": "Float", "Group size": 2}
+        about |= {"Process Group Name": "1"} | ({"Process Group Ranks": str(pair)} if told else {})
+        for step in range(12):
+            begin, late = 200 * MS * step, 60 * MS * (rank == 1)
+            yield event(f"ProfilerStep#{step}", (begin, begin + 200 * MS))
+            yield event("sgemm_128", (begin + late, begin + late + 60 * MS), "kernel")
+            end = begin + (150 if rank < 2 else 90) * MS
+            spans = (begin + late + 60 * MS, end), (end + 5 * MS, end + 20 * MS)
+            for span in spans[: 1 if rank < 2 else 2]:
+                yield event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span, "kernel", **about)
+
+    return events
+
+
+def test_groups_of_one_name_are_told_apart_by_their_ranks(known, tmp_path):
+    four = replace(known.trace, size=4)
+
+    def groups(rank):
+        return [{"pg_name": "1", "pg_size": 2, "ranks": [0, 1] if rank < 2 else [2, 3]}]
+
+    by_kernel = write(tmp_path / "k", four, pair_events(True))
+    by_info = write(tmp_path / "i", four, pair_events(False))
+    for rank in range(4):
+        edited(by_info, lambda whole, rank=rank: whole["distributedInfo"].update(pg_config=groups(rank)), (rank,))
+    for folder in (by_kernel, by_info):
+        run = Run(folder)
+        assert run.findings.lateness.straggler == 1
+        assert run.verdict.code == "STRAGGLER"
+        ranks = {}
+        for one in run.trace.collectives:
+            ranks.setdefault(one.match, set()).add(one.rank)
+        assert sorted(map(sorted, ranks.values())) == [[0, 1]] * 12 + [[2, 3]] * 24
+
+
+@pytest.mark.parametrize("name", ["1", None])
+def test_groups_whose_ranks_are_not_told_are_not_matched(known, tmp_path, name):
+    def events(trace, rank):
+        for one in pair_events(False)(trace, rank):
+            yield {**one, "args": {**one["args"], "Process Group Name": name}}
+
+    trace = Run(write(tmp_path / "k", replace(known.trace, size=4), events)).trace
+    (note,) = (note for note in trace.notes if "belong together is not known" in note)
+    assert note.startswith(f"group {name or 'without a name'} of the job has a part of the ranks")
+    assert len({one.match for one in trace.collectives}) == len(trace.collectives)
+
+
 def test_ranks_that_profiled_different_steps_are_named(known, tmp_path):
     def later(trace, rank):
         for one in cpu_events(trace, rank):

@@ -16,7 +16,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -66,6 +66,7 @@ ITEM_BYTES = {
     **dict.fromkeys((*FLOAT8, *(f"c10::{name}" for name in FLOAT8)), 1),
 }
 IN_COUNT, OUT_COUNT, GROUP_SIZE = "In msg nelems", "Out msg nelems", "Group size"
+GROUP_NAME, GROUP_RANKS = "Process Group Name", "Process Group Ranks"
 NO_KERNELS = "nccl"  # part of the name of every kernel that communicates
 BACKENDS = ("gloo", "mpi", "ucc", "xccl")
 ACTIVITIES = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
@@ -108,7 +109,8 @@ class _Recorded:
     """One rank's file. base_ns: to add to its times; gpu: it has kernels of a GPU; epoch_ns: wall clock at time 0.
 
     size: 0 if neither distributedInfo nor an operation has it. missing: fields that distributedInfo lacks.
-    kernels_communicate: operations are NCCL's kernels. calls_nccl: the CPU called NCCL. part_groups: see Profiled.
+    kernels_communicate: operations are NCCL's kernels. calls_nccl: the CPU called NCCL. part_groups: the ranks of each
+    group of several, but not all, by its name.
     """
 
     path: Path
@@ -122,7 +124,7 @@ class _Recorded:
     kernels_communicate: bool
     calls_nccl: bool
     missing: tuple[str, ...] = ()
-    part_groups: tuple[str, ...] = ()
+    part_groups: Mapping[str, str] = field(default_factory=dict)
     epoch_ns: int = 0
 
     @property
@@ -252,13 +254,12 @@ def _place(about: Mapping[str, Any], events: Sequence[Event]) -> tuple[int, int,
     return rank, size, missing
 
 
-def _part_groups(about: Mapping[str, Any], size: int) -> tuple[str, ...]:
-    """Names of the groups of several ranks, but not of all `size`, as far as distributedInfo has groups."""
+def _part_groups(about: Mapping[str, Any], size: int) -> dict[str, str]:
+    """Ranks, as text, of each group of several, but not all `size`, by its name, as far as distributedInfo has them."""
     groups = about.get("pg_config")
     told = [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
-    return tuple(
-        str(one.get("pg_name", "")) for one in told if isinstance(one.get("pg_size"), int) and 1 < one["pg_size"] < size
-    )
+    parts = [one for one in told if isinstance(one.get("pg_size"), int) and 1 < one["pg_size"] < size]
+    return {str(one.get("pg_name", "")): str(one.get("ranks") or "") for one in parts}
 
 
 def _read(path: Path) -> _Recorded:
@@ -348,7 +349,10 @@ def _steps(found: _Recorded) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """called_ns: when the CPU called it, which tells its step. submit_ns: when the rank arrived. ranks: if not all."""
+    """called_ns: when the CPU called it, which tells its step. submit_ns: when the rank arrived.
+
+    group: name and ranks, as text; "" if not known. ranks: their number. Both only if not all.
+    """
 
     called_ns: int
     submit_ns: int
@@ -356,7 +360,7 @@ class _Operation:
     done_ns: int
     kind: str
     bytes: int | None
-    group: str = ""
+    group: tuple[str, str] = ("", "")
     ranks: int | None = None
     unknown_types: frozenset[str] = frozenset()
 
@@ -396,6 +400,15 @@ def _count(event: Event, kind: str, most: int | None = None) -> int:
     return 0 if kind in UNLIKE_CALL else sum(count for count, _ in _tensors(event.get("args", {}))[:most])
 
 
+def _group(found: _Recorded, args: Mapping[str, Any]) -> tuple[tuple[str, str], int | None]:
+    """Group and number of ranks of a kernel: see _Operation. Groups of different ranks may have one name."""
+    name, size = str(args.get(GROUP_NAME) or ""), int(args.get(GROUP_SIZE) or found.size)
+    if size >= found.size:
+        return (name, ""), None
+    alone = str([found.rank]) if size == 1 else ""
+    return (name, str(args.get(GROUP_RANKS) or found.part_groups.get(name, alone))), size
+
+
 def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
     """NCCL's kernels. The CPU runs ahead: a rank arrives when its kernel begins, which waits for the others."""
     calls = {
@@ -410,8 +423,8 @@ def _gpu_operations(found: _Recorded) -> Iterator[_Operation]:
         begin, end = found.span(event)
         kind = kind_of(str(args.get("Collective name", ""))) or kind_of(event["name"]) or "other"
         called_ns = min(begin, calls.get(args.get("External id"), begin))
-        group, ranks = str(args.get("Process Group Name", "")), int(args.get(GROUP_SIZE) or found.size)
-        members, unknown = ranks if ranks < found.size else None, frozenset(_unknown_types(event))
+        group, members = _group(found, args)
+        unknown = frozenset(_unknown_types(event))
         yield _Operation(called_ns, begin, begin, end, kind, _bytes(event, kind), group, members, unknown)
 
 
@@ -436,14 +449,14 @@ class _Finder:
 
 
 def _collectives(
-    found: _Recorded, steps: Sequence[Step], groups: list[str], unknown: list[frozenset[str]]
+    found: _Recorded, steps: Sequence[Step], groups: list[tuple[str, str]], unknown: list[frozenset[str]]
 ) -> list[Collective]:
     """The operations of a rank's steps. A collective is the same on all ranks by its place in its step and group.
 
     Sends and receives have keys of their own on each rank, and belong to the script. unknown: grows by the types of
     each operation that has types of unknown bytes.
     """
-    rows, places, buckets, finder = [], Counter[tuple[int, str, bool]](), Counter[int](), _Finder(steps)
+    rows, places, buckets, finder = [], Counter[tuple[int, tuple[str, str], bool]](), Counter[int](), _Finder(steps)
     operations = _gpu_operations(found) if found.kernels_communicate else _cpu_operations(found, steps)
     for one in sorted(operations, key=lambda o: (o.called_ns, o.start_ns)):
         step = finder.at(one.called_ns)
@@ -478,6 +491,14 @@ def _collectives(
             )
         )
     return rows
+
+
+def _untold_groups(found: _Recorded, own: Sequence[Collective], groups: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Names of the groups whose operations cannot be told from those of others: see Profiled."""
+    if not found.kernels_communicate:
+        return tuple(found.part_groups)
+    parts = [groups[row.comm] for row in own if row.ranks is not None and row.kind not in TWO_SIDED]
+    return tuple(name for name, ranks in parts if not ranks)
 
 
 def _with_parts(found: _Recorded, steps: Sequence[Step]) -> list[Step]:
@@ -677,7 +698,7 @@ def load(paths: Sequence[Path]) -> Trace:
     it is of, or if it has calls of NCCL and no kernels of it.
     """
     ranks, damaged = _read_all(paths)
-    groups: list[str] = []
+    groups: list[tuple[str, str]] = []
     unknown: list[frozenset[str]] = []
     steps, rows = [], []
     for one in ranks:
@@ -691,7 +712,7 @@ def load(paths: Sequence[Path]) -> Trace:
             (whole[0].index, whole[-1].index),
             own,
             nameless=not one.kernels_communicate,
-            part_groups=one.part_groups,
+            untold_groups=_untold_groups(one, own, groups),
         )
         for one, whole, own in zip(ranks, steps, rows, strict=True)
     ]

@@ -34,8 +34,8 @@ _OfRanks = Mapping[int, Sequence[Collective]]
 class Profiled:
     """A rank's operations. host: "" if not known; steps: indices of the first and the last one.
 
-    nameless: its profile does not name the group of an operation, as that of the CPU. part_groups: names of the rank's
-    process groups that have several ranks, but not all.
+    nameless: its profile does not name the group of an operation, as that of the CPU. untold_groups: names of the
+    rank's process groups of several ranks, but not all, whose operations its profile does not tell from others.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Profiled:
     steps: Interval
     rows: Sequence[Collective]
     nameless: bool = False
-    part_groups: tuple[str, ...] = ()
+    untold_groups: tuple[str, ...] = ()
 
 
 def _is_whole(row: Collective) -> bool:
@@ -112,10 +112,10 @@ def _alone(ranks: Sequence[Profiled], places: Mapping[_Place, _OfRanks]) -> tupl
 
 
 def _of_parts(ranks: Sequence[Profiled]) -> str:
-    """Say which groups of a part of the ranks a nameless operation may be of; "" if there are none."""
-    parts = sorted({name for one in ranks if one.nameless for name in one.part_groups})
-    of = f"group {', '.join(parts)} of the job has a part of the ranks"
-    return f"{of}, and a profile of the CPU names no group: {NOT_MATCHED}." if parts else ""
+    """Say which groups of a part of the ranks have operations that cannot be told from others; "" if there are none."""
+    names = sorted({name or "without a name" for one in ranks for name in one.untold_groups})
+    of = f"group {', '.join(names)} of the job has a part of the ranks"
+    return f"{of}, and the profiles do not tell its operations from those of others: {NOT_MATCHED}." if names else ""
 
 
 def _set_apart(ranks: Sequence[Profiled], alone: Container[_Place]) -> list[Sequence[Collective]]:
@@ -129,8 +129,8 @@ def matched(ranks: Sequence[Profiled]) -> tuple[list[Sequence[Collective]], list
     """The operations by rank, with equal keys only where they belong together, and a note on the others.
 
     They belong together where all ranks of their group have the same kinds and bytes in a step, and none of them is
-    over before a rank calls it. Operations of nameless groups do not, if there are groups of a part of the ranks. If
-    more than UNMATCHED_MOST of the steps have others, none do.
+    over before a rank calls it. No operations do if those of a group cannot be told, or more than UNMATCHED_MOST of the
+    steps have others.
     """
     places = _by_place(ranks)
     of_parts = _of_parts(ranks) if places and len(ranks) > 1 else ""

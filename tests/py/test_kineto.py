@@ -338,6 +338,28 @@ def test_operations_without_a_size_among_others_leave_no_rate(known, tmp_path):
     assert run.summary["split"]["stock"]["tensor_bytes"] is None
 
 
+def test_an_operation_of_a_sparse_tensor_has_no_size(known, tmp_path):
+    """The shape of a sparse tensor is that of the whole one."""
+
+    def sparse(trace, rank):
+        sizes = {one.tensor_bytes // 4 for one in trace.collectives}
+        for one in cpu_events(trace, rank):
+            largest = one["args"].get("Input Dims") == [[max(sizes)]]
+            yield {**one, "name": "gloo:sparse_all_reduce"} if one["name"] == "gloo:all_reduce" and largest else one
+
+    run = Run(write(tmp_path / "k", known.trace, sparse))
+    largest = max(one.tensor_bytes for one in known.trace.collectives)
+    expected = [None if one.tensor_bytes == largest else one.tensor_bytes for one in known.trace.collectives]
+    assert [one.tensor_bytes for one in run.trace.collectives] == expected
+    count = expected.count(None)
+    assert 0 < count < len(expected)
+    (note,) = (note for note in run.trace.notes if "sizes" in note)
+    assert (
+        note == f"the sizes of {count} operations are not known: they are of sparse tensors. Their steps have no rate."
+    )
+    assert run.findings.achieved == {}
+
+
 def test_missing_and_damaged_ranks_are_named(known, tmp_path):
     folder = write(tmp_path / "k", known.trace, cpu_events, ranks=(0, 2))
     assert "no record of rank 1." in Run(folder).text

@@ -50,6 +50,7 @@ KINDS = (
 WHOLE_RESULT = ("allgather", "gather")  # their bytes are those of the whole result; gloo annotates one rank's part
 # gloo's annotations and the calls have different sizes; of an all-to-all, those of the input and of the output
 UNLIKE_CALL = (*WHOLE_RESULT, "scatter", "barrier", "alltoall")
+SPARSE = "sparse"  # part of the name of an operation of a sparse tensor, whose shape does not tell its bytes
 UNANNOTATED_CALL = "c10d::monitored_barrier_"  # gloo annotates its sends and receives, not a barrier
 STEP = re.compile(r"ProfilerStep#(\d+)")
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of the calls that launch kernels, among others
@@ -329,7 +330,9 @@ def _bytes(event: Event, kind: str = "") -> int | None:
 
 
 def _unknown_types(event: Event) -> set[str]:
-    """Names of the types of an operation's tensors whose bytes are not known."""
+    """Names of the types of an operation's tensors whose bytes are not known; SPARSE of a sparse tensor."""
+    if SPARSE in event.get("name", ""):
+        return {SPARSE}
     return {name for count, name in _tensors(event.get("args", {})) if count and name.lower() not in ITEM_BYTES}
 
 
@@ -619,9 +622,12 @@ def _notes(
         yield "compute is all kernels that do not communicate: forward, backward and optimizer are not distinguished."
     if not rows:
         yield from _without_operations(max(one.size for one in ranks))
-    if unknown:
-        types = ", ".join(sorted({name or "no name" for own in unknown for name in own}))
-        yield f"the sizes of {len(unknown)} operations are not known: the bytes of their type are not ({types})."
+    typed = [own for own in unknown if SPARSE not in own]
+    if typed:
+        types = ", ".join(sorted({name or "no name" for own in typed for name in own}))
+        yield f"the sizes of {len(typed)} operations are not known: the bytes of their type are not ({types})."
+    if sparse := len(unknown) - len(typed):
+        yield f"the sizes of {sparse} operations are not known: they are of sparse tensors. Their steps have no rate."
     yield from _without_sizes(rows, sum(one.tensor_bytes is None for one in rows) - len(unknown))
 
 

@@ -321,6 +321,17 @@ def test_what_a_profile_does_not_tell_is_said(known, tmp_path, capsys):
     assert "forward, backward and optimizer are not distinguished" in " ".join(on_gpu.text.split())
 
 
+def test_a_profile_without_a_forward_says_that_input_counts_as_compute(known, tmp_path):
+    def bare(events):
+        return lambda trace, rank: (one for one in events(trace, rank) if "DataParallel" not in one["name"])
+
+    note = "no forward of DDP is in these traces: before the first gradient, input cannot be told from compute."
+    for number, (events, said) in enumerate(((bare(cpu_events), 1), (cpu_events, 0), (bare(gpu_events), 0))):
+        run = Run(write(tmp_path / f"k{number}", known.trace, events))
+        assert run.trace.notes.count(note) == said
+        assert run.text.count("no forward") == said
+
+
 def test_operations_without_a_size_among_others_leave_no_rate(known, tmp_path):
     def some_without(trace, rank):
         for one in gpu_events(trace, rank):

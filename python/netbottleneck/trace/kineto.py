@@ -611,8 +611,18 @@ def _without_operations(size: int) -> Iterator[str]:
         yield f"{size} ranks, and no operation of a process group in a step: {NOT_RECORDED}. {advice}."
 
 
+def _without_forward(steps: Iterable[Sequence[Step]]) -> Iterator[str]:
+    """Note on ranks with gradients and no forward; nothing for a GPU, whose steps have no gradients."""
+    if any(any(one.grad_ready for one in own) and not any(one.forward for one in own) for own in steps):
+        yield "no forward of DDP is in these traces: before the first gradient, input cannot be told from compute."
+
+
 def _notes(
-    ranks: Sequence[_Recorded], damaged: Sequence[str], rows: Sequence[Collective], unknown: Sequence[frozenset[str]]
+    ranks: Sequence[_Recorded],
+    damaged: Sequence[str],
+    steps: Sequence[Sequence[Step]],
+    rows: Sequence[Collective],
+    unknown: Sequence[frozenset[str]],
 ) -> Iterator[str]:
     yield "read from traces of torch.profiler: the profiler's own cost is part of the steps."
     yield from damaged
@@ -620,18 +630,21 @@ def _notes(
         yield f'{ranks[0].path}: no "rank" in "distributedInfo": rank 0 is assumed.'
     if any(one.gpu for one in ranks):
         yield "compute is all kernels that do not communicate: forward, backward and optimizer are not distinguished."
+    yield from _without_forward(steps)
     if not rows:
         yield from _without_operations(max(one.size for one in ranks))
+    yield from _without_sizes(rows, unknown)
+
+
+def _without_sizes(rows: Sequence[Collective], unknown: Sequence[frozenset[str]]) -> Iterator[str]:
+    """Notes on the operations without a size."""
     typed = [own for own in unknown if SPARSE not in own]
     if typed:
         types = ", ".join(sorted({name or "no name" for own in typed for name in own}))
         yield f"the sizes of {len(typed)} operations are not known: the bytes of their type are not ({types})."
     if sparse := len(unknown) - len(typed):
         yield f"the sizes of {sparse} operations are not known: they are of sparse tensors. Their steps have no rate."
-    yield from _without_sizes(rows, sum(one.tensor_bytes is None for one in rows) - len(unknown))
-
-
-def _without_sizes(rows: Sequence[Collective], unsized: int) -> Iterator[str]:
+    unsized = sum(one.tensor_bytes is None for one in rows) - len(unknown)
     if unsized and not any(one.known_bytes for one in rows):
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
     elif unsized:
@@ -731,7 +744,7 @@ def load(paths: Sequence[Path]) -> Trace:
         (STOCK,),
         started_wall_ns=ranks[0].epoch_ns,
         epoch_wall_ns=ranks[0].epoch_ns,
-        notes=(*_notes(ranks, damaged, everything, unknown), *apart),
+        notes=(*_notes(ranks, damaged, steps, everything, unknown), *apart),
         ranks=tuple(_rank(one, ranks[0]) for one in ranks),
         parameters=tuple(parameters),
         buckets=tuple(buckets),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog, VecTable
+from netbottleneck.trace.transports import SINGLE
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 HEAD = "a comment\n1\n2\n"
@@ -181,6 +183,27 @@ def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readines
     assert log.tensors[0][1] in (run.parameters[-1].bytes, run.parameters[-2].bytes)
     lengths = [step.grad_ready[-1][1] - step.forward[-1][1] for step in run.steps if step.grad_ready]
     assert min(lengths) <= log.backward_s * 1e9 <= max(lengths)
+
+
+def test_the_backward_pass_begins_after_the_last_forward_pass_before_its_last_gradient() -> None:
+    """A pass after it, as for the accuracy, has no backward pass; the first of two has one whose gradients add up."""
+    step = tr.Step(
+        0,
+        0,
+        0,
+        SINGLE,
+        0,
+        90,
+        forward=((0, 10), (20, 30), (60, 70)),
+        grad_ready=((1, 42), (0, 55)),
+        optimizer=((80, 85),),
+    )
+    parameters = tuple(tr.Parameter(f"p{at}", 4 << at, "float32") for at in range(2))
+    log = layer_log.of_trace(tr.Trace("r", 1, (SINGLE,), parameters=parameters, steps=(step,)))
+    assert log.tensors == ((12e-9, 8), (13e-9, 4))
+    assert step.backward_begin_ns == 30
+    for passes, begin_ns in (((), 0), (((60, 70),), 0), (((0, 10), (5, 20)), 20)):
+        assert replace(step, forward=passes).backward_begin_ns == begin_ns
 
 
 def test_a_run_without_gradient_times_is_refused() -> None:

@@ -111,6 +111,13 @@ def test_invalid_replays_are_refused() -> None:
             replay_schedule(given, plan, scale=scale)
 
 
+def test_a_forward_pass_after_the_gradients_is_not_that_of_the_backward_pass() -> None:
+    run = recorded()
+    later = [(one.optimizer[0][0], one.optimizer[0][0] + MS) for one in run.steps]
+    steps = tuple(replace(one, forward=(*one.forward, span)) for one, span in zip(run.steps, later, strict=True))
+    assert replay_schedule(replace(run, steps=steps), PLAN) == SMALL
+
+
 def test_a_rank_alone_is_played_before_ranks_that_shared_a_network() -> None:
     alone = recorded()
     later = tuple(replace(step, rank=1, arm=Arm("tcp"), begin_ns=step.begin_ns - MS) for step in alone.steps)

@@ -209,7 +209,7 @@ def profile(trace: tr.Trace) -> Profile:
     times: dict[int, list[float]] = defaultdict(list)
     backward = []
     for step in steps:
-        begin = step.forward[-1][1] if step.forward else step.begin_ns
+        begin = step.backward_begin_ns
         backward.append((max(at for _, at in step.grad_ready) - begin) / 1e9)
         for index, at in step.grad_ready:
             times[index].append((at - begin) / 1e9)

@@ -288,7 +288,7 @@ def _alike_batches(log: LayerLog) -> tuple[list[Tensors], tuple[str, ...]]:
 
 def _offsets(step: Step) -> dict[int, int]:
     """Return the ns from the start of the last backward to each gradient, by parameter index."""
-    origin = max((end for _, end in step.forward), default=step.begin_ns)
+    origin = step.backward_begin_ns
     return {index: max(at - origin, 0) for index, at in step.grad_ready}
 
 

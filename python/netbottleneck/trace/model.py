@@ -220,6 +220,12 @@ class Step:
     def duration_ns(self) -> int:
         return self.end_ns - self.begin_ns
 
+    @property
+    def backward_begin_ns(self) -> int:
+        """Return the end of the last forward pass before the last gradient: a later pass has no backward pass."""
+        last_ns = max((at for _, at in self.grad_ready), default=self.begin_ns)
+        return max((end for _, end in self.forward if end <= last_ns), default=self.begin_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:

@@ -323,7 +323,8 @@ def replay_schedule(trace: Trace, plan: Plan, *, scale: float = 1.0, stretch: fl
     )
     if not buckets:
         raise ValueError(f"the rule {plan.rule} chooses buckets at run time: a replay needs the rule ddp or explicit")
-    forward = min(round(stretch * statistics.median_low([_forward_ns(step) for step in steps])), ready[0][1])
+    forwards = [step.backward_begin_ns - step.begin_ns for step in steps]
+    forward = min(round(stretch * statistics.median_low(forwards)), ready[0][1])
     tail = round(stretch * statistics.median_low([_tail_ns(step) for step in steps]))
     note = f"{trace.origin}: {', '.join(trace.notes)}" if trace.notes else trace.origin
     return ReplaySchedule(trace.model or trace.id, tensors, ready, forward, tail, buckets, note)
@@ -343,10 +344,6 @@ def _recorded_steps(trace: Trace) -> Sequence[Step]:
     for step in own:
         firsts[step.block] = min(step.index, firsts.get(step.block, step.index))
     return [step for step in own if step.index != firsts[step.block]] or own
-
-
-def _forward_ns(step: Step) -> int:
-    return step.forward[-1][1] - step.begin_ns if step.forward else 0
 
 
 def _tail_ns(step: Step) -> int:

@@ -25,6 +25,7 @@ from netbottleneck.report import Run, caveats, compare, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
+from netbottleneck.trace.run_steps import RunSteps
 from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import listed
 from ringwriter import MS, FakeRun
@@ -128,11 +129,18 @@ def test_what_single_steps_add_is_in_the_opening_sentences(first):
     found = findings.find(replace(trace, steps=tuple(steps)))
     assert found.parts[STOCK].checkpoint_ns == 0
     (line,) = [one for one in text.sentences(found) if "Single" in one]
-    assert line.startswith("Single steps are much longer: the mean of all steps is 293 ms, with 100")
+    assert line.startswith("Single steps are much longer: the mean of all recorded steps is 293 ms, with 100")
     assert " ms more checkpoints" in line
     assert " ms more exposed communication (most of it waiting for the slowest rank)" in line
     assert line.endswith(" (measured).")
     assert not any("Single" in one for one in text.sentences(findings.find(trace_of(Job(blocks=6)))))
+
+
+def test_the_mean_of_a_run_that_is_longer_than_its_record_is_that_of_the_steps_in_detail():
+    trace = trace_of(Job(saves_ms={0: 2000.0}, every=10, blocks=6, block_steps=10))
+    ranks = tuple(replace(rank, run_steps=(RunSteps(0, 9000, 9000 * MS, MS, 0),)) for rank in trace.ranks)
+    (line,) = [one for one in text.sentences(findings.find(replace(trace, ranks=ranks))) if "Single" in one]
+    assert line.startswith("Single steps are much longer: the mean of the steps recorded in detail is 293 ms, with 100")
 
 
 def test_what_falls_into_steps_of_the_untouched_script_is_in_the_opening_sentences():
@@ -140,7 +148,7 @@ def test_what_falls_into_steps_of_the_untouched_script_is_in_the_opening_sentenc
     plain, trace = trace_of(replace(job, saves_ms={})), trace_of(job)
     assert {step.arm for step in trace.steps if step.duration_ns > 1000 * MS} == {"bare"}
     (line,) = [one for one in text.sentences(findings.find(trace)) if "Single" in one]
-    assert line.startswith("Single steps are much longer: the mean of all steps is 143 ms (measured). Most of that")
+    assert line.startswith("Single steps are much longer: the mean of all recorded steps is 143 ms (measured). Most of")
     assert line.endswith("steps of the untouched script (bare), whose parts are not known.")
     assert not any("Single" in one for one in text.sentences(findings.find(plain)))
 

@@ -37,7 +37,7 @@ from netbottleneck.units import gbit, listed, ms, nbytes, percent, short, spread
 
 # Waiting for a rank is named only if it is at least this part of the step.
 LATE_SHARE_MIN = 0.01
-# The mean of all steps is named if it is longer than the usual step by this part, and what is this part of either.
+# The mean of recorded steps is named if it is longer than the usual step by this part, and what is this part of either.
 LONGER, LONGER_PART = 0.2, 0.1
 # Of fewer steps, the first one may be longer for a reason of its own.
 LONGER_STEPS_MIN = 20
@@ -112,7 +112,9 @@ def _single_steps(findings: Findings, usual: Parts) -> list[str]:
     waits = 2 * (whole.skew_ns - usual.skew_ns) >= longer_ns["exposed communication"]
     of_it = {"exposed communication": " (most of it waiting for the slowest rank)" if waits else ""}
     more = ", ".join(f"{ms(longer_ns[name])} more {name}{of_it.get(name, '')}" for name in most)
-    mean = f"the mean of all steps is {ms(mean_ns)}" + (f", with {more}" if most else "")
+    in_part = any(rank.run_steps for rank in findings.trace.ranks)
+    steps = "the steps recorded in detail" if in_part else "all recorded steps"
+    mean = f"the mean of {steps} is {ms(mean_ns)}" + (f", with {more}" if most else "")
     longer = mean_ns - whole.step_ns >= LONGER_PART * mean_ns
     bare = f". Most of that is in steps of the untouched script ({BARE}), whose parts are not known" if longer else ""
     return [f"Single steps are much longer: {mean} ({findings.label}){bare}."]

@@ -209,14 +209,14 @@ def test_a_regression_over_all_cells_fails_the_gate_and_is_named(uneven, tmp_pat
 
 
 class Stopping(FakeRun):
-    """A run over stock in which the steps of some indices take 600 ms longer."""
+    """A run over stock in which the steps of some indices take 723 ms, not `usual_ms`, to their last byte."""
 
-    def __init__(self, folder, long, **settings):
+    def __init__(self, folder, long, usual_ms=123, **settings):
         super().__init__(folder, blocks=6, block_steps=20, transports=("stock",), **settings)
-        self.long = long
+        self.long, self.usual_ms = long, usual_ms
 
     def _step(self, rings, begin, index, block, transport):
-        self.transfer_ms["stock"] = 35, 723 if index in self.long else 123
+        self.transfer_ms["stock"] = 35, 723 if index in self.long else self.usual_ms
         return super()._step(rings, begin, index, block, transport)
 
 
@@ -233,10 +233,21 @@ def test_a_gate_does_not_pass_a_run_with_longer_single_steps(tmp_path, capsys, l
     assert row.ratio.value == pytest.approx(1, abs=0.01)  # of medians
     assert (row.means is not None) == (code != 0)
     assert ("! stock: by mean steps +" in said.out) == (code != 0)
+    assert ("single steps are much longer in B" in " ".join(said.out.split())) == (code != 0)
     assert ("not judged: stock: by mean steps +" in said.err) == (code == 4)
     page = (tmp_path / "c.html").read_text()
     assert f"<h1>{title}</h1>" in page
     assert ("by mean steps.</p>" in page) == (code == 3)
+
+
+def test_long_steps_that_both_runs_have_are_not_called_longer_in_the_second(tmp_path):
+    """The mean step is shorter by a smaller part than the median, as the long steps of both are equal."""
+    first, second = (
+        Stopping(tmp_path / name, range(2, 120, 5), usual_ms).write() for name, usual_ms in (("a", 123), ("b", 60))
+    )
+    found = compare.compare(first, second)
+    assert found.missing == ("stock: by mean steps -16 % (-16 % to -16 %), by medians -36 % (-36 % to -36 %)",)
+    assert found.regressions(0.0) == ()
 
 
 def test_a_run_without_the_long_steps_of_the_first_passes_the_gate(tmp_path):

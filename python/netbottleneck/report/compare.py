@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -52,7 +53,8 @@ class Row:
     """An arm of a run in both: A's and B's step in ns by typical_step, and B's over A's. cell: "" for a single run.
 
     steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things. means:
-    B's mean step over A's, if it is above `ratio` by more than GAIN_MIN: single steps of B are much longer; else None.
+    B's mean step over A's, if it is above `ratio` by more than GAIN_MIN; else None. longer: true if single steps of B
+    are the cause, not equally long ones of both beside a shorter typical step of B.
     """
 
     cell: str
@@ -63,17 +65,19 @@ class Row:
     steps: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     comparable: bool = True
     means: Estimate | None = None
+    longer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
-    """B's step over A's, of an arm of a cell, or of an arm over all cells. comparable, means: see Row."""
+    """B's step over A's, of an arm of a cell, or of an arm over all cells. comparable, means, longer: see Row."""
 
     name: str
     arm: Arm
     ratio: Estimate
     comparable: bool = True
     means: Estimate | None = None
+    longer: bool = False
 
     @property
     def judged(self) -> bool:
@@ -94,7 +98,8 @@ class StepChange:
         """What single long steps make of the change; "" if nothing."""
         if self.means is None:
             return ""
-        return f"{self.name}: by mean steps {_change(self.means)}: single steps are much longer in B"
+        more = ": single steps are much longer in B" if self.longer else f", by medians {_change(self.ratio)}"
+        return f"{self.name}: by mean steps {_change(self.means)}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class Comparison:
 
     parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has,
     what makes cells no comparison, ranks that failed or have no record, runs whose step time changed, and arms whose
-    single steps are much longer. label: of the
+    mean step changed by more. label: of the
     numbers, "measured" or "predicted". unjudged: the arms of A that move gradients, the cells of A, and the runs that
     no gate can judge, each with the reason.
     """
@@ -119,7 +124,8 @@ class Comparison:
     def changes(self) -> tuple[StepChange, ...]:
         """The change of each row, then of each arm over all cells."""
         each = [
-            StepChange(_name(row.cell, row.arm), row.arm, row.ratio, row.comparable, row.means) for row in self.rows
+            StepChange(_name(row.cell, row.arm), row.arm, row.ratio, row.comparable, row.means, row.longer)
+            for row in self.rows
         ]
         return (*each, *(StepChange(f"{arm}, all cells", arm, ratio) for arm, ratio in self.overall.items()))
 
@@ -232,8 +238,10 @@ def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
             if ratio is not None and means is not None:
                 before_ns, after_ns = map(typical_step, both)
                 old, new = (tuple(float(ns) for block in blocks.values() for ns in block) for blocks in both)
-                longer = means if means.value > ratio.value + GAIN_MIN else None
-                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable, longer)
+                apart = means if means.value > ratio.value + GAIN_MIN else None
+                above = [fmean(max(0.0, ns - max(before_ns, after_ns)) for ns in steps) for steps in (old, new)]
+                longer = apart is not None and above[1] > above[0]
+                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable, apart, longer)
 
 
 def _lacking(cell: str, sides: Sequence[tuple[Findings, str]]) -> Iterator[str]:

@@ -621,6 +621,7 @@ def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch
     [
         ({"step": 0}, "a step ends where a torch optimizer updates weights"),
         ({"step": 8}, "the run has 8 steps, and NETBOTTLENECK_START_STEP=10"),
+        ({"step": 1}, "the run has 1 step, and NETBOTTLENECK_START_STEP=10"),
         (
             {"stays": Arm("stock")},
             "all further steps use stock: ranks differ; leave out NETBOTTLENECK_TRANSPORT to obs",

@@ -11,7 +11,7 @@ from html import escape
 from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.comparisons import Paired, changed_at
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
-from netbottleneck.analysis.intervals import ONE_STEP, missing_ranks, uncounted
+from netbottleneck.analysis.intervals import ONE_STEP, WARMUP_STEPS, missing_ranks, uncounted
 from netbottleneck.analysis.rule_facts import (
     SAME_ARMS,
     Facts,
@@ -128,8 +128,9 @@ def _no_step(f: Findings) -> Verdict | None:
     if f.trace.steps:
         return None
     why = "No step was recorded: a step ends where a torch optimizer updates weights, and the first ones are left out"
-    next_ = f"Measure {limits.STEPS_MIN} more steps or more, whose updates a torch optimizer makes."
-    return Verdict("INCONCLUSIVE", f"{why} (NETBOTTLENECK_START_STEP).", next_, more=limits.STEPS_MIN)
+    steps = WARMUP_STEPS + limits.STEPS_MIN
+    next_ = f"Set NETBOTTLENECK_START_STEP=0, and measure {steps} steps or more whose updates a torch optimizer makes."
+    return Verdict("INCONCLUSIVE", f"{why} (NETBOTTLENECK_START_STEP).", next_)
 
 
 def _no_counted_step(f: Findings) -> Verdict | None:

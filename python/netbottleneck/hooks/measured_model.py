@@ -726,7 +726,8 @@ def _write(session: Session, show: bool) -> None:
         unread = next((note for note in run.trace.notes if "left out" in note), "")
         why = unread or "a step ends where a torch optimizer updates weights"
         if 0 < session.step <= session.settings.start_step:
-            why = f"the run has {session.step} steps, and NETBOTTLENECK_START_STEP={session.settings.start_step}"
+            steps = f"{session.step} step{'s' * (session.step > 1)}"
+            why = f"the run has {steps}, and NETBOTTLENECK_START_STEP={session.settings.start_step}"
         if session.stays is not None:
             why = f"{STAYS} {session.stays}: {session.why_stays}; {OBSERVE}"
         if session.followed:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netbottleneck.analysis import bandwidth, comparisons, findings, intervals
+from netbottleneck.report import Run
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import STOCK, Arm
@@ -484,6 +485,13 @@ def test_scaling_is_measured_if_one_rank_ran_alone(tmp_path):
     assert found.factor == found.t1_ns / found.tn_ns
 
 
+def test_a_run_of_one_rank_has_no_scaling_factor(tmp_path):
+    run = Run(FakeRun(tmp_path, blocks=3, size=1).write())
+    assert run.findings.times
+    assert run.findings.scaling == run.summary["scaling"] == {}
+    assert not any("caling factor" in shown for shown in (run.text, run.html))
+
+
 def test_scaling_is_estimated_without_a_single_rank_run(run):
     found = findings.find(run).scaling["stock"]
     assert found.how == "estimated from compute"
@@ -498,7 +506,7 @@ def test_the_step_of_one_rank_is_estimated_without_exposed_and_wait():
         step = one_step(index=index, begin_ns=begin, end_ns=begin + 100, grad_ready=((0, begin + 60),))
         rows.append((step, operation(begin + 70, begin + 90, submit_ns=begin + 60, step=index, key=index)))
     trace = Trace(
-        "t", 1, ("stock",), steps=tuple(step for step, _ in rows), collectives=tuple(sent for _, sent in rows)
+        "t", 2, ("stock",), steps=tuple(step for step, _ in rows), collectives=tuple(sent for _, sent in rows)
     )
     splits = [split for _, split, _ in intervals.split_steps(trace)]
     assert {(split.exposed_ns, split.wait_ns) for split in splits} == {(20, 10)}

@@ -112,6 +112,14 @@ def test_runs_and_logs_with_a_step_need_no_step_s_option(
     assert "step" in capsys.readouterr().out
 
 
+def test_a_run_of_one_rank_gives_the_step_of_a_single_device(files: tuple[str, str], tmp_path: Path) -> None:
+    run, target = FakeRun(tmp_path / "run", size=1).write(), tmp_path / "rows.json"
+    args = ["--compat", "paper2020", "--add-table", files[1], "--link-gbps", "10", "--workers", "2"]
+    assert main(["what-if", str(run), *args, "--compression", "1", "--json", str(target)]) == 0
+    (row,) = json.loads(target.read_text())
+    assert row["step_s"] - row["overhead_s"] == pytest.approx(0.032, rel=0.01)  # its compute
+
+
 def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     done = command(str(TRACE), "--target-scaling", "0.9", "--json", str(target))

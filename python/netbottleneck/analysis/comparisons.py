@@ -692,10 +692,10 @@ class Scaling:
 
 
 def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
-    """Scaling factor. T_1 comes from one rank alone in the same run, else from steps minus exposed and wait."""
+    """Scaling factor; None for one rank. T_1 is one rank alone in the same run, else steps minus exposed and wait."""
     times = [t for lengths in step_times(trace, arm).values() for t in lengths.tolist()]
     alone = [t for lengths in step_times(trace, SINGLE).values() for t in lengths.tolist()]
-    if not times:
+    if not times or trace.size < 2:
         return None
     tn_ns = float(np.median(times))
     if alone:

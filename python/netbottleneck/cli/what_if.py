@@ -115,6 +115,9 @@ def load(path: Path) -> Source:
 
 def _alone_s(findings: Findings) -> float | None:
     """Return a single device's step: measured alone, else the step without communication and waiting."""
+    if findings.trace.size < 2 and findings.base is not None:
+        alone = findings.parts[findings.base]
+        return (alone.step_ns - alone.exposed_ns - alone.wait_ns) / 1e9
     known = (findings.base and findings.scaling.get(findings.base)) or next(iter(findings.scaling.values()), None)
     return None if known is None else known.t1_ns / 1e9
 

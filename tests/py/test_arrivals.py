@@ -673,14 +673,16 @@ def test_transfer_that_is_exposed_beside_uneven_steps_is_told_with_what_to_measu
     found = verdict.decide(alone)
     assert found.code == "IMBALANCE"
     moving = alone.parts_ns["moving"].value
-    assert f" No rule explains {units.ms(moving)} of exposed transfer" in found.next
+    assert f" No rule explains {units.ms(moving)} of exposed communication and waiting after the last " in found.next
     assert found.next.endswith(
         "NETBOTTLENECK_TRANSPORT=stock,tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
     )
     saved = comparisons.Estimate(0.2 * moving, 0.15 * moving, 0.25 * moving)
     buckets = verdict.decide(alone, rule_facts.Predicted({"buckets": saved}, buckets="buckets of 8.0 MiB"))
     assert "BUCKET_SIZES" in (buckets.code, *(one.code for one in buckets.secondary))
-    assert f" No rule explains {units.ms(moving - saved.high)} of exposed transfer" in buckets.next
+    assert (
+        f" No rule explains {units.ms(moving - saved.high)} of exposed communication and waiting after " in buckets.next
+    )
     few = replace(job, flow_bps=1e10, buckets=(MIB,))
     compared = replace(job, arms=("stock", "tcp"), blocks=8)
     for other in (few, compared):

@@ -238,9 +238,14 @@ def _as_good(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     base, good, moving = f.base or STOCK, as_good_sentence(f).strip(), f.parts_ns["moving"].value
     if moving < limits.NETWORK_SHARE_MIN * facts.step_ns or not _is_link_unknown(facts):
         return Verdict("DO_NOTHING", good, f"Do nothing: keep {base}.", evidence)
-    rest = f"{ms(moving)} of exposed transfer, {percent(moving / facts.step_ns)} of the step"
-    why = f"{good} But {rest}, is left, and whether the link is full is not known."
+    why = f"{good} But {_part_of_moving(facts, moving)}, is left, and whether the link is full is not known."
     return Verdict("INCONCLUSIVE", why, f"Keep {base}. {LINK_SPEED}", evidence)
+
+
+def _part_of_moving(facts: Facts, ns: float) -> str:
+    """A part of what is exposed or waits after the last rank arrived, as text."""
+    what = "exposed communication and waiting after the last rank arrived"
+    return f"{ms(ns)} of {what}, {percent(ns / facts.step_ns)} of the step"
 
 
 # What a rule of these explains of exposed transfer is its saving alone. Others in NETWORK_CODES explain all of it.
@@ -259,8 +264,7 @@ def _rest(facts: Facts, evidence: Sequence[RuleResult]) -> str:
     how = _missing(facts) if not f.comparisons else LINK_SPEED if _is_link_unknown(facts) else ""
     if f.lateness is None or not how or moving - saved < limits.NETWORK_SHARE_MIN * facts.step_ns:
         return ""
-    rest = moving - saved
-    return f" No rule explains {ms(rest)} of exposed transfer, {percent(rest / facts.step_ns)} of the step. {how}"
+    return f" No rule explains {_part_of_moving(facts, moving - saved)}. {how}"
 
 
 def _unexplained(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict:

@@ -17,7 +17,7 @@ from netbottleneck.report.text import text as report_text
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import HOOKED, NOT_RECORDED, STAYS, Network, Rank, Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import percent
+from netbottleneck.units import ms, percent
 from ringwriter import BUCKETS, FakeRun
 
 
@@ -559,6 +559,22 @@ def test_a_wait_between_ranks_is_as_uncertain_as_their_clocks(tmp_path):
         assert none.uncertain  # the wait is longer than the error, but not surely long enough to count
         assert none.saving.low >= 0
         assert saving(code, lateness, math.inf).rests == "the clocks of the ranks were not compared"
+
+
+def test_a_wait_between_ranks_saves_at_most_the_step_that_it_is_a_part_of(tmp_path):
+    numbers = findings_of(
+        tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
+    )
+    mean_ns = 2 * numbers.parts_ns["step"].value  # of all steps: some are longer than the middle half
+    wait = Estimate(0.5 * mean_ns, 0.0, 1.2 * mean_ns)
+    late = replace(numbers.lateness, last=None, jitter_ns=wait, even_ns=wait, random_ns=wait, step_ns=mean_ns, steps=30)
+    undecided = verdict.decide(replace(numbers, lateness=late))
+    assert undecided.why.startswith(f"Imbalance may cost {ms(wait.value)}, 50 % of the step (0.0 % to 100 %), but")
+    beside = replace(numbers.lateness, even_ns=replace(wait, low=0.1 * mean_ns), step_ns=mean_ns, steps=30)
+    beside = replace(beside, jitter_ns=beside.even_ns, random_ns=beside.even_ns)
+    rows = verdict.decide(replace(numbers, lateness=beside)).evidence
+    why = next(row.why for row in rows if row.code == "IMBALANCE")
+    assert why.endswith(f"a step would be {ms(wait.value)}, 50 % of the step (10 % to 100 %) shorter.")
 
 
 def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):

@@ -17,6 +17,8 @@ from netbottleneck.analysis.rule_facts import (
     Facts,
     RuleResult,
     clock_text,
+    share_of,
+    within_step,
 )
 from netbottleneck.units import ms, percent
 
@@ -38,9 +40,10 @@ def _clock_error_ns(f: Findings) -> float:
     return f.clock_error_ns if math.isfinite(f.clock_error_ns) else 0.0
 
 
-def _beside_clocks(saving: Estimate, error_ns: float) -> Estimate:
-    """A saving of a wait between ranks whose clocks differ by at most error_ns."""
-    return replace(saving, low=min(saving.low, max(0.0, saving.low - error_ns)), high=saving.high + error_ns)
+def _beside_clocks(saving: Estimate, error_ns: float, step_ns: float) -> Estimate:
+    """A saving of a wait between ranks whose clocks differ by at most error_ns, in a step of step_ns."""
+    low = min(saving.low, max(0.0, saving.low - error_ns))
+    return within_step(replace(saving, low=low, high=saving.high + error_ns), step_ns)
 
 
 # Where to look for what takes longer on a rank, by phase.
@@ -79,11 +82,11 @@ def _longer(late: Lateness, phases: Sequence[str]) -> str:
     return f" {whose} takes {longer}.{AHEAD if 'input' in phases else ''}"
 
 
-def _hidden(facts: Facts, saving: Estimate, wait: Estimate) -> str:
+def _hidden(late: Lateness, saving: Estimate, wait: Estimate) -> str:
     """Sentence, with a space before it, on transfers that the work of late ranks hides; "" if none."""
     if saving.value >= limits.HIDDEN_LESS * wait.value:
         return ""
-    shorter = facts.share(saving)
+    shorter = share_of(saving, late.step_ns)
     return f" If they were on time, transfers would outlast the work, and the step would be {shorter} shorter."
 
 
@@ -106,7 +109,7 @@ def straggler(facts: Facts) -> RuleResult:
         return facts.evidence("straggler", "STRAGGLER", rests=late.no_straggler)
     error_ns = _clock_error_ns(f)
     unsure = _unsure_wait(facts, late.persistent_ns)
-    saving, waited = (_beside_clocks(ns, error_ns) for ns in (late.saved_ns, late.persistent_ns))
+    saving, waited = (_beside_clocks(ns, error_ns, late.step_ns) for ns in (late.saved_ns, late.persistent_ns))
     phases = _longer_phases(late)
     return facts.evidence(
         "straggler",
@@ -117,7 +120,7 @@ def straggler(facts: Facts) -> RuleResult:
         source=f.label,
         rests=unsure or f"{f.label}: last by rank test over {late.counted}",
         why=f"{late.waited} ({ms(waited.low)} to {ms(waited.high)}) a step, step after step ({late.counted}; chance "
-        f"{late.chance:.0e}).{_longer(late, phases)}{_hidden(facts, saving, waited)}",
+        f"{late.chance:.0e}).{_longer(late, phases)}{_hidden(late, saving, waited)}",
         next=_look(f, late, phases),
         at_most="input" in phases,
         **facts.more_steps(late.saved_ns, error_ns),
@@ -139,7 +142,7 @@ def _random_wait(facts: Facts, late: Lateness) -> tuple[Estimate, dict[str, Any]
         needs = {"needs": MORE_STEPS, "more": short * len(facts.f.trace.arms)}
     elif jitter.value <= limits.GAIN_MIN * facts.step_ns:
         needs = {"needs": INSIDE_STEPS}
-    return _beside_clocks(saving, error_ns), needs
+    return _beside_clocks(saving, error_ns, late.step_ns), needs
 
 
 EVEN_STEPS = "Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes."
@@ -164,12 +167,13 @@ def imbalance(facts: Facts) -> RuleResult:
     each = f"{ms(wait.value)} ({ms(wait.low)} to {ms(wait.high)})"
     if late.last is not None:
         what = "The ranks' steps differ in length, too." if late.rare is None else late.rare.why
-        why = f"{what} Without that, and with {late.who} as late as now, a step would be {facts.share(saving)} shorter."
+        less = share_of(saving, late.step_ns)
+        why = f"{what} Without that, and with {late.who} as late as now, a step would be {less} shorter."
     elif late.rare is not None:
-        why = f"{late.rare.why} The others wait: {each} in the mean of all steps.{_hidden(facts, saving, wait)}"
+        why = f"{late.rare.why} The others wait: {each} in the mean of all steps.{_hidden(late, saving, wait)}"
     else:
         why = f"The ranks' steps differ in length, and each waits for the last: {each} a step. "
-        why += f"No rank is last persistently.{_hidden(facts, saving, wait)}"
+        why += f"No rank is last persistently.{_hidden(late, saving, wait)}"
     return facts.evidence(
         "imbalance",
         "IMBALANCE",
@@ -195,6 +199,7 @@ def before_forward(facts: Facts) -> RuleResult:
         how = ", more in single steps than in most"
     else:
         step_ns, where, whole, how = facts.step_ns, "of the step", ms(facts.step_ns), ""
+    saving = within_step(saving, step_ns)
     value, low, high = (percent(end / step_ns) for end in (saving.value, saving.low, saving.high))
     return facts.evidence(
         "input",
@@ -215,7 +220,7 @@ def before_forward(facts: Facts) -> RuleResult:
 
 def optimizer(facts: Facts) -> RuleResult:
     """The optimizer takes a large part of the step."""
-    saving = facts.f.parts_ns["optimizer"]
+    saving = within_step(facts.f.parts_ns["optimizer"], facts.step_ns)
     return facts.evidence(
         "optimizer",
         "OPTIMIZER_LIMITED",

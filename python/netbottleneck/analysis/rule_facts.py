@@ -92,6 +92,11 @@ class FullUse:
     how: str
 
 
+def within_step(saving: Estimate, step_ns: float) -> Estimate:
+    """A saving of at most the step that it is a part of."""
+    return Estimate(*(min(end, step_ns) for end in (saving.value, saving.low, saving.high)))
+
+
 def share_of(saving: Estimate, step_ns: float, rest_ns: float | None = None) -> str:
     """A saving as text, with its part of the step. step_ns, rest_ns: as in RuleResult."""
     ends = (saving.value, saving.low, saving.high)
@@ -284,7 +289,7 @@ class Facts:
         The bound is what these steps save, as far as measured, and the exposed time of the script's own calls.
         """
         pair = self.f.headroom
-        saving = Estimate(*(min(end, self.step_ns) for end in (saving.value, saving.low, saving.high)))
+        saving = within_step(saving, self.step_ns)
         if pair is None or not pair.enough:
             return saving, ""
         less, script_ns = pair.difference_ns, self.f.script_ns

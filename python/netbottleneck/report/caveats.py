@@ -9,6 +9,7 @@ from netbottleneck.analysis.comparisons import changed_at
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.rule_facts import handicap_sentence
+from netbottleneck.trace.files import printable
 from netbottleneck.trace.heartbeats import JUMPED
 from netbottleneck.trace.model import NAMED_RANKS, Rank, Trace
 from netbottleneck.trace.transports import NULL
@@ -16,8 +17,8 @@ from netbottleneck.units import listed, ms, percent
 
 
 def failure(rank: Rank) -> str:
-    """The error of a rank that failed."""
-    error = (rank.error or "").strip().removesuffix(":")
+    """The error of a rank that failed, on one line."""
+    error = " ".join(printable(rank.error or "").split()).removesuffix(":")
     interrupted = error == KeyboardInterrupt.__name__
     return f"rank {rank.rank} was interrupted" if interrupted else f"rank {rank.rank} failed: {error}"
 

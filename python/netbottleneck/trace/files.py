@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @contextmanager
@@ -63,8 +66,8 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def printable(text: Path | str) -> str:
-    """Return a text, or the name of a file, as write_text writes it: any stream takes it."""
-    return str(text).encode(errors="replace").decode()
+    """Return a text, or the name of a file, as write_text writes it, and on one line without control characters."""
+    return CONTROL.sub(" ", str(text).encode(errors="replace").decode())
 
 
 def check_file(option: str, path: Path | str) -> Path:

@@ -1,6 +1,8 @@
 """netbottleneck compare: a run against itself, a slower run, studies, and the gate's exit code."""
 
 import json
+import os
+import platform
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -336,6 +338,18 @@ def test_a_gate_does_not_pass_a_run_whose_ranks_failed(made, tmp_path, capsys, d
     assert cli.main(["compare", str(second), str(first), *gate]) == 4
     assert f"not judged: {what} in A" in capsys.readouterr().err
     assert cli.main(["compare", str(first), str(second)]) == 0
+
+
+def test_a_gate_does_not_judge_a_run_in_progress(made, capsys, monkeypatch):
+    monkeypatch.setattr("netbottleneck.report._lives", lambda *_: True)
+    there = {"finished": False, "hostname": platform.node(), "pid_namespace": os.readlink("/proc/self/ns/pid")}
+    first, second = made("a"), made("b", 140, meta=there)
+    gate = ["--max-step-time-regression-pct", "5"]
+    for one, other, where in ((first, second, "B"), (second, first, "A")):
+        assert cli.main(["compare", str(one), str(other), *gate]) == 4
+        said = capsys.readouterr()
+        assert said.err == f"netbottleneck compare: not judged: not comparable: in progress in {where}\n"
+        assert "did not finish cleanly" not in " ".join(said.out.split())
 
 
 def test_what_only_one_run_knows_makes_no_difference(made):

@@ -52,9 +52,9 @@ PARTS = {
 class Row:
     """An arm of a run in both: A's and B's step in ns by typical_step, and B's over A's. cell: "" for a single run.
 
-    steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things. means:
-    B's mean step over A's, if it is above `ratio` by more than GAIN_MIN; else None. longer: true if single steps of B
-    are the cause, not equally long ones of both beside a shorter typical step of B.
+    steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things, or one is
+    in progress. means: B's mean step over A's, if it is above `ratio` by more than GAIN_MIN; else None. longer: true if
+    single steps of B are the cause, not equally long ones of both beside a shorter typical step of B.
     """
 
     cell: str
@@ -222,7 +222,10 @@ SAME: Mapping[str, Callable[[Trace], str]] = {
 
 
 def _unlike(cell: str, before: Trace, after: Trace) -> Iterator[str]:
-    """What makes the steps of two runs no comparison, where both runs know it."""
+    """What makes the steps of two runs no comparison, as far as the runs know it."""
+    for trace, where in ((before, "A"), (after, "B")):
+        if trace.in_progress:
+            yield _name(cell, f"not comparable: in progress in {where}")
     for what, value in SAME.items():
         old, new = value(before), value(after)
         if old and new and old != new:
@@ -261,7 +264,8 @@ def _failed(cell: str, *sides: tuple[Trace, str]) -> Iterator[str]:
         missing = missing_ranks(trace)
         errors = [rank.rank for rank in trace.ranks if rank.error]
         ended = [rank.rank for rank in trace.ranks if rank.finished or rank.error]
-        open_ = [rank.rank for rank in trace.ranks if rank.rank not in ended] if trace.origin == "measured" else []
+        over = trace.origin == "measured" and not trace.in_progress
+        open_ = [rank.rank for rank in trace.ranks if over and rank.rank not in ended]
         for ranks, what in ((errors, "failed"), (open_, "did not finish cleanly")):
             if ranks:
                 yield _name(cell, f"rank {listed(ranks)} {what} in {where}")

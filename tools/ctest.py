@@ -40,6 +40,7 @@ APART = {
     "test_nccl": ("tcp", "ofi"),
     "test_nccl_early": ("tcp", "ofi"),
     "test_nccl_links": ("tcp", "ofi"),
+    "test_nccl_open": ("tcp", "ofi"),
     "test_no_memory_open": ("tcp", "shm", "hosts", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
     "test_transport": ("mem", "mem-rma", "tcp", "ofi", "tcp6", "ofi6", "double", "double8"),
@@ -72,9 +73,10 @@ WRAPPED = {
         *("nb_thread_main", "nb_progress_pass", "nb_work_finish", "nb_progress_sleep", "nb_progress_hand_over"),
     ),
     "test_nccl_links": (
-        *("nb_lanes_open", "nb_lanes_arm", "nb_lanes_map", "nb_lanes_peer_missing", "nb_links_leaving"),
+        *("nb_lanes_open", "nb_lanes_arm", "nb_lanes_map", "nb_links_leaving"),
         *("nb_loop_sleep", "nanosleep"),
     ),
+    "test_nccl_open": ("nb_lanes_open", "nb_lanes_peer_missing"),
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
     "test_leave": (
         *("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),

@@ -250,6 +250,7 @@ static bool link_opened(struct nb_link *link, uint32_t id, uint64_t listener_id)
         return true;
     }
     comm->id = id;
+    listener->failure = (struct nb_error){0};
     nb_list_insert(&listener->incoming, &comm->at_listener);
     return true;
 }
@@ -659,6 +660,27 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
     return rc;
 }
 
+// Returns why the listener gets no comm: its peer's link has failed, and none has followed in time. 0: it may get one.
+static int given_up(struct nb_net_listener *listener, struct nb_error *err) {
+    const struct nb_net *net = listener->net;
+    int64_t now = nb_now_ns();
+    if (listener->failure.code == 0) {
+        return 0;
+    }
+    if (nb_links_opening(net, listener->failed_process)) {
+        listener->failed_ns = now;
+    }
+    int64_t since = listener->failed_ns > net->resumed_ns ? listener->failed_ns : net->resumed_ns;
+    if (now - since <= (int64_t)net->settings.timeout_ms * 1000000) {
+        return 0;
+    }
+    if (!listener->logged) {
+        *err = listener->failure;
+        listener->logged = true;
+    }
+    return listener->failure.code;
+}
+
 int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, struct nb_error *err) {
     struct nb_net *net = listener->net;
     int rc = 0;
@@ -677,6 +699,9 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
             net->users++;
             *out = comm;
         }
+    }
+    if (*out == NULL && rc == 0 && nb_list_empty(&listener->incoming)) {
+        rc = given_up(listener, err);
     }
     pthread_mutex_unlock(&net->lock);
     return rc;

@@ -58,11 +58,19 @@ static bool shown_by_none(const struct nb_link *link) {
            link->failure.code != NB_ECLOSED;
 }
 
-// Closes the lanes and the control connection, and reports the failure to the comms.
+// Closes the lanes and the control connection, and reports the failure to the comms and the listening comm.
 static void link_end(struct nb_link *link) {
     struct nb_net *net = link->net;
-    if (shown_by_none(link)) {
+    bool logged = shown_by_none(link);
+    struct nb_net_listener *listener = nb_links_listener(net, link->shake->hello.listener);
+    if (logged) {
         nb_net_log(net, NCCL_LOG_WARN, link->failure.text);
+    }
+    if (!link->outgoing && link->admitted && link->failure.code != NB_ECLOSED && listener != NULL) {
+        listener->failure = link->failure;
+        listener->logged = logged;
+        listener->failed_ns = nb_now_ns();
+        memcpy(listener->failed_process, link->process, sizeof listener->failed_process);
     }
     if (!link->outgoing && !link->admitted) {
         nb_admission_remove(&net->admission, &link->pending);
@@ -600,6 +608,17 @@ void nb_links_progress(struct nb_net *net) {
         tick(net, now);
     }
     reap(net);
+}
+
+bool nb_links_opening(const struct nb_net *net, const unsigned char process[NB_NET_ID_BYTES]) {
+    NB_LIST_EACH(it, &net->links) {
+        const struct nb_link *link = NB_CONTAINER(it, const struct nb_link, at_net);
+        if (!link->outgoing && link->admitted && link->state < NB_LINK_READY && !link->failing &&
+            memcmp(link->process, process, sizeof link->process) == 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 int nb_links_arm(const struct nb_net *net) {

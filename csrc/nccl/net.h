@@ -46,7 +46,8 @@
 // in memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
 // flight fails the link: its bytes cannot be called back. Neither waits for the peer. NCCL does not tell when it gives up a
 // connection that is not open yet: one that it does not ask for within that time is dropped, and a link that does not open
-// is aimed at the newest comm's handle.
+// is aimed at the newest comm's handle. accept() fails once a link to its listener has failed and the peer has not tried
+// again within that time. Before any link it has no deadline: NCCL may call it long before the peer connects.
 //
 // fork. A child owns nothing: every call on inherited objects fails, or does nothing where it closes.
 #ifndef NB_NCCL_NET_H
@@ -188,7 +189,11 @@ struct nb_net_listener {
     struct nb_list at_net;
     uint64_t id;
     unsigned char token[NB_NET_ID_BYTES];
-    struct nb_list incoming; // comms that accept() has not returned
+    struct nb_list incoming;                       // comms that accept() has not returned
+    struct nb_error failure;                       // of the last authenticated link to it, if no comm came after that
+    bool logged;                                   // the log has it
+    int64_t failed_ns;                             // since when the peer opens no other link
+    unsigned char failed_process[NB_NET_ID_BYTES]; // the peer
 };
 
 struct nb_net_settings {
@@ -360,6 +365,8 @@ int nb_links_listen(struct nb_net *net, struct nb_error *err);
 void nb_links_listen_end(struct nb_net *net);
 // The listening comm of a number; NULL: it is closed.
 struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id);
+// True while an authenticated link from a process opens.
+bool nb_links_opening(const struct nb_net *net, const unsigned char process[NB_NET_ID_BYTES]);
 // The link to the process of a handle, opened if there is none.
 int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle, struct nb_link **link,
                  struct nb_error *err);

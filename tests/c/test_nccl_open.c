@@ -1,0 +1,144 @@
+// Links of the NCCL net plugin that do not open: what both sides' calls return, and their logs say.
+#include <stdatomic.h>
+
+#include "nccl_sides.h"
+#include "transport/lanes.h"
+
+static atomic_bool lanes_held;    // opening lanes does not return
+static atomic_bool lanes_fail;    // it fails
+static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
+
+uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
+uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
+int __real_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+
+uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
+    return atomic_load(&lanes_blocked) ? 12 : __real_nb_lanes_peer_missing(lanes, peer);
+}
+
+int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err) {
+    while (atomic_load(&lanes_held)) {
+    }
+    return atomic_load(&lanes_fail) ? nb_fail(err, -EMFILE, "the lanes have no descriptors")
+                                    : __real_nb_lanes_open(lanes, config, err);
+}
+
+// Connects, and accepts, until that fails. Both logs name `text`.
+static void expect_failed_link(struct side *side, struct pair *pair, const char *text) {
+    void *comm = NULL;
+    for (int rc = 0; rc == 0;) {
+        rc = side->index == 0 ? proxy_connect(&side->proxy, 0, pair->handle, &comm)
+                              : proxy_accept(&side->proxy, pair->listener, &comm);
+        CHECK(comm == NULL, "connected");
+        check_time(side, "an error");
+    }
+    CHECK(strstr(proxy_warning, text) != NULL, "the log has no '%s': %s", text, proxy_warning);
+}
+
+// The accepting side cannot open its lanes: both sides name the reason, and the connecting one does not try again.
+static void case_accept_fails(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_fail, side->index == 1);
+    open_listener(side, &pair);
+    expect_failed_link(side, &pair, "the lanes have no descriptors");
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The connecting side cannot: its log names the peer, too.
+static void case_connect_fails(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_fail, side->index == 0);
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        expect_failed_link(side, &pair, "(process ");
+        CHECK(strstr(proxy_warning, "the lanes have no descriptors") != NULL, "no reason: %s", proxy_warning);
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// The sides have different settings: both name those of both.
+static void case_different_settings(struct side *side) {
+    struct pair pair;
+    if (side->index == 1) {
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+        setenv("NETBOTTLENECK_STREAMS", "2", 1);
+        CHECK(proxy_init(&side->proxy, 77) == 0, "init");
+    }
+    open_listener(side, &pair);
+    expect_failed_link(side, &pair, "2 lanes");
+    CHECK(strstr(proxy_warning, "4 lanes") != NULL, "the log does not name both: %s", proxy_warning);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// Two lanes do not connect in time: the log names them.
+static void case_lanes_blocked(struct side *side) {
+    struct pair pair;
+    atomic_store(&lanes_blocked, side->index == 0);
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        expect_failed_link(side, &pair, "lanes 2, 3 are not open");
+    }
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// Ends the incoming link that waits for the peer's lanes.
+static void end_joining(struct side *side, struct pair *pair) {
+    struct nb_net *net = nb_net_current(NB_NET_PLAIN);
+    const struct nb_net_listener *listener = pair->listener;
+    for (bool failed = false; !failed;) {
+        CHECK(proxy_accept(&side->proxy, pair->listener, &pair->recv) == 0, "accept: %s", proxy_warning);
+        pthread_mutex_lock(&net->lock);
+        NB_LIST_EACH(it, &net->links) {
+            const struct nb_link *link = NB_CONTAINER(it, const struct nb_link, at_net);
+            if (link->state == NB_LINK_JOIN) {
+                CHECK(shutdown(link->watch.fd, SHUT_RDWR) == 0, "shutdown: %s", strerror(errno));
+            }
+        }
+        failed = listener->failure.code != 0;
+        pthread_mutex_unlock(&net->lock);
+        check_time(side, "the end of the link");
+    }
+}
+
+// The peer's link ends while it opens, and the peer tries again: accept returns no error.
+static void case_comes_again(struct side *side) {
+    struct pair pair = {.send = NULL, .recv = NULL};
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        atomic_store(&lanes_held, true);
+        CHECK(proxy_connect(&side->proxy, 0, pair.handle, &pair.send) == 0, "connect: %s", proxy_warning);
+        barrier(); // the other side has seen the end of the link
+        atomic_store(&lanes_held, false);
+    } else {
+        end_joining(side, &pair);
+        barrier();
+    }
+    while (pair.send == NULL && pair.recv == NULL) {
+        CHECK(side->index == 0 ? proxy_connect(&side->proxy, 0, pair.handle, &pair.send) == 0
+                               : proxy_accept(&side->proxy, pair.listener, &pair.recv) == 0,
+              "%s", proxy_warning);
+        check_time(side, "connecting");
+    }
+    barrier();
+    CHECK(side->index == 0 ? proxy_close_send(&side->proxy, pair.send) == 0
+                           : proxy_close_recv(&side->proxy, pair.recv) == 0,
+          "close");
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+static const struct test_case cases[] = {
+    {.name = "accept_fails", .run = case_accept_fails, .timeout_s = "2"},
+    {.name = "connect_fails", .run = case_connect_fails, .timeout_s = "2"},
+    {.name = "different_settings", .run = case_different_settings, .timeout_s = "2"},
+    {.name = "lanes_blocked", .run = case_lanes_blocked, .timeout_s = "4"},
+    {.name = "comes_again", .run = case_comes_again},
+};
+
+int main(int argc, char **argv) {
+    return run_cases(argc, argv, cases, sizeof cases / sizeof cases[0]);
+}

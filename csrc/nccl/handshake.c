@@ -146,26 +146,22 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
     link->boot = (struct nb_boot){.rank = link->outgoing ? 0 : 1, .size = 2, .timeout_ms = settings->timeout_ms};
     link->boot.self = settings->binds[0];
     mac_of(link, "session", "", 0, link->boot.session);
-    const struct nb_lanes_config config = {
-        .ops = settings->transport,
-        .lane = {.rank = link->boot.rank,
-                 .size = 2,
-                 .loop = &link->net->loop,
-                 .boot = &link->boot,
-                 .ports = settings->ports,
-                 .timeout_ms = settings->timeout_ms,
-                 .provider = settings->provider[0] != 0 ? settings->provider : NULL,
-                 .library = settings->library[0] != 0 ? settings->library : NULL,
-                 .congestion = settings->congestion[0] != 0 ? settings->congestion : NULL},
-        .lanes = settings->lanes,
-        .binds = settings->binds,
-        .bind_count = settings->bind_count,
-        .segment_bytes = settings->segment_bytes,
-        .in_flight_max = IN_FLIGHT_MAX,
-        .watched_later = settings->transport->kind == NB_LANE_RMA,
-        .lane_lost = lane_lost,
-        .failed = lanes_failed,
-        .ctx = link};
+    struct nb_lane_config lane = nb_net_settings_lane(settings);
+    lane.rank = link->boot.rank;
+    lane.size = 2;
+    lane.loop = &link->net->loop;
+    lane.boot = &link->boot;
+    const struct nb_lanes_config config = {.ops = settings->transport,
+                                           .lane = lane,
+                                           .lanes = settings->lanes,
+                                           .binds = settings->binds,
+                                           .bind_count = settings->bind_count,
+                                           .segment_bytes = settings->segment_bytes,
+                                           .in_flight_max = IN_FLIGHT_MAX,
+                                           .watched_later = settings->transport->kind == NB_LANE_RMA,
+                                           .lane_lost = lane_lost,
+                                           .failed = lanes_failed,
+                                           .ctx = link};
     return lanes_open_with(link, &config, err);
 }
 

@@ -214,18 +214,23 @@ int nb_net_open(struct nb_net **out, enum nb_net_kind kind, const struct nb_link
     if (*mine == NULL) {
         rc = net_new(mine, kind, up, log, err);
     }
+    struct nb_net *net = *mine;
     if (rc == 0) {
-        pthread_mutex_lock(&(*mine)->lock);
-        (*mine)->users++;
-        pthread_mutex_unlock(&(*mine)->lock);
-        *out = *mine;
+        pthread_mutex_lock(&net->lock);
+        net->users++;
+        pthread_mutex_unlock(&net->lock);
     }
     pthread_mutex_unlock(&process.lock);
-    if (rc == 0 && (*out)->settings.transport->load != NULL) {
-        const char *library = (*out)->settings.library;
-        (*out)->settings.transport->load(library[0] != 0 ? library : NULL); // here NCCL may wait
+    if (rc < 0) {
+        return rc;
     }
-    return rc;
+    rc = nb_net_settings_check(&net->settings, err); // here NCCL may wait
+    if (rc < 0) {
+        nb_net_close(net);
+        return rc;
+    }
+    *out = net;
+    return 0;
 }
 
 void nb_net_close(struct nb_net *net) {

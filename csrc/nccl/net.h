@@ -405,6 +405,11 @@ bool nb_links_leaving(const struct nb_net *net, bool *unsent);
 // settings.c: reads the environment. A value that is not understood is a failure that names its variable. kind: names the
 // transport; NB_NET_PLAIN: the environment does.
 int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err);
+// Fails if this host lacks the library, the provider or the congestion control that is set, and names the variable. Loads
+// the library, which takes long.
+int nb_net_settings_check(const struct nb_net_settings *settings, struct nb_error *err);
+// A lane's config as far as the settings say it, at the first bind. Its texts are the settings' own.
+struct nb_lane_config nb_net_settings_lane(const struct nb_net_settings *settings);
 
 // net.c
 

@@ -1,5 +1,6 @@
 // Settings of the net plugin, from the environment. A value that is not understood is an error that names its variable.
 #include <errno.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -165,4 +166,31 @@ int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind
     snprintf(settings->tag, sizeof settings->tag, "%s, %d lanes, segments of %zu bytes, version %s",
              rc == 0 ? settings->transport->name : "", settings->lanes, settings->segment_bytes, NB_VERSION);
     return rc;
+}
+
+struct nb_lane_config nb_net_settings_lane(const struct nb_net_settings *settings) {
+    return (struct nb_lane_config){.bind = settings->binds[0],
+                                   .ports = settings->ports,
+                                   .timeout_ms = settings->timeout_ms,
+                                   .provider = settings->provider[0] != 0 ? settings->provider : NULL,
+                                   .library = settings->library[0] != 0 ? settings->library : NULL,
+                                   .congestion = settings->congestion[0] != 0 ? settings->congestion : NULL};
+}
+
+int nb_net_settings_check(const struct nb_net_settings *settings, struct nb_error *err) {
+    const struct nb_lane_config lane = nb_net_settings_lane(settings);
+    bool stream = settings->transport->kind == NB_LANE_STREAM;
+    struct nb_error why = {0};
+    int rc = settings->transport->check != NULL ? settings->transport->check(&lane, &why) : 0;
+    const char *name = stream            ? "NETBOTTLENECK_CONGESTION"
+                       : rc == NB_ENOLIB ? "NETBOTTLENECK_LIBFABRIC"
+                                         : "NETBOTTLENECK_PROVIDER";
+    const char *value = stream ? lane.congestion : rc == NB_ENOLIB ? lane.library : lane.provider;
+    if (rc == 0) {
+        return 0;
+    }
+    if (value == NULL) {
+        return nb_fail(err, rc, "%.300s; set %s, or NETBOTTLENECK_TRANSPORT to tcp", why.text, name);
+    }
+    return nb_fail(err, rc, "%s='%.80s' is not possible: %.300s; correct or unset it", name, value, why.text);
 }

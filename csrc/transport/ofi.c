@@ -694,9 +694,19 @@ static void lane_close(struct nb_lane *base) {
     free(lane);
 }
 
-static void lane_load(const char *library) {
-    struct nb_error ignored = {0};
-    (void)nb_ofi_providers(library, NULL, 0, &ignored);
+static int lane_check(const struct nb_lane_config *config, struct nb_error *err) {
+    struct nb_ofi_lib lib;
+    struct fi_info *info = NULL;
+    bool delivery = false;
+    int rc = nb_ofi_lib_open(&lib, config->library, err);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = nb_ofi_info_get(&lib, config->provider, &config->bind, &info, &delivery, err);
+    if (rc == 0) {
+        lib.freeinfo(info);
+    }
+    return rc;
 }
 
 static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, struct nb_error *err) {
@@ -771,7 +781,7 @@ static const char *describe(const struct nb_lane *base) {
 const struct nb_lane_ops nb_ofi_ops = {
     .name = "ofi",
     .kind = NB_LANE_RMA,
-    .load = lane_load,
+    .check = lane_check,
     .open = lane_open,
     .address = address,
     .peer_open = peer_open,

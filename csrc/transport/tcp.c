@@ -137,8 +137,12 @@ static void tcp_close(struct nb_lane *base) {
     free(lane);
 }
 
+static int tcp_check(const struct nb_lane_config *config, struct nb_error *err) {
+    return config->congestion != NULL ? nb_sock_check_congestion(config->congestion, err) : 0;
+}
+
 static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, struct nb_error *err) {
-    int allowed = config->congestion != NULL ? nb_sock_check_congestion(config->congestion, err) : 0;
+    int allowed = tcp_check(config, err);
     if (allowed < 0) {
         return allowed;
     }
@@ -249,6 +253,7 @@ static const char *tcp_describe(const struct nb_lane *base) {
 
 const struct nb_lane_ops nb_tcp_ops = {.name = "tcp",
                                        .kind = NB_LANE_STREAM,
+                                       .check = tcp_check,
                                        .open = tcp_open,
                                        .address = tcp_address,
                                        .peer_open = tcp_peer_open,

@@ -102,8 +102,9 @@ struct nb_held {
 struct nb_lane_ops {
     const char *name; // "tcp", "ofi", "mem"
     int kind;         // NB_LANE_STREAM or NB_LANE_RMA
-    // Loads what the first open() would load, which takes long. A failure is left to open(). NULL: there is nothing.
-    void (*load)(const char *library);
+    // Loads what the first open() would load, which takes long. Fails if this host lacks what the config's provider,
+    // library and congestion name, at its bind. NULL: there is nothing to load or to name.
+    int (*check)(const struct nb_lane_config *config, struct nb_error *err);
     // Opens the lane and fills in its address. Sets err on failure.
     int (*open)(const struct nb_lane_config *config, struct nb_lane **lane, struct nb_error *err);
     void (*address)(const struct nb_lane *lane, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes);

@@ -131,12 +131,42 @@ static void case_comes_again(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
+// The host lacks what a variable names: init fails, and its log names the variable and the value. Without it, init opens.
+static void case_not_there(struct side *side) {
+    static const struct {
+        const char *network;
+        const char *variable;
+        const char *value;
+        const char *remedy;
+    } wrong[] = {{"tcp", "NETBOTTLENECK_CONGESTION", "nosuch", "this host allows: "},
+                 {"ofi", "NETBOTTLENECK_LIBFABRIC", "/nonexistent/libfabric.so", "correct or unset it"},
+                 {"ofi", "NETBOTTLENECK_PROVIDER", "nosuch", "it has: "}};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        const char *before = getenv(wrong[i].variable);
+        char *kept = before != NULL ? strdup(before) : NULL;
+        char named[96];
+        if (strcmp(wrong[i].network, getenv("NETBOTTLENECK_TRANSPORT")) != 0) {
+            continue;
+        }
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+        setenv(wrong[i].variable, wrong[i].value, 1);
+        CHECK(proxy_init(&side->proxy, 77) != 0, "%s is accepted", wrong[i].variable);
+        snprintf(named, sizeof named, "%s='%s'", wrong[i].variable, wrong[i].value);
+        CHECK(strstr(proxy_warning, named) != NULL && strstr(proxy_warning, wrong[i].remedy) != NULL,
+              "the log has no '%s', '%s': %s", named, wrong[i].remedy, proxy_warning);
+        setenv(wrong[i].variable, kept != NULL ? kept : "", 1);
+        free(kept);
+        CHECK(proxy_init(&side->proxy, 77) == 0, "init: %s", proxy_warning);
+    }
+}
+
 static const struct test_case cases[] = {
     {.name = "accept_fails", .run = case_accept_fails, .timeout_s = "2"},
     {.name = "connect_fails", .run = case_connect_fails, .timeout_s = "2"},
     {.name = "different_settings", .run = case_different_settings, .timeout_s = "2"},
     {.name = "lanes_blocked", .run = case_lanes_blocked, .timeout_s = "4"},
     {.name = "comes_again", .run = case_comes_again},
+    {.name = "not_there", .run = case_not_there},
 };
 
 int main(int argc, char **argv) {

@@ -28,14 +28,15 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 4, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
+enum { MAGIC = 0x4e424e4c, WIRE_VERSION = 5, IN_FLIGHT_MAX = 8 * 1024 * 1024 };
 
-_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + (int)sizeof(struct wire_welcome) +
+_Static_assert(NB_LINK_IN_ROOM >= NB_SHA256_BYTES + (int)sizeof(struct wire_opened) +
                                       NB_LANES_MAX * (int)sizeof(struct wire_lane_address),
-               "a welcome fits");
+               "a join or a welcome fits");
 
-static size_t address_bytes(const struct nb_net *net) {
-    return (size_t)net->settings.lanes * sizeof(struct wire_lane_address);
+// Bytes behind the MAC of a join or a welcome.
+static size_t opened_bytes(const struct nb_net *net) {
+    return sizeof(struct wire_opened) + (size_t)net->settings.lanes * sizeof(struct wire_lane_address);
 }
 
 static void mac_of(const struct nb_link *link, const char *label, const void *more, size_t bytes,
@@ -165,20 +166,19 @@ static int lanes_open(struct nb_link *link, struct nb_error *err) {
     return lanes_open_with(link, &config, err);
 }
 
-// Sends a MAC and what it covers: the head, if there is one, and the lanes' addresses. Without lanes these are zero.
-static int addresses_send(struct nb_link *link, const char *label, const void *head, size_t head_bytes,
-                          struct nb_error *err) {
-    size_t bytes = head_bytes + address_bytes(link->net);
+// Sends a MAC and what it covers: whether this side's lanes open, and their addresses. Without lanes these are zero.
+static int opened_send(struct nb_link *link, const char *label, const struct nb_error *why, struct nb_error *err) {
+    struct wire_opened opened = {.code = why->code};
+    size_t bytes = opened_bytes(link->net);
     char *body = calloc(1, bytes);
     unsigned char mac[NB_SHA256_BYTES];
     if (body == NULL) {
         return nb_fail(err, -ENOMEM, "cannot allocate addresses of %d lanes", link->net->settings.lanes);
     }
-    if (head_bytes > 0) {
-        memcpy(body, head, head_bytes);
-    }
+    snprintf(opened.text, sizeof opened.text, "%s", why->text);
+    memcpy(body, &opened, sizeof opened);
     if (link->lanes != NULL) {
-        nb_lanes_address(link->lanes, body + head_bytes);
+        nb_lanes_address(link->lanes, body + sizeof opened);
     }
     mac_of(link, label, body, bytes, mac);
     nb_link_put(link, mac, sizeof mac, body, bytes);
@@ -296,43 +296,52 @@ int nb_link_shake_open(struct nb_link *link, struct nb_error *err) {
         return 0;
     }
     link->state = NB_LINK_WELCOME;
-    return rc < 0 ? not_opened(link, &why, err) : addresses_send(link, "join", NULL, 0, err);
+    int sent = opened_send(link, "join", &why, err);
+    return rc < 0 ? not_opened(link, &why, err) : sent;
 }
 
 static int peer_open(struct nb_link *link, const char *addresses, struct nb_error *err) {
     return nb_lanes_peer_open(link->lanes, nb_link_other_rank(link), addresses, err);
 }
 
-static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
-    struct nb_error *refusal = &link->shake->refusal;
-    struct wire_welcome welcome = {0};
-    int rc = mac_check(link, "join", data, address_bytes(link->net), err);
+// Checks the MAC of a join or a welcome. Fails, too, if the peer's lanes do not open.
+static int opened_check(const struct nb_link *link, const char *label, const char *data, struct nb_error *err) {
+    struct wire_opened opened;
+    int rc = mac_check(link, label, data, opened_bytes(link->net), err);
     if (rc < 0) {
         return rc;
     }
-    if (refusal->code != 0 || peer_open(link, data + NB_SHA256_BYTES, refusal) < 0) {
-        welcome.code = refusal->code;
-        snprintf(welcome.text, sizeof welcome.text, "%s", refusal->text);
-        not_opened(link, refusal, err);
-    } else {
-        link->state = NB_LINK_LANES;
+    memcpy(&opened, data + NB_SHA256_BYTES, sizeof opened);
+    return opened.code == 0
+               ? 0
+               : nb_fail(err, NB_EPEER, "%s does not open the link: %.*s", link->peer, NB_ERROR_TEXT - 1, opened.text);
+}
+
+static int join_received(struct nb_link *link, const char *data, struct nb_error *err) {
+    struct nb_error *refusal = &link->shake->refusal;
+    int rc = opened_check(link, "join", data, err);
+    if (rc < 0) {
+        return rc;
     }
-    rc = addresses_send(link, "welcome", &welcome, sizeof welcome, err);
-    return welcome.code != 0 ? welcome.code : rc;
+    if (refusal->code == 0) {
+        (void)peer_open(link, data + NB_SHA256_BYTES + sizeof(struct wire_opened), refusal);
+    }
+    if (refusal->code == 0) {
+        link->state = NB_LINK_LANES;
+    } else {
+        not_opened(link, refusal, err);
+    }
+    rc = opened_send(link, "welcome", refusal, err);
+    return refusal->code != 0 ? refusal->code : rc;
 }
 
 static int welcome_received(struct nb_link *link, const char *data, struct nb_error *err) {
-    struct wire_welcome welcome;
     struct nb_error why = {0};
-    int rc = mac_check(link, "welcome", data, sizeof welcome + address_bytes(link->net), err);
+    int rc = opened_check(link, "welcome", data, err);
     if (rc < 0) {
         return rc;
     }
-    memcpy(&welcome, data + NB_SHA256_BYTES, sizeof welcome);
-    if (welcome.code != 0) {
-        return nb_fail(err, NB_EPEER, "%s does not open the link: %.*s", link->peer, NB_ERROR_TEXT - 1, welcome.text);
-    }
-    if (peer_open(link, data + NB_SHA256_BYTES + sizeof welcome, &why) < 0) {
+    if (peer_open(link, data + NB_SHA256_BYTES + sizeof(struct wire_opened), &why) < 0) {
         return not_opened(link, &why, err);
     }
     link->state = NB_LINK_LANES;
@@ -348,10 +357,12 @@ static size_t awaited_bytes(const struct nb_link *link) {
         return sizeof(struct wire_answer);
     case NB_LINK_PROOF:
         return NB_SHA256_BYTES;
+    case NB_LINK_PROVEN:
+    case NB_LINK_OPENING:
+        return link->outgoing ? 0 : NB_SHA256_BYTES + opened_bytes(link->net);
     case NB_LINK_JOIN:
-        return NB_SHA256_BYTES + address_bytes(link->net);
     case NB_LINK_WELCOME:
-        return NB_SHA256_BYTES + sizeof(struct wire_welcome) + address_bytes(link->net);
+        return NB_SHA256_BYTES + opened_bytes(link->net);
     default:
         return 0;
     }
@@ -369,6 +380,11 @@ int nb_link_shake_step(struct nb_link *link, const char *data, size_t bytes, str
         break;
     case NB_LINK_PROOF:
         rc = proof_received(link, data, err);
+        break;
+    case NB_LINK_PROVEN:
+    case NB_LINK_OPENING: // the join stays in the input, but a peer that has failed ends the connection behind it
+        rc = opened_check(link, "join", data, err);
+        need = 0;
         break;
     case NB_LINK_JOIN:
         rc = join_received(link, data, err);

@@ -40,9 +40,9 @@ struct wire_answer {
     unsigned char mac[NB_SHA256_BYTES];
 };
 
-// Proof: a MAC. Join: a MAC, then the lanes' addresses, which it covers. Welcome: a MAC, then this and the addresses.
-struct wire_welcome {
-    int32_t code; // 0, or why the link does not open: then there are no addresses
+// Proof: a MAC. Join and welcome: a MAC, then this and the lanes' addresses, which it covers.
+struct wire_opened {
+    int32_t code; // 0, or why this side's lanes do not open: then there are no addresses
     uint32_t reserved;
     char text[NB_ERROR_TEXT];
 };
@@ -65,7 +65,7 @@ struct wire_ctl {
 };
 
 _Static_assert(sizeof(struct wire_hello) == 152 && sizeof(struct wire_answer) == 152, "crosses the wire");
-_Static_assert(sizeof(struct wire_welcome) == 488 && sizeof(struct wire_ctl) == 24, "crosses the wire");
+_Static_assert(sizeof(struct wire_opened) == 488 && sizeof(struct wire_ctl) == 24, "crosses the wire");
 
 struct nb_link_shake {
     struct wire_hello hello;

@@ -16,7 +16,7 @@
 // Handshake. A net has one listener while NCCL listens. A handle carries its address, the number of the listening
 // comm and a token drawn for it. The key of the handshake is HMAC(NETBOTTLENECK_SECRET, token); without a secret, only
 // the token proves that the peer belongs to the job. Hello, answer and proof prove the key on both sides. Then the helper
-// thread of each opens its lanes. Join and welcome carry the lanes' addresses under MACs.
+// thread of each opens its lanes. Join and welcome carry the lanes' addresses, or why there are none, under MACs.
 // The lanes' session key is derived from the same nonces. A connection that does not prove the key in time is dropped
 // (base/admission.h).
 //

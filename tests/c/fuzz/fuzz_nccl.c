@@ -9,7 +9,7 @@
 #include "input.h"
 #include "nccl/handshake.c" // the messages of the handshake, and their MACs
 
-enum { MODES = 4, UNTIL_NS = 100 * 1000 * 1000, DRAINED = 256 };
+enum { MODES = 4, UNTIL_NS = 100 * 1000 * 1000, DRAINED = 256, FAILED = 255 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
@@ -44,20 +44,28 @@ static bool send_valid_hello(struct end *end, const struct nb_net_handle *handle
     return send_bytes(end, hello, sizeof *hello) && receive_bytes(end, &end->shake.answer, sizeof end->shake.answer);
 }
 
-// Joins with lane addresses that cannot be reached; the input selects their length.
+// Joins with lane addresses that cannot be reached. The input selects their length, and whether the lanes have failed,
+// with a text that does not end.
 static bool send_valid_join(struct end *end, struct input *in) {
-    struct wire_lane_address address = {.bytes = take_byte(in)};
+    struct {
+        struct wire_opened opened;
+        struct wire_lane_address address;
+    } join = {.address = {.bytes = take_byte(in)}};
     unsigned char mac[NB_SHA256_BYTES];
     struct sockaddr_in unreachable = {
         .sin_family = AF_INET, .sin_port = 1, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
-    address.bytes = address.bytes == 0 ? sizeof unreachable : address.bytes;
-    memcpy(address.addr, &unreachable, sizeof unreachable);
+    if (join.address.bytes == FAILED) {
+        join.opened.code = -1;
+        memset(join.opened.text, take_byte(in), sizeof join.opened.text);
+    }
+    join.address.bytes = join.address.bytes == 0 ? sizeof unreachable : join.address.bytes;
+    memcpy(join.address.addr, &unreachable, sizeof unreachable);
     mac_of(&end->link, "proof", "", 0, mac);
     if (!send_bytes(end, mac, sizeof mac)) {
         return false;
     }
-    mac_of(&end->link, "join", &address, sizeof address, mac);
-    return send_bytes(end, mac, sizeof mac) && send_bytes(end, &address, sizeof address);
+    mac_of(&end->link, "join", &join, sizeof join, mac);
+    return send_bytes(end, mac, sizeof mac) && send_bytes(end, &join, sizeof join);
 }
 
 // Writes the rest of the input, and reads until the plugin closes the connection.

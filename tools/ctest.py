@@ -74,7 +74,7 @@ WRAPPED = {
     ),
     "test_nccl_links": (
         *("nb_lanes_open", "nb_lanes_arm", "nb_lanes_map", "nb_links_leaving"),
-        *("nb_loop_sleep", "nanosleep"),
+        *("nb_loop_wait", "nanosleep"),
     ),
     "test_nccl_open": ("nb_lanes_open", "nb_lanes_peer_missing"),
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),

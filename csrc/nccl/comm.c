@@ -556,7 +556,7 @@ int nb_net_listen(struct nb_net *net, void *handle, struct nb_net_listener **out
         net->users++;
         nb_list_insert(&net->listeners, &listener->at_net);
         handle_set_address(&mine, &net->address);
-        nb_loop_wake(&net->loop);
+        nb_loop_wake(&net->sleep);
     }
     pthread_mutex_unlock(&net->lock);
     if (rc < 0) {
@@ -620,7 +620,7 @@ static int connect_begin(struct nb_net *net, uint64_t domain, const struct nb_ne
     comm->to = *handle;
     comm->connecting = ++net->next_id;
     nb_list_insert(&net->connecting, &comm->at_listener);
-    nb_loop_wake(&net->loop); // the helper may sleep until something happens
+    nb_loop_wake(&net->sleep); // the helper may sleep until something happens
     *out = comm;
     return 0;
 }

@@ -213,7 +213,7 @@ struct nb_net_listener *nb_links_listener(const struct nb_net *net, uint64_t id)
 static void proven(struct nb_link *link) {
     link->state = NB_LINK_PROVEN;
     atomic_store_explicit(&link->net->open_due, true, memory_order_relaxed);
-    nb_loop_wake(&link->net->loop);
+    nb_loop_wake(&link->net->sleep);
 }
 
 // Each handler of the handshake returns 0, or a failure that ends the link.

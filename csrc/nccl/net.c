@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <time.h>
 
 #include "base/admission.h"
@@ -86,10 +87,23 @@ static void *helper_main(void *arg) {
         if (!stop && sleep_ms == 0) {
             nanosleep(&poll_nap, NULL);
         } else if (!stop) {
-            nb_loop_sleep(&net->loop, sleep_ms);
+            nb_loop_wait(&net->sleep, sleep_ms);
         }
     }
     return NULL;
+}
+
+// The pass that follows handles the events.
+static void loop_ready(struct nb_watch *watch, uint32_t events) {
+    (void)watch;
+    (void)events;
+}
+
+static int loops_open(struct nb_net *net, struct nb_error *err) {
+    int rc = nb_loop_init(&net->loop, err);
+    rc = rc == 0 ? nb_loop_init(&net->sleep, err) : rc;
+    net->slept = (struct nb_watch){.fd = net->loop.epoll_fd, .ready = loop_ready};
+    return rc == 0 ? nb_loop_add(&net->sleep, &net->slept, EPOLLIN, err) : rc;
 }
 
 static int helper_start(struct nb_net *net, struct nb_error *err) {
@@ -107,7 +121,7 @@ static void net_free(struct nb_net *net) {
     if (net->helper_runs) {
         pthread_mutex_lock(&net->lock);
         net->stop = true;
-        nb_loop_wake(&net->loop);
+        nb_loop_wake(&net->sleep);
         pthread_mutex_unlock(&net->lock);
         pthread_join(net->helper, NULL);
     }
@@ -124,6 +138,7 @@ static void net_free(struct nb_net *net) {
         free(NB_CONTAINER(it, struct nb_net_comm, at_listener));
     }
     pthread_mutex_unlock(&net->lock);
+    nb_loop_fini(&net->sleep);
     nb_loop_fini(&net->loop);
     pthread_mutex_destroy(&net->lock);
     nb_fork_detector_close(&net->fork);
@@ -177,8 +192,7 @@ static int net_new(struct nb_net **out, enum nb_net_kind kind, const struct nb_l
     net->log = log;
     net->up = up;
     net->listener.fd = -1;
-    net->loop.epoll_fd = -1;
-    net->loop.wake_fd = -1;
+    net->loop.epoll_fd = net->sleep.epoll_fd = -1;
     nb_list_init(&net->gate.link);
     nb_list_init(&net->links);
     nb_list_init(&net->listeners);
@@ -189,7 +203,7 @@ static int net_new(struct nb_net **out, enum nb_net_kind kind, const struct nb_l
     int rc = nb_net_settings_read(&net->settings, kind, err);
     if (rc == 0) {
         rc = nb_random(net->process, sizeof net->process);
-        rc = rc < 0 ? nb_fail(err, rc, "no random bytes") : nb_loop_init(&net->loop, err);
+        rc = rc < 0 ? nb_fail(err, rc, "no random bytes") : loops_open(net, err);
     }
     if (rc == 0) {
         rc = helper_start(net, err);

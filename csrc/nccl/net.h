@@ -260,6 +260,9 @@ struct nb_net {
     _Atomic uint64_t calls; // of NCCL, that make progress or need the lock
     _Atomic bool open_due;  // a link is NB_LINK_PROVEN: the helper thread is needed
     struct nb_loop loop;
+    struct nb_loop
+        sleep; // the helper thread's own: it watches `loop`, and calls that poll `loop` take no wake-up of it
+    struct nb_watch slept;
     struct nb_admission admission;
     struct nb_watch listener;
     struct nb_gate gate;

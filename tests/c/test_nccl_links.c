@@ -15,7 +15,10 @@ static atomic_bool lanes_held;  // opening lanes does not return
 static atomic_bool never_armed; // lanes cannot wake the helper thread
 static atomic_int arms;         // calls of nb_lanes_arm
 static atomic_int sleeps;
-static atomic_bool end_held; // the end of a net does not return
+static atomic_bool sleep_held; // the helper thread does not begin to sleep
+static atomic_bool sleep_entered;
+static atomic_bool sleep_endless; // it sleeps until it is woken
+static atomic_bool end_held;      // the end of a net does not return
 static atomic_bool end_entered;
 static atomic_bool map_fails; // memory cannot be registered
 
@@ -25,8 +28,8 @@ bool __real_nb_links_leaving(const struct nb_net *net, bool *unsent);
 bool __wrap_nb_links_leaving(const struct nb_net *net, bool *unsent);
 int __real_nb_lanes_arm(struct nb_lanes *lanes);
 int __wrap_nb_lanes_arm(struct nb_lanes *lanes);
-void __real_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
-void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
+int __real_nb_loop_wait(struct nb_loop *loop, int timeout_ms);
+int __wrap_nb_loop_wait(struct nb_loop *loop, int timeout_ms);
 int __real_nanosleep(const struct timespec *duration, struct timespec *left);
 int __wrap_nanosleep(const struct timespec *duration, struct timespec *left);
 
@@ -47,9 +50,15 @@ int __wrap_nb_lanes_arm(struct nb_lanes *lanes) {
     return atomic_load(&never_armed) ? -EAGAIN : __real_nb_lanes_arm(lanes);
 }
 
-void __wrap_nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
+int __wrap_nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
+    if (timeout_ms == 0) {
+        return __real_nb_loop_wait(loop, timeout_ms);
+    }
     atomic_fetch_add(&sleeps, 1);
-    __real_nb_loop_sleep(loop, timeout_ms);
+    while (atomic_load(&sleep_held)) {
+        atomic_store(&sleep_entered, true);
+    }
+    return __real_nb_loop_wait(loop, atomic_load(&sleep_endless) ? -1 : timeout_ms);
 }
 
 int __wrap_nanosleep(const struct timespec *duration, struct timespec *left) {
@@ -364,6 +373,30 @@ static void case_refused(struct side *side) {
     }
     CHECK(strstr(proxy_warning, strerror(ECONNREFUSED)) != NULL, "the log has no reason: %s", proxy_warning);
     close(refusing);
+    barrier();
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+// A connection that begins wakes the helper thread, although the call that begins it handles all events itself.
+static void case_wakes_helper(struct side *side) {
+    struct pair pair;
+    open_listener(side, &pair);
+    if (side->index == 0) {
+        int refusing = bind_in_place(pair.handle);
+        atomic_store(&sleep_endless, true);
+        atomic_store(&sleep_held, true);
+        while (!atomic_load(&sleep_entered)) {
+            check_time(side, "the helper thread's sleep");
+        }
+        expect_no_comm(side, pair.handle);
+        int slept = atomic_load(&sleeps);
+        atomic_store(&sleep_held, false);
+        while (atomic_load(&sleeps) == slept) {
+            check_time(side, "the helper thread's next pass");
+        }
+        atomic_store(&sleep_endless, false);
+        close(refusing);
+    }
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -851,6 +884,7 @@ static const struct test_case cases[] = {
     {.name = "no_descriptors", .run = case_no_descriptors},
     {.name = "no_descriptors_at_first", .run = case_no_descriptors_at_first},
     {.name = "refused", .run = case_refused, .timeout_s = "1"},
+    {.name = "wakes_helper", .run = case_wakes_helper},
     {.name = "given_up", .run = case_given_up, .timeout_s = "10"},
     {.name = "given_up_alone", .run = case_given_up_alone, .timeout_s = "1"},
     {.name = "refusals", .run = case_refusals},

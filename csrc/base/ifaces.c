@@ -20,6 +20,7 @@ struct spec {
     const char *list; // "eth0,eth1"
     bool exact;
     bool except;
+    int family; // the only one of the addresses; AF_UNSPEC: none
 };
 
 struct entry {
@@ -139,7 +140,8 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, enum reac
     static const int families[] = {AF_INET, AF_INET6};
     int count = 0;
     for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
-        for (const struct ifaddrs *it = all; it != NULL && count < max; it = it->ifa_next) {
+        bool left_out = spec->family != AF_UNSPEC && spec->family != families[f];
+        for (const struct ifaddrs *it = left_out ? NULL : all; it != NULL && count < max; it = it->ifa_next) {
             if (!usable(it, families[f], is_named(spec, it->ifa_name)) || !wanted(spec, it, reach) ||
                 has_name(names, count, it->ifa_name)) {
                 continue;
@@ -200,20 +202,24 @@ static void list_names(const struct ifaddrs *all, char text[NAMES_TEXT]) {
 }
 
 // Fails for a spec that selects nothing, or for one entry of it.
-static int no_match(const char *spec, const struct entry *entry, const struct ifaddrs *all, struct nb_error *err) {
+static int no_match(const char *text, const struct spec *spec, const struct entry *entry, const struct ifaddrs *all,
+                    struct nb_error *err) {
+    const char *family = spec->family == AF_INET ? " by IPv4" : spec->family == AF_INET6 ? " by IPv6" : "";
     char there[NAMES_TEXT];
     list_names(all, there);
     const char *names = there[0] != '\0' ? there : "none";
     if (entry == NULL) {
-        return nb_fail(err, -ENODEV, "no interface that is up matches '%s'; there is: %s", spec, names);
+        return nb_fail(err, -ENODEV, "no interface that is up%s matches '%s'; there is: %s", family, text, names);
     }
-    return nb_fail(err, -ENODEV, "no interface that is up matches '%.*s' of '%s'; there is: %s", (int)entry->length,
-                   entry->name, spec, names);
+    return nb_fail(err, -ENODEV, "no interface that is up%s matches '%.*s' of '%s'; there is: %s", family,
+                   (int)entry->length, entry->name, text, names);
 }
 
-static bool is_there(const struct entry *entry, const struct ifaddrs *all) {
+static bool is_there(const struct spec *spec, const struct entry *entry, const struct ifaddrs *all) {
     for (const struct ifaddrs *it = all; it != NULL; it = it->ifa_next) {
-        if (matches(entry, it->ifa_name) && (usable(it, AF_INET, entry->exact) || usable(it, AF_INET6, entry->exact))) {
+        bool four = spec->family != AF_INET6 && usable(it, AF_INET, entry->exact);
+        bool six = spec->family != AF_INET && usable(it, AF_INET6, entry->exact);
+        if (matches(entry, it->ifa_name) && (four || six)) {
             return true;
         }
     }
@@ -224,17 +230,18 @@ static int check_entries(const char *text, const struct spec *spec, const struct
     const char *at = spec->list;
     struct entry entry;
     while (!spec->except && next_entry(spec, &at, &entry)) {
-        if (!is_there(&entry, all)) {
-            return no_match(text, &entry, all, err);
+        if (!is_there(spec, &entry, all)) {
+            return no_match(text, spec, &entry, all, err);
         }
     }
     return 0;
 }
 
-int nb_sock_interfaces(const char *spec, bool alternatives, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
+int nb_sock_interfaces(const char *spec, unsigned choice, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
                        int max, struct nb_error *err) {
     const char *text = spec != NULL ? spec : "";
     struct spec what = read_spec(text);
+    what.family = (choice & NB_SOCK_IPV4) != 0 ? AF_INET : (choice & NB_SOCK_IPV6) != 0 ? AF_INET6 : AF_UNSPEC;
     struct ifaddrs *all;
     if (getifaddrs(&all) != 0) {
         return nb_fail(err, -errno, "getifaddrs: %m");
@@ -243,8 +250,8 @@ int nb_sock_interfaces(const char *spec, bool alternatives, struct nb_sockaddr *
     for (int reach = NICS; reach < REACHES && count == 0; reach++) {
         count = collect(&what, all, (enum reach)reach, addrs, names, max);
     }
-    int rc = count == 0 ? no_match(text, NULL, all, err) : 0;
-    rc = rc == 0 && !alternatives ? check_entries(text, &what, all, err) : rc;
+    int rc = count == 0 ? no_match(text, &what, NULL, all, err) : 0;
+    rc = rc == 0 && (choice & NB_SOCK_ALTERNATIVES) == 0 ? check_entries(text, &what, all, err) : rc;
     freeifaddrs(all);
     put_in_order(&what, addrs, names, count);
     return rc < 0 ? rc : count;

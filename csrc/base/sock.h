@@ -37,13 +37,16 @@ bool nb_sock_is_loopback(const struct nb_sockaddr *addr);
 uint16_t nb_sock_port(const struct nb_sockaddr *addr);
 void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port);
 
+// IPV4, IPV6: only addresses of that family.
+enum nb_sock_choice { NB_SOCK_ALTERNATIVES = 1, NB_SOCK_IPV4 = 2, NB_SOCK_IPV6 = 4 };
+
 // The addresses of the interfaces that `spec` selects ("eth0,eth1": prefixes; "=eth0,eth1": exact names, also with a `=`
 // before an entry; "^lo,docker": all but; NULL or "": every interface that is up, those with IPv4 first, except loopback
 // and the bridges docker* and virbr*; if there is none, these bridges, else loopback). Blanks around entries are
 // ignored. One address per interface, IPv4 if it has one, in the order of the list; interfaces of one prefix are in the
-// system's order. An entry that matches nothing is an error, unless the entries are `alternatives`. Returns how many it
-// wrote. Errors: -ENODEV naming the spec, the entry and the interfaces of this host.
-int nb_sock_interfaces(const char *spec, bool alternatives, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
+// system's order. An entry that matches nothing is an error, unless the entries are alternatives. `choice`: of the enum
+// below, or 0. Returns how many it wrote. Errors: -ENODEV naming the spec, the entry and the interfaces of this host.
+int nb_sock_interfaces(const char *spec, unsigned choice, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
                        int max, struct nb_error *err);
 
 // The name of the interface that has this address; "" if none has.

@@ -57,7 +57,7 @@ static int host_to_address(const char *host, struct nb_sockaddr *addr, struct nb
 static int first_interface(const char *spec, struct nb_sockaddr *addr, struct nb_error *err) {
     struct nb_sockaddr addrs[INTERFACES_MAX];
     char names[INTERFACES_MAX][IF_NAMESIZE];
-    int n = nb_sock_interfaces(spec, false, addrs, names, INTERFACES_MAX, err);
+    int n = nb_sock_interfaces(spec, 0, addrs, names, INTERFACES_MAX, err);
     if (n < 0) {
         return n;
     }

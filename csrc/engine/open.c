@@ -50,7 +50,7 @@ static int binds_find(struct nb_job *job, struct binds *binds, struct nb_error *
         strcpy(binds->names[0], "to rank 0");
         return 1;
     }
-    return nb_sock_interfaces(job->config.ifname, false, binds->at, binds->names, BINDS_MAX, err);
+    return nb_sock_interfaces(job->config.ifname, 0, binds->at, binds->names, BINDS_MAX, err);
 }
 
 static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_error *err) {

@@ -139,11 +139,20 @@ static int secret_set(struct nb_net_settings *settings, struct nb_error *err) {
     return 0;
 }
 
+// As NCCL reads it: any other value says nothing.
+static unsigned family(void) {
+    const char *text = nb_variable("NCCL_SOCKET_FAMILY");
+    bool four = text != NULL && strcmp(text, "AF_INET") == 0;
+    bool six = text != NULL && strcmp(text, "AF_INET6") == 0;
+    return four ? NB_SOCK_IPV4 : six ? NB_SOCK_IPV6 : 0;
+}
+
 // Interfaces that were named all carry lanes. Else the first one does: the others may lead elsewhere.
 static int binds_set(struct nb_net_settings *settings, struct nb_error *err) {
     const char *own = nb_variable("NETBOTTLENECK_IFNAME");
     const char *spec = own != NULL ? own : nb_variable("NCCL_SOCKET_IFNAME");
-    int count = nb_sock_interfaces(spec, own == NULL, settings->binds, settings->names, NB_NET_BINDS, err);
+    unsigned choice = family() | (own == NULL ? NB_SOCK_ALTERNATIVES : 0);
+    int count = nb_sock_interfaces(spec, choice, settings->binds, settings->names, NB_NET_BINDS, err);
     if (count < 0) {
         return count;
     }

@@ -135,7 +135,7 @@ static PyObject *module_interfaces(PyObject *module, PyObject *args, PyObject *k
     struct nb_sockaddr addrs[INTERFACES_MAX];
     char names[INTERFACES_MAX][IF_NAMESIZE];
     struct nb_error err = {0};
-    int count = nb_sock_interfaces(spec, false, addrs, names, INTERFACES_MAX, &err);
+    int count = nb_sock_interfaces(spec, 0, addrs, names, INTERFACES_MAX, &err);
     if (count < 0) {
         return core_raise(PyModule_GetState(module), count, &err);
     }

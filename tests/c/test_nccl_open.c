@@ -158,6 +158,33 @@ static void case_not_there(struct side *side) {
     }
 }
 
+// NCCL_SOCKET_FAMILY selects the family of the listener's address; values that NCCL does not know say nothing.
+static void case_family(struct side *side) {
+    static const struct {
+        const char *value;
+        int family;
+    } wanted[] = {{"AF_INET", AF_INET}, {"AF_INET6", AF_INET6}, {"inet6", AF_INET}, {"", AF_INET}};
+    for (size_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) {
+        struct nb_net_handle handle;
+        struct pair pair;
+        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+        setenv("NCCL_SOCKET_FAMILY", wanted[i].value, 1);
+        bool there = proxy_init(&side->proxy, 77) == 0;
+        if (!there && wanted[i].family == AF_INET6 &&
+            strstr(proxy_warning, "no interface that is up by IPv6") != NULL) {
+            setenv("NCCL_SOCKET_FAMILY", "", 1); // lo has no such address
+            CHECK(proxy_init(&side->proxy, 77) == 0, "init: %s", proxy_warning);
+            continue;
+        }
+        CHECK(there, "init: %s", proxy_warning);
+        open_pair(side, &pair);
+        memcpy(&handle, pair.handle, sizeof handle);
+        CHECK(handle.family == wanted[i].family, "'%s': family %d", wanted[i].value, handle.family);
+        barrier();
+        close_pair(side, &pair);
+    }
+}
+
 static const struct test_case cases[] = {
     {.name = "accept_fails", .run = case_accept_fails, .timeout_s = "2"},
     {.name = "connect_fails", .run = case_connect_fails, .timeout_s = "2"},
@@ -165,6 +192,7 @@ static const struct test_case cases[] = {
     {.name = "lanes_blocked", .run = case_lanes_blocked, .timeout_s = "4"},
     {.name = "comes_again", .run = case_comes_again},
     {.name = "not_there", .run = case_not_there},
+    {.name = "family", .run = case_family},
 };
 
 int main(int argc, char **argv) {

@@ -327,13 +327,19 @@ static void test_interfaces(void) {
     char names[MAX][IF_NAMESIZE];
     static const char *const lo[] = {"lo", "=lo", "=lo,=nothing", "nothing,lo", "l"};
     for (size_t i = 0; i < sizeof lo / sizeof lo[0]; i++) {
-        int n = nb_sock_interfaces(lo[i], true, addrs, names, MAX, NULL);
+        int n = nb_sock_interfaces(lo[i], NB_SOCK_ALTERNATIVES, addrs, names, MAX, NULL);
         CHECK(n >= 1 && strncmp(names[0], "l", 1) == 0, "'%s' selects no interface", lo[i]);
     }
-    CHECK(nb_sock_interfaces("=lo", false, addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]),
+    CHECK(nb_sock_interfaces("=lo", 0, addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]),
           "not exactly one address of lo");
-    int all = nb_sock_interfaces(NULL, false, addrs, names, MAX, NULL);
-    CHECK(all >= 1 && nb_sock_interfaces("", false, addrs, names, MAX, NULL) == all, "default selection: %d", all);
+    int four = nb_sock_interfaces("=lo", NB_SOCK_IPV4, addrs, names, MAX, NULL);
+    CHECK(four == 1 && addrs[0].any.sa_family == AF_INET, "lo by IPv4: %d", four);
+    struct nb_error why = {0};
+    int six = nb_sock_interfaces("=lo", NB_SOCK_IPV6, addrs, names, MAX, &why); // lo may have no such address
+    CHECK(six == 1 ? addrs[0].any.sa_family == AF_INET6 : strstr(why.text, "up by IPv6 matches '=lo'") != NULL,
+          "lo by IPv6: %d, %s", six, why.text);
+    int all = nb_sock_interfaces(NULL, 0, addrs, names, MAX, NULL);
+    CHECK(all >= 1 && nb_sock_interfaces("", 0, addrs, names, MAX, NULL) == all, "default selection: %d", all);
     bool others = strcmp(names[0], "lo") != 0;
     for (int i = 0; i < all; i++) {
         CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback, which is not the only interface", names[i]);
@@ -346,22 +352,21 @@ static void test_interfaces(void) {
         memcpy(other, names[0], IF_NAMESIZE);
         for (int first = 0; first < 2; first++) {
             snprintf(list, sizeof list, "=%s,%s", first == 0 ? "lo" : other, first == 0 ? other : "lo");
-            CHECK(nb_sock_interfaces(list, false, addrs, names, MAX, NULL) == 2, "%s", list);
+            CHECK(nb_sock_interfaces(list, 0, addrs, names, MAX, NULL) == 2, "%s", list);
             CHECK(strcmp(names[first], "lo") == 0 && strcmp(names[1 - first], other) == 0, "%s: %s first", list,
                   names[0]);
             CHECK(nb_sock_is_loopback(&addrs[first]) && !nb_sock_is_loopback(&addrs[1 - first]),
                   "%s: addresses do not match the names", list);
         }
     }
-    int rest = nb_sock_interfaces("^lo,docker,virbr", false, addrs, names, MAX, NULL);
+    int rest = nb_sock_interfaces("^lo,docker,virbr", 0, addrs, names, MAX, NULL);
     CHECK(rest == (others ? all : -ENODEV), "without lo: %d of %d", rest, all);
-    CHECK(nb_sock_interfaces("^nothing,docker,virbr", false, addrs, names, MAX, NULL) == all,
+    CHECK(nb_sock_interfaces("^nothing,docker,virbr", 0, addrs, names, MAX, NULL) == all,
           "excluding an unknown name changes the selection");
-    CHECK(nb_sock_interfaces("lo", false, addrs, names, 0, NULL) <= 0, "addresses are returned without room");
+    CHECK(nb_sock_interfaces("lo", 0, addrs, names, 0, NULL) <= 0, "addresses are returned without room");
 
     struct nb_error err = {0};
-    CHECK(nb_sock_interfaces("=l,nosuch", false, addrs, names, MAX, &err) == -ENODEV,
-          "an exact name matches as a prefix");
+    CHECK(nb_sock_interfaces("=l,nosuch", 0, addrs, names, MAX, &err) == -ENODEV, "an exact name matches as a prefix");
     CHECK(strstr(err.text, "'=l,nosuch'") != NULL && strstr(err.text, "lo") != NULL, "%s", err.text);
     // Usually lo has an address of each family.
     const char *list = strstr(err.text, "there is: ");
@@ -377,7 +382,7 @@ static void test_interfaces(void) {
 static void check_selected(const char *spec, int expected) {
     struct nb_sockaddr addrs[4];
     char names[4][IF_NAMESIZE];
-    int count = nb_sock_interfaces(spec, false, addrs, names, 4, NULL);
+    int count = nb_sock_interfaces(spec, 0, addrs, names, 4, NULL);
     CHECK(count == expected, "'%s' selects %d", spec, count);
 }
 
@@ -388,9 +393,9 @@ static void check_missing(const char *spec, const char *entry) {
     struct nb_error err = {0};
     snprintf(expected, sizeof expected, "no interface that is up matches '%s' of '%s'; there is: eth0, eth1", entry,
              spec);
-    CHECK(nb_sock_interfaces(spec, false, addrs, names, 4, &err) == -ENODEV, "'%s' is accepted", spec);
+    CHECK(nb_sock_interfaces(spec, 0, addrs, names, 4, &err) == -ENODEV, "'%s' is accepted", spec);
     CHECK(strcmp(err.text, expected) == 0, "'%s': %s", spec, err.text);
-    int count = nb_sock_interfaces(spec, true, addrs, names, 4, NULL);
+    int count = nb_sock_interfaces(spec, NB_SOCK_ALTERNATIVES, addrs, names, 4, NULL);
     CHECK(count > 0, "'%s' as alternatives: %d", spec, count);
 }
 
@@ -446,7 +451,7 @@ static void check_addresses(const char *spec, const char *expected) {
     struct nb_sockaddr addrs[4];
     char names[4][IF_NAMESIZE];
     char found[4 * NB_SOCK_TEXT] = "";
-    int count = nb_sock_interfaces(spec, false, addrs, names, 4, NULL);
+    int count = nb_sock_interfaces(spec, 0, addrs, names, 4, NULL);
     for (int i = 0; i < count; i++) {
         char text[NB_SOCK_TEXT];
         nb_sock_format(&addrs[i], text);

@@ -35,7 +35,8 @@ NEW, OLD = "2.29.7", "2.22.3"
 def environment(folder: Path, transports: str) -> dict[str, str]:
     names = {"TRANSPORT": transports, "DIR": str(folder), "BLOCK_STEPS": str(BLOCK), "IFNAME": "lo"}
     names |= {"STREAMS": "2", "START_STEP": "0"}
-    return {f"NETBOTTLENECK_{name}": value for name, value in names.items()}
+    of_nccl = {"NCCL_LL128_C2C": "0"}  # without it aarch64 is refused
+    return {f"NETBOTTLENECK_{name}": value for name, value in names.items()} | of_nccl
 
 
 def trained(ranks: Ranks, env: dict[str, str], version: str = NEW, how: str = "") -> tuple[list[str], str]:
@@ -276,12 +277,42 @@ def test_a_transport_over_nccl_is_refused_with_its_reason(
     monkeypatch.setattr(nccl, "_nccl_here", lambda built: built)
     monkeypatch.setattr(nccl, "_arranged", None)
     monkeypatch.setattr(nccl, "not_sockets", lambda _: "")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     for name in ("NCCL_NET", "NCCL_NET_PLUGIN", nccl.MARK, "NCCL_NET_PLUGIN_REF_COUNT"):
         monkeypatch.setenv(name, environ.get(name, ""))
     nccl.arrange([Arm("stock"), Arm(transport)])
     arranged = not environ.get("NCCL_NET") and environ.get("NCCL_NET_PLUGIN") != "ofi"
     assert os.environ["NCCL_NET"] == ("Socket" if arranged else environ.get("NCCL_NET", ""))
     assert nccl.refusal([transport], config.settings({}, {})) == (f"{transport}: {why}" if why else "")
+
+
+@pytest.mark.parametrize(
+    ("machine", "environ", "refused"),
+    [
+        ("x86_64", {}, False),
+        ("aarch64", {}, True),
+        ("aarch64", {"NCCL_LL128_C2C": "0"}, False),
+        ("aarch64", {"NCCL_LL128_C2C": "1"}, True),
+        ("aarch64", {"NCCL_PROTO": "Simple,LL"}, False),
+        ("aarch64", {"NCCL_PROTO": "^ll128"}, False),
+        ("aarch64", {"NCCL_PROTO": "^LL"}, True),
+        ("aarch64", {"NCCL_PROTO": "^LL", "NCCL_LL128_C2C": "0"}, False),
+        ("aarch64", {"NCCL_PROTO": "LL128", "NCCL_LL128_C2C": "0"}, True),
+        ("aarch64", {"NCCL_PROTO": "Simple;allreduce:LL128", "NCCL_LL128_C2C": "0"}, True),
+    ],
+)
+def test_arms_are_refused_where_nccl_may_take_ll128_over_c2c(
+    monkeypatch: pytest.MonkeyPatch, machine: str, environ: dict[str, str], refused: bool
+) -> None:
+    monkeypatch.setattr(nccl, "_nccl_of_torch", lambda: ("2.13.0+cu130", (2, 29, 7)))
+    monkeypatch.setattr(nccl, "_nccl_here", lambda built: built)
+    monkeypatch.setattr(nccl, "_arranged", nccl._Arranged(first="nccl+tcp"))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    for name in ("NCCL_LL128_C2C", "NCCL_PROTO"):
+        monkeypatch.setenv(name, environ.get(name, ""))
+    why = nccl.refusal(["nccl+tcp"], config.settings({}, {}))
+    assert why.startswith("nccl+tcp: NCCL may take its protocol LL128 on aarch64") == refused
+    assert why.endswith("set NCCL_LL128_C2C=0, or NCCL_PROTO=^LL128") == refused
 
 
 @pytest.mark.parametrize("arms", [["stock"], ["stock", "nccl+tcp"]])

@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -239,9 +240,31 @@ def refusal(transports: Sequence[str], settings: Settings) -> str:
             f"NCCL {number} has" if nccl < BOTH else f"torch {version} was built with NCCL {_dotted(built)}, so it has"
         )
         why = f"{has} one of our networks in a process, the first of NETBOTTLENECK_TRANSPORT: name one"
+    elif platform.machine() == "aarch64" and not without_ll128(os.environ):
+        why = (
+            "NCCL may take its protocol LL128 on aarch64, which is not safe over our network: set NCCL_LL128_C2C=0, or "
+            "NCCL_PROTO=^LL128"
+        )
     else:
         return next((f"{name}: {why}" for name in transports if (why := native_refusal(lanes_of(name), settings))), "")
     return f"{transports[0]}: {why}"
+
+
+def without_ll128(environ: Mapping[str, str]) -> bool:
+    """Return True if these variables keep NCCL from taking LL128 over NVLink-C2C.
+
+    NCCL_PROTO that names LL128 overrides NCCL_LL128_C2C. A NCCL_PROTO with functions ("allreduce:…") excludes nothing
+    here: it may name LL128 for one of them.
+    """
+    listed = environ.get("NCCL_PROTO", "").strip().lower()
+    names = listed.removeprefix("^").split(",")
+    if not listed:
+        return environ.get("NCCL_LL128_C2C", "") == "0"
+    if ":" in listed or ";" in listed:
+        return False
+    if listed.startswith("^"):
+        return "ll128" in names or environ.get("NCCL_LL128_C2C", "") == "0"
+    return "ll128" not in names
 
 
 def lanes_of(transport: str) -> str:

@@ -107,7 +107,7 @@ WRAPPED = {
 SKIPPED = 77
 # Programs that also run over another libfabric, and of these the ones that also run over another provider, with both.
 OVER_BOTH = ("test_fork", "test_ofi", "test_ofi_attacker", "test_transport")
-OVER_LIBFABRIC = (*OVER_BOTH, "test_nccl", "test_nccl_early", "test_nccl_links")
+OVER_LIBFABRIC = (*OVER_BOTH, "test_nccl", "test_nccl_early", "test_nccl_links", "test_nccl_open")
 # The arguments there. ofi_rxm connects so slowly on a busy machine that the NCCL plugin's time limits end other cases.
 OVER_PROVIDER = {**{name: ["ofi"] for name in OVER_BOTH}, "test_nccl": ["ofi", "deregister", "12"]}
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")

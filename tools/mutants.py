@@ -122,7 +122,7 @@ ROOMS: dict[str, Room] = {
     ),
     "nccl": Room(
         ("csrc/nccl/*.c",),
-        c=("test_nccl_profiler", "test_nccl_early", "test_nccl_links", "test_nccl"),
+        c=("test_nccl_profiler", "test_nccl_early", "test_nccl_links", "test_nccl_open", "test_nccl"),
         asan=("test_nccl_early",),
         py=("nccl_plugin",),
     ),

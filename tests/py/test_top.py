@@ -363,6 +363,8 @@ def test_a_run_longer_than_its_files_is_followed_to_its_end(tmp_path: Path, wind
     else:  # the first steps, and the last ones
         assert {1, 10} < indices < set(range(1, last + 1))
         assert any("are left out" in note for note in found.notes)
+        (left_out,) = [note for note in again.notes if "are left out" in note]
+        assert left_out in Run(folder).trace.notes  # it names the same number of events
 
 
 def test_a_damaged_ring_is_named_and_the_other_ranks_are_shown(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,7 @@ class _Tail:
         self._open = np.empty(0, np.int64)
         self._lasting = np.zeros(ring_file.LASTING_MOST, bool)  # that were read
         self._gap: tuple[int, int] | None = None  # as of Ring
+        self._overwritten = 0  # events of the gap
 
     def grow(self) -> bool:
         """Read the events that were taken since the last call; return True if there are any. Raises as read_slots."""
@@ -113,13 +114,15 @@ class _Tail:
 
     def _pass(self, slots: ring_file.Slots) -> None:
         """Begin behind the last hole, if events were overwritten before they were read."""
-        holes = np.flatnonzero(np.diff(slots.numbers, prepend=self._next - 1) > 1)
+        missing = np.diff(slots.numbers, prepend=self._next - 1) - 1
+        holes = np.flatnonzero(missing > 0)
         if not len(holes):
             return
         filled = slots.events["kind"] != 0
         before = [self.events["step"], slots.events["step"][: holes[0]][filled[: holes[0]]]]
         behind = int(slots.events["step"][holes[-1] :][filled[holes[-1] :]][:1].max(initial=0))
         self._gap = int(np.concatenate(before).max(initial=0)) if self._gap is None else self._gap[0], behind
+        self._overwritten += int(missing[holes].sum())
         self.first = max(self.first, behind + 1)
 
     def keep(self, first: int, begin_ns: int) -> None:
@@ -129,7 +132,7 @@ class _Tail:
         places = np.concatenate([np.flatnonzero(lasting)[-LASTING_EVENTS:], np.flatnonzero(late)])
         self.events, self.first = self.events[np.sort(places)], max(self.first, first)
         if self._gap is not None and self._gap[1] < first:
-            self._gap = None
+            self._gap, self._overwritten = None, 0
 
     def at(self, kind: str) -> NDArray[Any]:
         """Return the events of a kind."""
@@ -157,7 +160,7 @@ class _Tail:
         if self._head is None:
             raise RuntimeError(f"{self.path}: not read yet")
         ring = ring_file.ring_of(self._head, self.events, len(self._open))
-        return replace(ring, gap=self._gap)
+        return replace(ring, gap=self._gap, overwritten=self._overwritten)
 
 
 class _Losses:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from netbottleneck.analysis import arrivals, findings
 from netbottleneck.analysis.comparisons import Estimate
+from netbottleneck.report import what_if
+from netbottleneck.report.html import Curve
 from netbottleneck.trace import layer_log, ring_reader
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
@@ -365,7 +367,7 @@ def test_other_buckets_are_no_remedy_where_the_simulation_misses_the_step_by_as_
     trace = trace_of(SimulatedJob(forward_ms=20, backward_ms=150, buckets=buckets, tensors=16, link_bps=6e9))
     sure = sweeps.savings(trace, Arm("stock"), None)
     assert sure.savings_ns["buckets"].low > 0.05 * 190e6
-    monkeypatch.setattr(sweeps, "_misfit_ns", lambda _: sure.savings_ns["buckets"].value)
+    monkeypatch.setattr(questions, "misfit_ns", lambda _: sure.savings_ns["buckets"].value)
     unsure = sweeps.savings(trace, Arm("stock"), None)
     assert "buckets" not in unsure.savings_ns
     assert unsure.no_buckets.startswith("no prediction: another size may save ")
@@ -375,9 +377,29 @@ def test_other_buckets_are_no_remedy_where_the_simulation_misses_the_step_by_as_
 def test_nothing_is_predicted_where_the_simulation_misses_the_step_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = trace_of(SimulatedJob(link_bps=2e9))
     assert sweeps.savings(trace, Arm("stock"), 2e9).savings_ns["link"].value > 0
-    monkeypatch.setattr(sweeps, "_misfit_ns", lambda _: 60e6)
+    assert what_if.curve(findings.find(trace)).points
+    monkeypatch.setattr(questions, "misfit_ns", lambda _: 60e6)
     found = sweeps.savings(trace, Arm("stock"), 2e9)
     assert (dict(found.savings_ns), found.refused) == ({}, "no prediction: the simulated step is off by 60.0 ms")
+    assert what_if.curve(findings.find(trace)) == Curve(missing=found.refused)
+
+
+def test_an_answer_of_a_model_that_misses_the_step_by_far_is_one_of_a_poor_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of(SimulatedJob(link_bps=2e9))
+    good = questions.job(trace, "stock")
+    assert (good.misfit, questions.answer(good, sweeps.now(good)).label) == ("", "predicted")
+    monkeypatch.setattr(questions, "misfit_ns", lambda _: 60e6)
+    job = questions.job(trace, "stock")
+    assert job.notes[0].startswith("the fit is poor: the simulated step is off by 60.0 ms, more than 20 % of ")
+    labels = [one.label for one in sweeps.answers(job, [sweeps.now(job), sweeps.free(job), *sweeps.links(job, [1e9])])]
+    assert {*labels, sweeps.enough_link(job).label} == {"predicted from a poor fit"}
+
+
+def test_the_misfit_is_that_of_the_recorded_plan_whatever_plan_is_asked_about() -> None:
+    trace = trace_of(SimulatedJob(link_bps=2e9))
+    slow = questions.job(trace, "stock", plan=Plan.horovod(cycle_ns=10**9))
+    assert questions.misfit(slow) != ""
+    assert slow.misfit == ""
 
 
 def test_the_step_of_one_worker_is_that_of_all_ranks(known: Trace) -> None:

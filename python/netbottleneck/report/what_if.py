@@ -309,8 +309,9 @@ def curve(findings: Findings) -> Curve:
         job = questions.job(findings.trace, findings.base)
     except ValueError as error:
         return Curve(missing=str(error))
-    if job.fit is None or job.fit.reason:
-        return Curve(missing=f"no prediction: {'no run was fitted' if job.fit is None else job.fit.reason}")
+    why = "no run was fitted" if job.fit is None else job.fit.reason or job.misfit
+    if why:
+        return Curve(missing=f"no prediction: {why}")
     rate_bps = job.cost.link.rate_bps
     if not math.isfinite(rate_bps):
         return Curve(missing="no prediction: the time of an operation does not depend on its size")

@@ -16,6 +16,7 @@ from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
 from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
+from netbottleneck.analysis.thresholds import MISFIT_MAX
 from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
@@ -82,7 +83,8 @@ class Job:
 
     load: its compute; cost: as fitted, at the achieved rate; alone_ns: a step of one worker. fit: None if no run was
     fitted. lane_bps: rate of one network stream, from the probe. measured_ns: the recorded step. at_ends: the same job
-    with the compute at either end of the fit's contention; () if unknown.
+    with the compute at either end of the fit's contention; () if unknown. misfit: how far the simulated step of the run
+    as recorded is from the measured one, if too far to predict from it; else "".
     """
 
     trace: Trace
@@ -97,6 +99,7 @@ class Job:
     measured_ns: Estimate | None = None
     notes: tuple[str, ...] = field(default=())
     at_ends: tuple[Job, ...] = ()
+    misfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +223,26 @@ def scaling(job: Job, step_ns: float) -> float:
     return job.alone_ns / step_ns if step_ns > 0 else math.nan
 
 
-def label_of(cost: Cost) -> str:
-    """How well a number at this cost is known."""
-    return POORLY_PREDICTED if cost.poor else PREDICTED
+def now(job: Job) -> Setting:
+    """The recorded run itself."""
+    return Setting("now", "as recorded", job.plan, job.cost, job.workers)
+
+
+def misfit_ns(job: Job) -> float:
+    """How far the simulated step of the run as recorded is from the measured one; 0 if that is not known."""
+    return 0.0 if job.measured_ns is None else abs(job.measured_ns.value - simulate_setting(job, now(job)).step_ns)
+
+
+def misfit(job: Job) -> str:
+    """Return Job.misfit. Raises ValueError if the run as recorded cannot be simulated."""
+    off_ns = misfit_ns(job)
+    known = job.measured_ns is not None and off_ns > MISFIT_MAX * job.measured_ns.value
+    return f"the simulated step is off by {ms(off_ns)}" if known else ""
+
+
+def label_of(job: Job, cost: Cost) -> str:
+    """How well a number of a job at this cost is known."""
+    return POORLY_PREDICTED if cost.poor or job.misfit else PREDICTED
 
 
 def answer(job: Job, setting: Setting) -> Answer:
@@ -238,7 +258,7 @@ def answer(job: Job, setting: Setting) -> Answer:
         return Answer(setting, None, None, None, refused=f"at one end of the interval: {error}")
     step, factor = estimates(job, found.step_ns, others, steps)
     notes = (*setting.remarks, *found.notes)
-    return Answer(setting, found, step, factor, bool(others), label_of(setting.cost), notes)
+    return Answer(setting, found, step, factor, bool(others), label_of(job, setting.cost), notes)
 
 
 def prediction(job: Job, one: Answer) -> Prediction:
@@ -327,7 +347,7 @@ def job(
         )
     made = _ready(trace, fitted.transport, plan, fitted.cost, (*notes, *fitted.notes))
     probed = achievable_bandwidth(trace)
-    return replace(
+    made = replace(
         made,
         plan=replace(made.plan, in_flight=fitted.in_flight),
         fit=fitted,
@@ -335,6 +355,18 @@ def job(
         measured_ns=_measured(trace, fitted.transport),
         at_ends=_at_ends(trace, made.plan, fitted),
     )
+    recorded, _ = _plan(trace, fitted.transport)
+    return _with_misfit(made, replace(recorded, in_flight=fitted.in_flight))
+
+
+def _with_misfit(made: Job, recorded: Plan) -> Job:
+    """The job with its misfit under the plan of the run, and a note about it."""
+    try:
+        why = misfit(replace(made, plan=recorded))
+    except ValueError:  # the answer about the run as recorded says why it is refused
+        return made
+    poor = f"the fit is poor: {why}, more than {percent(MISFIT_MAX, digits=0)} of the measured one"
+    return replace(made, misfit=why, notes=(poor, *made.notes)) if why else made
 
 
 def _kept_ns(trace: Trace, transport: Arm) -> tuple[float, float]:
@@ -424,7 +456,7 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
     low, high = aim.span
     best = make(high)
     unmet = LeastValue(aim.question, aim.title, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
-    unmet = replace(unmet, label=label_of(best.cost))
+    unmet = replace(unmet, label=label_of(job, best.cost))
     try:
         reached_ns = simulate_setting(job, best).step_ns
     except ValueError as error:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.analysis.rule_facts import Predicted
-from netbottleneck.analysis.thresholds import GAIN_MIN, MISFIT_MAX
+from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
@@ -33,6 +33,7 @@ from netbottleneck.whatif.questions import (
     interval,
     interval_ends,
     least,
+    now,
     simulate_setting,
 )
 
@@ -79,11 +80,6 @@ def _setting(job: Job, question: str, title: str, cost: Cost | None = None, **ot
 def with_link(cost: Cost, bps: float) -> Cost:
     """The same cost over a fully used link of rate `bps`."""
     return replace(cost, link=Link(bps))
-
-
-def now(job: Job) -> Setting:
-    """The recorded run itself."""
-    return _setting(job, "now", "as recorded")
 
 
 def chosen(job: Job, title: str) -> Setting:
@@ -289,11 +285,6 @@ def _saved(job: Job, change: Callable[[Cost], Cost], plan: Plan) -> Estimate:
     return widened(value, [ends for ends in sources.values() if ends])
 
 
-def _misfit_ns(job: Job) -> float:
-    """How far the simulated step of the run as recorded is from the measured one; 0 if that is not known."""
-    return 0.0 if job.measured_ns is None else abs(job.measured_ns.value - simulate_setting(job, now(job)).step_ns)
-
-
 def _without_link(cost: Cost, link_bps: float) -> Cost:
     """The cost without the part of a byte's time that the link takes: 1 / rate - 1 / link."""
     rest = 1 / cost.link.rate_bps - 1 / link_bps
@@ -322,7 +313,8 @@ def _compute_as_recorded(job: Job) -> Job:
     same = questions.job(job.trace, job.transport, plan=job.plan, cost=cost)
     lines = () if job.fit is None else tuple(replace(other, contention=1.0) for other in job.fit.others)
     fit = None if job.fit is None else replace(job.fit, others=lines)
-    return replace(same, fit=fit, measured_ns=job.measured_ns)
+    same = replace(same, fit=fit, measured_ns=job.measured_ns)
+    return replace(same, misfit=questions.misfit(same))
 
 
 def _costs(job: Job) -> str:
@@ -365,9 +357,9 @@ def savings(
         if probed is not None:
             changes["rate"] = lambda cost: replace(cost, link=probed)
         alone = _compute_as_recorded(found)
-        off_ns, step_ns = _misfit_ns(alone), 0.0 if alone.measured_ns is None else alone.measured_ns.value
-        if off_ns > MISFIT_MAX * step_ns > 0:
-            return Predicted(refused=f"no prediction: the simulated step is off by {ms(off_ns)}")
+        if alone.misfit:
+            return Predicted(refused=f"no prediction: {alone.misfit}")
+        off_ns, step_ns = questions.misfit_ns(alone), 0.0 if alone.measured_ns is None else alone.measured_ns.value
         saved = {name: _saved(alone, change, alone.plan) for name, change in changes.items()}
         plans = [(_saved(alone, lambda cost: cost, plan), title) for title, plan in _bucket_plans(alone)]
         best = max(plans, key=lambda row: row[0].value, default=None)

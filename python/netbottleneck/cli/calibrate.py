@@ -308,7 +308,10 @@ def _run_model(args: argparse.Namespace) -> tuple[tr.Trace, str]:
     from netbottleneck.bench.models import passes
 
     if args.modelled:
-        return passes.modelled(args.model, *args.modelled), MODELLED
+        try:
+            return passes.modelled(args.model, *args.modelled), MODELLED
+        except ValueError as error:
+            raise ValueError(f"--modelled: {error}") from error
     device = passes.pick_device(args.device or "auto")
     batch, count = args.batch or BATCH, args.passes or PASSES
 

@@ -7,7 +7,6 @@ Hooks, DDP and optimizers therefore work as with the real model.
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from netbottleneck.bench.models import build, sample_shape
 from netbottleneck.launch import connect
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.events import Event
+from netbottleneck.trace.layer_log import LONGEST_NS
 from netbottleneck.trace.ring_file import EVENTS, read_ring
 from netbottleneck.trace.ring_reader import rank_steps
 from netbottleneck.trace.transports import SINGLE
@@ -82,6 +82,7 @@ WARMUP = 5  # the first passes are much slower: libraries choose algorithms, thr
 EVENTS_A_TENSOR = 1
 EVENTS_A_STEP = 8
 COPIES = 4  # minimum memory in sizes of the model: parameters, gradients, and temporaries of a step
+LEAST_MS = 1e-6  # of a modelled backward pass: a trace has whole ns
 TOKENS = 256  # the smallest vocabulary of a model
 
 Progress = Callable[[int, int], None]
@@ -129,8 +130,10 @@ def modelled(name: str, forward_ms: float, backward_ms: float) -> tr.Trace:
 
     Nothing runs. All gradients of a layer are ready at the end of its backward. Raises ValueError for invalid times.
     """
-    if not (0 <= forward_ms < math.inf and 0 < backward_ms < math.inf):
-        raise ValueError(f"a forward pass of {forward_ms} ms and a backward pass of {backward_ms} ms are not valid")
+    most_ms = LONGEST_NS / 1e6
+    if not (forward_ms >= 0 and backward_ms >= LEAST_MS and forward_ms + backward_ms <= most_ms):
+        passes = f"a forward pass of {forward_ms:g} ms and a backward pass of {backward_ms:g} ms"
+        raise ValueError(f"{passes} are not valid: at least 0 and {LEAST_MS:g}, together at most {most_ms:g} ms")
     layers = layers_of(name)
     order = [key for key, _ in sizes(name)]
     index = {key: at for at, key in enumerate(order)}

@@ -288,13 +288,17 @@ def test_the_parts_of_a_step_add_up_and_exposed_is_transfer_and_waiting(fake: Pa
         assert min(found.values()) >= 0
 
 
-def test_too_few_steps_say_how_many_more_are_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=4).write()
+@pytest.mark.parametrize(("finished", "state"), [(False, "no verdict yet"), (True, "no verdict")])
+def test_too_few_steps_say_how_many_more_are_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: bool, state: str
+) -> None:
+    meta = {"finished": finished, "hostname": "elsewhere"}
+    folder = FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=4, meta=meta).write()
     run = Run(folder)
     assert run.verdict.code == "INCONCLUSIVE"
     assert run.verdict.more == STEPS_MIN - 3  # the first step of a block does not count
     line = frame_of(folder, capsys, "--line")
-    assert line.startswith(f"step 4: no verdict yet, {STEPS_MIN - 3} more steps (about ")
+    assert line.startswith(f"step 4: {state}, {STEPS_MIN - 3} more steps (about ")
     assert line.count("\n") == 1
 
 
@@ -320,11 +324,22 @@ def test_a_missing_folder_and_one_without_a_run_are_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_run_without_a_record_or_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = FakeRun(tmp_path, blocks=1, meta={"finished": False, "hostname": "elsewhere"})
+@pytest.mark.parametrize(
+    ("about", "told", "line"),
+    [
+        ({"finished": False, "hostname": "elsewhere"}, "no step is recorded yet", "no step could be split yet"),
+        ({"finished": True}, "no step was recorded", "no step could be split;"),
+        ({"finished": False, "hostname": platform.node(), "pid": 1 << 30}, "no step was recorded", "could be split;"),
+    ],
+)
+def test_a_run_without_a_record_or_a_step_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], about: dict[str, object], told: str, line: str
+) -> None:
+    made = FakeRun(tmp_path, blocks=1, meta=about)
     made.write()
     Growing(tmp_path).show(0.0)
-    assert "no step is recorded yet" in frame_of(tmp_path, capsys)
+    assert told in frame_of(tmp_path, capsys)
+    assert line in frame_of(tmp_path, capsys, "--line")
     for path in (tmp_path / "ranks").iterdir():
         path.unlink()
     assert cli.main(["top", str(tmp_path), "--once"]) == 1

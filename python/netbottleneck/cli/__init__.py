@@ -224,7 +224,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     if state[0] != "in progress":  # perhaps since the rings were read: their last steps may be missing
         run = following.look()
         state = following.about(run)
-    change = following.judge(run)
+    change, ended = following.judge(run), state[0] != "in progress"
     for name, _, place in (one.partition("=") for one in args.export):
         about = {**run.summary, "cause_change": following.changed and following.changed.as_dict()}
         try:
@@ -235,12 +235,12 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
                 raise
             state.append(str(error))
     if args.line:
-        line = progress.line(run.findings, run.verdict, following.steps)
+        line = progress.line(run.findings, run.verdict, following.steps, ended)
         shown: RenderableType = Text("\n".join([*([str(change)] if change else []), "; ".join([line, *state[1:]])]))
     else:
         lines = [*state, *([str(following.changed)] if following.changed else [])]
         shown = progress.frame(run.findings, run.verdict, run.hosts, lines, following.steps)
-    return shown, state[0] != "in progress"
+    return shown, ended
 
 
 def _once(following: Following, args: argparse.Namespace) -> int:

@@ -629,17 +629,18 @@ class Following:
         lines += [caveats.failure(rank) for rank in trace.ranks if rank.error]
         lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
         lines += [*trace.incomplete, *(note for note in trace.notes if note.startswith(tr.KNOWN))]
-        quiet = self._quiet(trace, ended)
+        quiet = self._quiet(trace, ended, bool(gone))
         stopped = gone or (quiet and _has_ended_in_part(trace))
         return ["ended" if ended else "stopped" if stopped else "in progress", *lines, *quiet]
 
-    def _quiet(self, trace: tr.Trace, ended: bool) -> list[str]:
-        """A line about steps that do not come.
+    def _quiet(self, trace: tr.Trace, ended: bool, gone: bool) -> list[str]:
+        """A line about steps that do not come. gone: a rank was killed.
 
         Of a step that has ended before the first look, the end is known by the wall clock alone.
         """
         if not trace.steps:
-            return ["no step was recorded" if ended else "no step is recorded yet (NETBOTTLENECK_START_STEP)"]
+            over = ended or gone
+            return ["no step was recorded" if over else "no step is recorded yet (NETBOTTLENECK_START_STEP)"]
         newest = max(step.index for step in trace.steps)
         if self._newest is None and trace.epoch_wall_ns:
             ago_ns = time.time_ns() - trace.epoch_wall_ns - max(step.end_ns for step in trace.steps)

@@ -56,17 +56,21 @@ def missing_text(findings: Findings, verdict: Verdict, window: int) -> str:
     return text + (f", in a window of {have + verdict.more} steps" if 0 < window < have + verdict.more else "")
 
 
-def line(findings: Findings, verdict: Verdict, window: int) -> str:
-    """One line: the last step, the verdict or what it still needs, and the parts of the step, the largest first."""
+def line(findings: Findings, verdict: Verdict, window: int, ended: bool = False) -> str:
+    """One line: the last step, the verdict or what it still needs, and the parts of the step, the largest first.
+
+    ended: no step will come.
+    """
     last = max((step.index for step in findings.trace.steps), default=None)
+    yet = "" if ended else " yet"
     if last is None or findings.base is None:
-        return "no step could be split yet"
+        return f"no step could be split{yet}"
     parts = findings.parts[findings.base]
     shares = sorted(step_parts(parts).items(), key=lambda part: -part[1])
     split = ", ".join(f"{name} {100 * ns / max(parts.step_ns, 1):.0f} %" for name, ns in shares)
     missing = missing_text(findings, verdict, window)
     doubt = next((f" (perhaps {one.code})" for one in verdict.evidence if one.uncertain), "")
-    state = f"no verdict yet{doubt}, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
+    state = f"no verdict{yet}{doubt}, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
     return f"step {last}: {state}; {findings.base} {ms(parts.step_ns)}: {split}"
 
 

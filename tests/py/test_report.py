@@ -434,7 +434,7 @@ def test_a_killed_rank_is_named(tmp_path):
         ("KeyboardInterrupt: ", "! rank 0 was interrupted"),
         ("KeyError: 'mine'", "! rank 0 failed: KeyError: 'mine'"),
         ("MemoryError: ", "! rank 0 failed: MemoryError"),
-        ("ValueError: \x1b[31mred\x1b[0m\r\n line 2\x00", "! rank 0 failed: ValueError: [31mred [0m line 2"),
+        ("ValueError: \x1b[31mred\x1b[0m\r\n line 2\x00", "! rank 0 failed: ValueError: ?[31mred?[0m line 2?"),
     ],
 )
 def test_the_error_of_a_rank_has_no_empty_message(tmp_path, error, line):

@@ -356,6 +356,22 @@ def test_missing_and_failed_ranks_are_named(fake: Path, capsys: pytest.CaptureFi
     assert "! rank 0 failed: out of memory" in shown
 
 
+def test_the_text_of_a_scripts_error_moves_no_cursor_and_adds_no_line(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = "ValueError: bad \x1b[31mred\nsecond\r\x9b2J"
+    path = fake / "ranks" / "0.meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": False, "error": error}))
+    run = fake / "run.json"
+    run.write_text(json.dumps(json.loads(run.read_text()) | {"model": "Net\x1b]0;title\x07"}))
+    line, frame = frame_of(fake, capsys, "--line"), frame_of(fake, capsys)
+    assert line.count("\n") == 1
+    assert re.search(r"rank 0 failed: ValueError: bad .*second", line)
+    assert re.search(r"rank 0 failed: ValueError: bad .*second", frame)
+    for shown in (line, frame, Run(fake).html):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+
+
 @pytest.mark.parametrize("window", [20, 0])
 def test_a_run_longer_than_its_files_is_followed_to_its_end(tmp_path: Path, window: int) -> None:
     whole = FakeRun(tmp_path / "whole", blocks=24, transports=("stock",)).write()

@@ -213,6 +213,7 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     from rich.text import Text
 
     from netbottleneck.report import exporters, progress
+    from netbottleneck.trace.files import printable
 
     try:
         run = following.look()
@@ -236,7 +237,8 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
             state.append(str(error))
     if args.line:
         line = progress.line(run.findings, run.verdict, following.steps, ended)
-        shown: RenderableType = Text("\n".join([*([str(change)] if change else []), "; ".join([line, *state[1:]])]))
+        told = map(printable, [*([str(change)] if change else []), "; ".join([line, *state[1:]])])
+        shown: RenderableType = Text("\n".join(told))
     else:
         lines = [*state, *([str(following.changed)] if following.changed else [])]
         shown = progress.frame(run.findings, run.verdict, run.hosts, lines, following.steps)

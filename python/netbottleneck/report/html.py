@@ -50,6 +50,7 @@ from netbottleneck.report.drawing import (
 )
 from netbottleneck.report.whole_run import whole_run
 from netbottleneck.trace.counter_files import Counters, Samples
+from netbottleneck.trace.files import CONTROLS
 from netbottleneck.trace.model import Clock, Collective, Step, Trace
 from netbottleneck.trace.transports import MEANING, TRANSPORT_COLOURS, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
@@ -719,7 +720,7 @@ def tiles(findings: Findings, verdict: Verdict) -> list[tuple[str, str, str]]:
 
 
 def environment() -> jinja2.Environment:
-    """Templates and style of this package; text is escaped."""
+    """Templates and style of this package; text is escaped, and has no control characters."""
 
     def load(name: str) -> str:
         return resources.files("netbottleneck.report").joinpath(name).read_text(encoding="utf-8")
@@ -730,6 +731,7 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: value.translate(CONTROLS | {ord("\n"): "\n"}) if isinstance(value, str) else value,
     )
     found.filters.update(ms=ms, gbit=gbit, percent=percent, nbytes=nbytes)
     return found

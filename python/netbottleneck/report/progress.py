@@ -13,6 +13,7 @@ from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.usage import HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report.text import bandwidth_table, core_cells, interval_text, make_table, put_row, retransmitted
+from netbottleneck.trace.files import printable
 from netbottleneck.trace.model import Trace, TransportInfo
 from netbottleneck.trace.transports import PSEUDO, Arm
 from netbottleneck.units import gbit, ms, percent, streams
@@ -167,8 +168,10 @@ def frame(
 
     state: what it does, then lines about its ranks; window: 0 for no limit.
     """
-    parts: list[RenderableType] = [Text(line, overflow="fold") for line in _head_lines(findings.trace, state)]
-    parts += [Text(f"! {line}", style="yellow") for line in state[1:]]
+    parts: list[RenderableType] = [
+        Text(printable(line), overflow="fold") for line in _head_lines(findings.trace, state)
+    ]
+    parts += [Text(f"! {printable(line)}", style="yellow") for line in state[1:]]
     missing = missing_text(findings, verdict, window)
     for label, content in (("Verdict", verdict_line(verdict)), ("Missing", missing)):
         if content:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @contextmanager
@@ -65,9 +62,13 @@ def write_text(path: Path | str, text: str) -> None:
         file.write(text.encode(errors="replace"))
 
 
+# Control characters, which a terminal would obey, to what is shown instead.
+CONTROLS = {code: " " if chr(code).isspace() else "?" for code in (*range(0x20), *range(0x7F, 0xA0))}
+
+
 def printable(text: Path | str) -> str:
-    """Return a text, or the name of a file, as write_text writes it, and on one line without control characters."""
-    return CONTROL.sub(" ", str(text).encode(errors="replace").decode())
+    """Return a text, or the name of a file, in one line that any stream and terminal takes."""
+    return str(text).encode(errors="replace").decode().translate(CONTROLS)
 
 
 def check_file(option: str, path: Path | str) -> Path:

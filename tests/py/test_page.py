@@ -478,6 +478,9 @@ def test_a_plot_of_answers_has_their_steps_and_leaves_out_what_was_refused(run):
     found = sweeps.answers(job, [sweeps.now(job), sweeps.free(job)])
     refused = replace(found[0], step_s=None, scaling=None, refused="too far from the fit")
     axes = plots.answers([*found, refused])
+    assert axes.get_title(loc="left").endswith(" (predicted)")
+    poor = plots.answers([found[0], replace(found[1], label=questions.POORLY_PREDICTED)])
+    assert poor.get_title(loc="left").endswith(" (predicted from a poor fit)")
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * one.step_s.value for one in found])
     assert [label.get_text() for label in axes.get_yticklabels()] == [one.setting.title for one in found]
     assert [text.get_text() for text in axes.texts] == [ms(1e9 * one.step_s.value) for one in found]
@@ -488,6 +491,38 @@ def test_the_best_of_several_numbers_of_streams_is_drawn_as_achieved():
     rows = [{"transport": name, "bytes": 4, "busbw_bytes_per_s": rate} for name, own in rates.items() for rate in own]
     axes = plots.bench_curve(SimpleNamespace(rows=rows, probe={}))
     assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([1.6, 0.4])
+
+
+@pytest.mark.filterwarnings("error:No artists with labels")
+def test_a_plot_without_numbers_has_the_reason_of_the_page_instead(tmp_path):
+    bare = Run(FakeRun(tmp_path, transports=("bare",), blocks=1, block_steps=1).write())
+    why = text.no_split(bare.findings)
+    expected = {
+        plots.split: why,
+        plots.layers: why,
+        plots.transports: page_of.distribution(bare.findings).missing,
+        plots.bandwidth: page_of.bandwidth(bare.findings).missing,
+    }
+    assert min(map(len, expected.values())) > 0
+    empty = {draw: draw(bare) for draw in expected}
+    assert {draw: [one.get_text() for one in axes.texts] for draw, axes in empty.items()} == {
+        draw: [reason] for draw, reason in expected.items()
+    }
+    refused = SimpleNamespace(step_s=None, refused="too far from the fit", label="predicted")
+    every = [*empty.values(), plots.answers([refused]), plots.answers([])]
+    every += [plots.bench_curve(SimpleNamespace(rows=[], probe={}))]
+    for axes in every:
+        assert not axes.axison
+        assert not re.search(r"measured|predicted|None", axes.get_title(loc="left"))
+        assert len(axes.texts) == 1
+    assert every[-3].texts[0].get_text() == "Refused: too far from the fit."
+
+
+@pytest.mark.parametrize("probe", [None, [[1, 6_000_000, 100 * MS], [4, 24_000_000, 101 * MS]]])
+def test_a_plot_of_rates_has_their_unit_and_no_axis_of_streams_without_a_probe(tmp_path, probe):
+    axes = plots.bandwidth(Run(FakeRun(tmp_path, probe=probe).write()))
+    assert axes.get_ylabel() == "Gbit/s, one way"
+    assert axes.xaxis.get_visible() == bool(probe)
 
 
 def test_a_page_without_the_engine_says_so(run):

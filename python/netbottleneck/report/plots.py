@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from netbottleneck.report import html
 from netbottleneck.report.html import KINDS, lengths
-from netbottleneck.report.text import link_text
+from netbottleneck.report.text import link_text, no_split
 from netbottleneck.trace.transports import TRANSPORT_COLOURS
 from netbottleneck.units import gbit, ms
 
@@ -26,6 +27,7 @@ COLOURS: Mapping[str, str] = {
     "wait": "#d9a441",
     "other": "#9a9a9a",
 }
+RATES = "Achieved against achievable"
 
 
 class Bench(Protocol):
@@ -45,6 +47,15 @@ def _axes(width: float, height: float) -> Axes:
         raise ImportError("plots need matplotlib: pip install 'netbottleneck[plot]'") from error
     axes: Axes = plt.subplots(figsize=(width, height), layout="constrained")[1]
     axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _without(title: str, missing: str) -> Axes:
+    """Axes that have the reason why there is nothing to draw."""
+    axes = _axes(8, 1.2)
+    axes.set_axis_off()
+    axes.set_title(title, loc="left")
+    axes.text(0, 0.5, missing, transform=axes.transAxes, verticalalignment="center", wrap=True)
     return axes
 
 
@@ -73,11 +84,12 @@ def _curve(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_xlabel("network streams")
-    axes.set_ylabel("Gbit/s, one way")
 
 
 def _finish_levels(axes: Axes, title: str) -> Axes:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.04)
+    axes.set_ylabel("Gbit/s, one way")
+    axes.xaxis.set_visible(bool(axes.get_xlabel()))  # without a probe, nothing depends on the number of streams
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
@@ -85,6 +97,8 @@ def _finish_levels(axes: Axes, title: str) -> Axes:
 
 def bench_curve(results: Bench) -> Axes:
     """Draw each transport's best busbw at the largest size and its probe's rate by number of streams."""
+    if not results.rows and not results.probe:
+        return _without(RATES, "No all-reduce was timed, so no rate is known.")
     axes = _axes(8, 3.6)
     largest = max((row["bytes"] for row in results.rows), default=0)
     for name, points in results.probe.items():
@@ -95,12 +109,14 @@ def bench_curve(results: Bench) -> Axes:
             name = str(row["transport"])
             achieved[name] = max(achieved.get(name, 0.0), 8 * row["busbw_bytes_per_s"])
     _levels(axes, achieved, f"at {largest / 1e6:g} MB")
-    return _finish_levels(axes, "Achieved against achievable (measured)")
+    return _finish_levels(axes, f"{RATES} (measured)")
 
 
 def split(run: Run) -> Axes:
     """Draw the parts of a step: one bar for each transport with known parts."""
-    parts = run.findings.parts
+    parts, title = run.findings.parts, "Parts of a step"
+    if not parts:
+        return _without(title, html.split(run.findings).missing)
     axes = _axes(8, 1.2 + 0.55 * len(parts))
     for kind, what in KINDS:
         left = [sum(_before(lengths(p), kind)) / 1e6 for p in parts.values()]
@@ -109,7 +125,7 @@ def split(run: Run) -> Axes:
         )
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(f"Parts of a step ({run.findings.label})", loc="left")
+    axes.set_title(f"{title} ({run.findings.label})", loc="left")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
 
@@ -121,7 +137,13 @@ def _before(values: Mapping[str, float], kind: str) -> list[float]:
 
 def layers(run: Run, most: int = 12) -> Axes:
     """Draw the layers that cost the most exposed communication, with their backward times."""
-    found = sorted(run.findings.layers, key=lambda layer: -layer.exposed_ns)[:most]
+    findings = run.findings
+    if findings.base is None:
+        return _without("Layers", no_split(findings))
+    title = f"Layers under {findings.base}"
+    if not findings.layers:
+        return _without(title, html.layers(findings).missing)
+    found = sorted(findings.layers, key=lambda layer: -layer.exposed_ns)[:most]
     names = [layer.name for layer in found]
     axes = _axes(8, 1.2 + 0.34 * len(found))
     places = range(len(found))
@@ -142,25 +164,29 @@ def layers(run: Run, most: int = 12) -> Axes:
     axes.set_yticks(list(places), names)
     axes.invert_yaxis()
     axes.set_xlabel("ms a step")
-    axes.set_title(f"Layers under {run.findings.base} ({run.findings.label})", loc="left")
+    axes.set_title(f"{title} ({findings.label})", loc="left")
     axes.legend(frameon=False)
     return axes
 
 
 def transports(run: Run) -> Axes:
     """Draw the median step of each transport."""
-    times = run.findings.times
+    times, title = run.findings.times, "Step, median"
+    if not times:
+        return _without(title, html.distribution(run.findings).missing)
     axes = _axes(7, 1.0 + 0.45 * len(times))
     medians = [time.median_ns for time in times.values()]
     _bars(axes, list(times), [ns / 1e6 for ns in medians], [ms(ns) for ns in medians])
     axes.set_xlabel("ms")
-    axes.set_title(f"Step, median ({run.findings.label})", loc="left")
+    axes.set_title(f"{title} ({run.findings.label})", loc="left")
     return axes
 
 
 def bandwidth(run: Run) -> Axes:
     """Draw each transport's achieved bandwidth in transfer, the probe of the same hosts, and the link."""
     findings = run.findings
+    if not findings.achieved and not findings.achievable:
+        return _without(RATES, html.bandwidth(findings).missing)
     axes = _axes(8, 3.6)
     if findings.achievable:
         _curve(axes, findings.achievable.transport, findings.achievable.points)
@@ -168,12 +194,17 @@ def bandwidth(run: Run) -> Axes:
     full = findings.full_link_bps
     if full:
         axes.axhline(full / 1e9, color="#9a9a9a", linewidth=1, label=link_text(findings))
-    return _finish_levels(axes, f"Achieved against achievable ({findings.label})")
+    return _finish_levels(axes, f"{RATES} ({findings.label})")
 
 
 def answers(found: Sequence[Answer]) -> Axes:
     """Draw the step of each what-if answer, with its interval; refused questions are left out."""
+    from netbottleneck.report.what_if import least_certain  # needs the C module
+
+    title = "Step, with the interval of the fit"
     known = [one for one in found if one.step_s is not None]
+    if not known:
+        return _without(title, f"Refused: {found[0].refused}." if found else "No question was asked.")
     axes = _axes(8, 1.0 + 0.45 * len(known))
     steps = [one.step_s for one in known if one.step_s is not None]
     below, above = ([1e3 * (s.value - s.low) for s in steps], [1e3 * (s.high - s.value) for s in steps])
@@ -184,5 +215,5 @@ def answers(found: Sequence[Answer]) -> Axes:
     axes.invert_yaxis()
     axes.set_xlim(0, max(lengths_ms, default=0) * 1.2 or 1)
     axes.set_xlabel("ms a step")
-    axes.set_title("Step, with the interval of the fit (predicted)", loc="left")
+    axes.set_title(f"{title} ({least_certain(known)})", loc="left")
     return axes

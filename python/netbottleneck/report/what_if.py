@@ -219,9 +219,9 @@ def _tables(answers: Answers) -> Iterator[tuple[str, Table, Sequence[str]]]:
         own = list(_grid_tables(answers, rows)) or ([(title, _table(rows))] if rows else [])
         about, plan = _remarks_of(rows, told), _assumed(answers.job, rows)
         for number, (over, table) in enumerate(own, 1):
-            yield over + plan + _known(rows), table, about if number == len(own) else ()
+            yield f"{over}{plan} ({least_certain(rows)})", table, about if number == len(own) else ()
     if len(answers.least_values) > LEAST_VALUES_MAX:
-        yield "Required values" + _known(answers.least_values), _least_table(answers), ()
+        yield f"Required values ({least_certain(answers.least_values)})", _least_table(answers), ()
 
 
 def _assumed(job: questions.Job, rows: Sequence[Answer]) -> str:
@@ -249,10 +249,10 @@ def _grid_tables(answers: Answers, rows: Sequence[Answer]) -> Iterator[tuple[str
             yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
 
 
-def _known(rows: Sequence[Answer | LeastValue]) -> str:
-    """The label of a table in brackets: of its least certain number."""
+def least_certain(rows: Sequence[Answer | LeastValue]) -> str:
+    """The label of a table or a picture: that of its least certain number."""
     poor = any(one.label == questions.POORLY_PREDICTED for one in rows)
-    return f" ({questions.POORLY_PREDICTED if poor else questions.PREDICTED})"
+    return questions.POORLY_PREDICTED if poor else questions.PREDICTED
 
 
 def remarks(answers: Answers) -> list[str]:

@@ -4,6 +4,7 @@ import ast
 import importlib
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +12,18 @@ import nbclient
 import nbformat
 import pytest
 
+from netbottleneck import Run
 from netbottleneck.analysis.verdict import CODES, Verdict
+from netbottleneck.report import plots
+from netbottleneck.whatif import questions, sweeps
+from ringwriter import FakeRun
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "benchmarks" / "notebooks"
 BENCH = NOTEBOOKS / "00_stock_vs_multistream.ipynb"
 ANSWER = NOTEBOOKS / "01_is_the_network_the_bottleneck.ipynb"
 WHAT_IF = NOTEBOOKS / "02_what_if.ipynb"
+STORED = '"../traces/resnet50-2gbit-500mbit.jsonl.gz"'
 PAPER = NOTEBOOKS / "03_redo_the_paper.ipynb"
 
 
@@ -96,6 +102,54 @@ def test_the_what_if_notebook_of_the_stored_trace_runs():
     assert "The largest gain is from: " in printed
     assert len(shown(outputs, "image/png")) == 1
     check_stored(WHAT_IF, outputs)
+
+
+def sources(path, folder):
+    """The code of a notebook, about another run."""
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert STORED in cells[0]
+    return [source.replace(STORED, repr(str(folder))) for source in cells]
+
+
+@pytest.mark.parametrize("path", [ANSWER, WHAT_IF], ids=lambda path: path.stem)
+@pytest.mark.parametrize("transport", ["stock", "tcp"])
+def test_a_notebook_of_a_run_takes_one_of_a_single_transport_on_an_unknown_link(path, transport, tmp_path, capsys):
+    names = {}
+    folder = FakeRun(tmp_path, transports=(transport,), run={"network": None}, probe=None).write()
+    for source in sources(path, folder):
+        exec(source, names)
+    printed = capsys.readouterr().out
+    if path == ANSWER:
+        assert f"of the step over {transport} (measured)." in printed
+    else:
+        assert "The model differs from the measured step by " in printed
+        assert "The largest gain is from: " in printed
+        assert not re.search("this link,|streams", printed, re.IGNORECASE)
+
+
+def test_the_answer_of_a_run_without_a_counted_step_is_a_sentence(tmp_path, capsys):
+    names = {}
+    for source in sources(ANSWER, FakeRun(tmp_path, transports=("bare",), blocks=1, block_steps=1).write()):
+        exec(source, names)
+    assert "Not decided.\nNo step could be split: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [0, -1, None])
+def test_what_was_refused_is_named_beside_the_other_answers(place, tmp_path, capsys):
+    *_, changes, answer = sources(WHAT_IF, "")
+    job = questions.job(Run(FakeRun(tmp_path, transports=("stock",)).write()).trace)
+    this_job = list(sweeps.answers(job, [sweeps.now(job), *sweeps.links(job, [1e9]), sweeps.free(job)]))
+    fewer = sweeps.answers(job, sweeps.compression(job, [50], sweeps.Codec()))
+    refused = replace(fewer[0], step_s=None, scaling=None, outcome=None, refused="too far")
+    if place is not None:
+        this_job[place] = replace(refused, setting=this_job[place].setting)
+    names = {"job": job, "this_job": this_job, "faster": this_job[1:2], "fewer": [refused], "plots": plots}
+    exec(changes, names)
+    exec(answer, names)
+    printed = capsys.readouterr().out
+    assert "Refused, compression 50x: too far.\n" in printed
+    assert ("The model differs" in printed) == (place != 0)
+    assert ("The largest gain is from: 1 Gbit/s.\n" in printed) == (place is None)
 
 
 def test_the_papers_figures_are_drawn_from_the_stored_study():

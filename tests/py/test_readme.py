@@ -14,6 +14,7 @@ from netbottleneck import Evidence, cli, config
 from netbottleneck.analysis.verdict import CODES
 from netbottleneck.report import Run, text
 from netbottleneck.study.evidence import figures, page
+from ringwriter import FakeRun
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,6 +56,21 @@ def test_the_card_and_the_report_are_what_the_stored_traces_give(stored, replaye
     assert replayed.text.rstrip().endswith(card[card.index(f"Verdict: {replayed.verdict.code}") :].rstrip())
     assert set(card.splitlines()) <= set(replayed.text.splitlines())
     assert stored.text[stored.text.index("Run ") :] in EXAMPLE
+
+
+def test_the_gate_of_the_page_judges_a_run_and_one_without_a_counted_step(tmp_path, monkeypatch, capsys, replayed):
+    page = (ROOT / "docs" / "how-to" / "ci-gate.md").read_text(encoding="utf-8")
+    (gate,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    bare = FakeRun(tmp_path, transports=("bare",), blocks=1, block_steps=1).write()
+    codes = []
+    for path in (replayed.path, bare):
+        monkeypatch.setattr(sys, "argv", ["gate.py", str(path)])
+        with pytest.raises(SystemExit) as ended:
+            exec(gate, {})
+        codes.append(ended.value.code)
+    assert capsys.readouterr().out in page
+    assert codes[0] == 1
+    assert codes[1].startswith("not judged: No step could be split: ")
 
 
 def test_the_picture_shows_lines_of_the_stored_report(replayed):

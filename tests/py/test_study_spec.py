@@ -276,6 +276,31 @@ def test_rank_0_alone_compares_a_study_with_its_folder(tmp_path: Path) -> None:
         requested(tmp_path, str(given), size=2)
 
 
+def test_a_folder_of_another_program_is_refused_on_rank_0(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / cells.LOCK).touch()  # as a start leaves it that ended before it wrote the study
+    assert requested(tmp_path, "--quick").spec.cells
+    (folder / "run.json").write_text("{}")
+    for arguments in ((), ("--quick",)):
+        with pytest.raises(ValueError, match=f"^--directory {folder}: has files, but no study.toml: pass a new"):
+            requested(tmp_path, *arguments)
+    assert requested(tmp_path, "--quick", size=2, rank=1).spec.cells
+
+
+def test_a_place_or_a_file_of_a_study_that_is_none_is_named_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (["--directory", f"{tmp_path}/file"], f"--directory {tmp_path}/file: {tmp_path}/file is not a folder: name"),
+        (["none.toml"], "none.toml: no such file: name the file of a study"),
+        ([str(tmp_path)], f"{tmp_path} is a folder, not a file: to resume its study, pass it as --directory"),
+    ):
+        assert command.main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
 def completed(tmp_path: Path, text: str) -> cells.StudyFolder:
     """Return the folder of a study whose cells are complete."""
     folder = cells.StudyFolder(tmp_path / "s")

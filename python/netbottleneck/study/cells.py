@@ -21,7 +21,7 @@ from netbottleneck.report.compare import FACTS, RESULT, present
 from netbottleneck.study import spec
 from netbottleneck.study.spec import DIGITS, REPLAY, Cell, StudySpec
 from netbottleneck.study.task import Outcome
-from netbottleneck.trace.files import write_text
+from netbottleneck.trace.files import check_folder, write_text
 from netbottleneck.trace.model import decode
 
 # Folder of a study: the specification, and the files of each cell. A cell is complete when its facts are written.
@@ -61,6 +61,12 @@ class StudyFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / STUDY
+
+    def check_place(self) -> None:
+        """Raise ValueError unless the path is free, or a writable folder with a study or nothing in it."""
+        check_folder("--directory", self.path)
+        if not self.file.exists() and self.path.is_dir() and {one.name for one in self.path.iterdir()} - {LOCK}:
+            raise ValueError(f"--directory {self.path}: has files, but no {STUDY}: pass a new or an empty folder")
 
     @contextmanager
     def held(self) -> Generator[None]:
@@ -252,11 +258,13 @@ _ALONE = connect.Place(0, 1)
 def parse_request(args: argparse.Namespace, arguments: Sequence[str], place: connect.Place = _ALONE) -> StudyRequest:
     """Return the study that a command line requests, for the ranks of a launcher; writes nothing.
 
-    Raises OSError, and ValueError for an invalid file, for options without an effect, or for a folder with another
-    study or with complete cells of other values. Rank 0 alone compares with the folder, which other hosts need not
-    have.
+    Raises OSError, and ValueError for an invalid file, for options without an effect, or for a folder with other files,
+    with another study or with complete cells of other values. Rank 0 alone looks at the folder, which other hosts need
+    not have.
     """
     folder = StudyFolder(Path(args.directory or f"study-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+    if place.rank == 0:
+        folder.check_place()
     path = _path(args, folder)
     text = _text(path, args, place.size)
     named = "transports" in spec.load(text, str(path))
@@ -342,6 +350,10 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start})") from None
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file: name the file of a study") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder, not a file: to resume its study, pass it as --directory") from None
 
 
 def _stored_text(text: str, path: Path, transports: Sequence[str]) -> str:

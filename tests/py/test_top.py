@@ -632,6 +632,14 @@ def test_the_first_cause_is_a_change_if_the_step_time_has_changed_since_the_star
     assert again.changed == Change("NOT_NETWORK", "LINK_LIMITED", 70)
 
 
+def test_the_first_cause_that_a_process_sees_is_no_change() -> None:
+    following = Following("nowhere")
+    following._part._begin, following._part.change = 10, 10 + report.FIRST_STEPS
+    looks = [("STRAGGLER", 80), ("STRAGGLER", 90), ("LINK_LIMITED", 100), ("LINK_LIMITED", 110)]
+    change = Change("STRAGGLER", "LINK_LIMITED", 100)
+    assert [following.judge(looked(*look)) for look in looks] == [None, None, None, change]
+
+
 def test_the_two_verdicts_that_nothing_is_to_do_are_one_cause() -> None:
     assert changes(("NOT_NETWORK", 1), ("DO_NOTHING", 2), ("DO_NOTHING", 3)) == [None] * 3
     link = "LINK_LIMITED"

@@ -558,6 +558,7 @@ class Following:
         self._newest: int | None = None  # the newest step
         self._ended_s: float | None = None  # when it ended, by time.monotonic; None: not known
         self._cause: str | None = None
+        self._was_unsure = False  # a look has found steps and no cause
         self._other: tuple[str, int] | None = None  # a cause that one look has found, and the last step of that look
         self._arms: dict[Arm, tr.Step] = {}  # the last step of each arm that was seen with the cause
 
@@ -584,22 +585,27 @@ class Following:
         """Return the change if the cause has changed: two looks in a row, with new steps, found the same other one.
 
         Otherwise None. An inconclusive verdict names no cause, and a run without steps has none. The two verdicts that
-        there is nothing to do are one. The first cause of a run is no change, unless it came with another step time.
-        Nor is one that takes the place of a comparison whose arms no longer alternate, while the step time stays. run:
-        of `look`.
+        there is nothing to do are one. The first cause is no change, unless an earlier look was inconclusive and the
+        step time has changed since the start. Nor is one that takes the place of a comparison whose arms no longer
+        alternate, while the step time stays. run: of `look`.
         """
         own = {step.arm: step for step in run.trace.steps if step.arm != SINGLE}
         steps = [step.index for step in run.trace.steps]
         code = NOTHING if run.verdict.code == "DO_NOTHING" else run.verdict.code
         if not steps or code in ("INCONCLUSIVE", "NO_COMMUNICATION"):
-            self._other = None
-        elif code == self._cause or (self._cause is None and (code == NOTHING or not self._part.unlike_its_start)):
+            self._other, self._was_unsure = None, self._was_unsure or (bool(steps) and code == "INCONCLUSIVE")
+        elif code == self._cause or self._is_first(code):
             self._cause, self._other, self._arms = code, None, {**self._arms, **own}
         elif self._other is None or self._other[0] != code:
             self._other = code, max(steps)
         elif max(steps) > self._other[1]:
             return self._changes(code, self._other[1], own)
         return None
+
+    def _is_first(self, code: str) -> bool:
+        """Return True for a first cause that is no change."""
+        changed = self._was_unsure and self._part.unlike_its_start
+        return self._cause is None and (code == NOTHING or not changed)
 
     def _changes(self, code: str, since: int, own: dict[Arm, tr.Step]) -> Change | None:
         """Take another cause. Returns the change; None if it takes the place of a comparison that is over."""

@@ -66,7 +66,7 @@ def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(warm_ran
     assert [path.name for path in (warm_ranks.folder / "job0").glob("*run*")] == ["run"]
     folders = sorted((warm_ranks.folder / "job0" / "run").iterdir())
     assert [path.name for path in folders] == ["rank0", "rank1"]
-    assert [Run(folder).trace.id for folder in folders] == ["run-rank0", "run-rank1"]
+    assert [Run(folder).trace.id for folder in folders] == ["job0-run-rank0", "job0-run-rank1"]
     assert "Of your " in job.stdout
 
 

@@ -622,7 +622,7 @@ print(measured(3))
 
 
 def test_a_folder_with_a_run_is_kept_and_the_next_run_uses_a_subfolder(warm_ranks, tmp_path):
-    run = tmp_path / "run"
+    run = tmp_path / "mine"
     folders = [run, run / "2", run / "3", run / "4"]
     alone = {
         name: "" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -638,7 +638,7 @@ def test_a_folder_with_a_run_is_kept_and_the_next_run_uses_a_subfolder(warm_rank
     for rank in found[0].ranks:
         assert (rank.transports[0].streams_asked, rank.cores) == (0, tuple(sorted(os.sched_getaffinity(0))))
     assert all(step.cpu_ns is not None and step.cpu_ns >= 0 for trace in found for step in trace.steps)
-    assert [trace.id for trace in found] == ["run", "run-2", "run-3", "run-4"]
+    assert [trace.id for trace in found] == ["mine", "mine-2", "mine-3", "mine-4"]
     assert [sorted(path.name for path in folder.glob("ranks/*")) for folder in folders[1:]] == 3 * [
         sorted(path.name for path in run.glob("ranks/*"))
     ]

@@ -54,6 +54,21 @@ dist.destroy_process_group()
 MEASURED = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("mine", "mine"),
+        ("mine/2", "mine-2"),
+        ("mine/rank1-2", "mine-rank1-2"),
+        ("study/cells/resnet50-2-1gbit/run", "resnet50-2-1gbit-run"),
+        ("study/cells/resnet50-2-1gbit/run/2", "resnet50-2-1gbit-run-2"),
+        ("study/cells/resnet50-2-1gbit/stock-x4", "resnet50-2-1gbit-stock-x4"),
+    ],
+)
+def test_a_run_is_named_by_the_first_folder_that_is_its_own(tmp_path: Path, folder: str, name: str) -> None:
+    assert run_folder.run_id(tmp_path / folder) == name
+
+
 def test_an_observed_run_is_recorded_in_a_folder_on_a_file_system_of_its_own(warm_ranks: Ranks, tmp_path: Path) -> None:
     mounted = Path("/dev/shm")
     if not mounted.is_dir() or mounted.stat().st_dev == tmp_path.stat().st_dev:

@@ -48,9 +48,9 @@ def wanted(settings: Settings, directory: str | None = None) -> Path:
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of the run in a folder: its name; for DIR/2 and DIR/rank0, after that of DIR."""
-    inside = re.fullmatch(r"\d+|rank\d+(-\d+)?", folder.name)
-    return f"{folder.parent.name}-{folder.name}" if inside else folder.name
+    """Return the id of the run in a folder: its name; for DIR/2, DIR/rank0 and runs of a study's cell, after DIR's."""
+    inside = re.fullmatch(r"\d+|rank\d+(-\d+)?|run|stock-(alone|x4)", folder.name)
+    return f"{run_id(folder.parent)}-{folder.name}" if inside else folder.name
 
 
 def hidden_in(wanted: Path) -> Path:

@@ -169,6 +169,10 @@ def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
         (["report", str(TRACE), "--export", "nagios=x"], "--export nagios"),
         (["compare", str(TRACE), str(TRACE), "--html", "none/x.html"], "--html none/x.html"),
         (["bench", "--json", "none/x.json"], "--json none/x.json"),
+        (["report", str(TRACE), "--write", "."], "--write ."),
+        (["compare", str(TRACE), str(TRACE), "--html", "run.json"], "--html run.json"),
+        (["bench", "--json", "run.json"], "--json run.json"),
+        (["top", ".", "--export", "prometheus=run.json"], "--export prometheus run.json"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_work(
@@ -178,14 +182,15 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "file").write_text("mine")
+    for name in ("file", "run.json"):
+        (tmp_path / name).write_text("mine")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(arguments)
     captured = capsys.readouterr()
     assert (end.value.code, captured.out) == (2, "")
     assert f"{option}: " in captured.err
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "mine", "run.json": "mine"}
 
 
 @pytest.mark.parametrize("words", ["version", "--help", "env --json", "report --help"])

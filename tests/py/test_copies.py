@@ -151,3 +151,6 @@ def test_a_layer_logs_fused_tensors_are_copied_by_a_table(tmp_path: Path, capsys
     assert f"no such file or folder: {tmp_path}/none.csv" in capsys.readouterr().err
     assert main([*arguments, "--copy-table", f"{tmp_path}/copy.csv", "--json", f"{tmp_path}/copy.csv"]) == 2
     assert "is an input of this command" in capsys.readouterr().err
+    (tmp_path / "run.json").touch()
+    assert main([*arguments, "--json", f"{tmp_path}/run.json"]) == 2
+    assert "is part of the record of the run in" in capsys.readouterr().err

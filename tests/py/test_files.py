@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.trace.files import check_file, check_folder, whole_file, write_text
+from netbottleneck.trace.files import check_file, check_folder, check_no_other_run, whole_file, write_text
 
 
 def test_a_link_stays_and_its_target_is_replaced_with_its_mode(tmp_path: Path) -> None:
@@ -81,3 +81,30 @@ def test_a_place_that_cannot_be_written_is_refused_by_option_and_path(
         check_file("--json", tmp_path / "x")
     with pytest.raises(ValueError, match=r"--write .*cannot be written by this user"):
         check_folder("--write", tmp_path / "x")
+
+
+def test_the_record_of_a_run_and_an_input_are_not_replaced(tmp_path: Path) -> None:
+    run, link = tmp_path / "run", tmp_path / "link"
+    (run / "ranks").mkdir(parents=True)
+    for name in ("run.json", "env.json", "report.html", "ranks/0.meta.json"):
+        (run / name).touch()
+    link.symlink_to(run / "run.json")
+    for path in (run / "run.json", run / "env.json", run / "ranks" / "0.meta.json", run / "ranks" / "new", link):
+        with pytest.raises(ValueError, match=f"^--json {path}: is part of the record of the run in {run}: name anoth"):
+            check_file("--json", path)
+    assert check_file("--html", run / "report.html") == run / "report.html"
+    (run / "run.json").rename(tmp_path / "run.json")
+    assert check_file("--json", run / "env.json") == run / "env.json"
+    with pytest.raises(ValueError, match=f"^--json {run / 'env.json'}: is an input of this command: name another"):
+        check_file("--json", run / "env.json", (tmp_path / "none", run / "env.json"))
+
+
+def test_a_report_is_not_written_into_another_run(tmp_path: Path) -> None:
+    run, link = tmp_path / "run", tmp_path / "link"
+    run.mkdir()
+    link.symlink_to(run)
+    check_no_other_run("--write", run, "none")
+    (run / "run.json").touch()
+    check_no_other_run("--write", run, link)
+    with pytest.raises(ValueError, match=f"^--write {run}: has the record of another run: name another folder"):
+        check_no_other_run("--write", run, tmp_path)

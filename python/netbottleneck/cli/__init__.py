@@ -94,7 +94,7 @@ def _report(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if a run's verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
-    _check_targets(parser, args.html, args.write, args.export)
+    _check_targets(parser, (args.run,), args.html, args.write, args.export)
     path = Path(args.run)
     if _is_study(path):
         if args.export:
@@ -132,10 +132,14 @@ def _is_study(path: Path) -> bool:
 
 
 def _check_targets(
-    parser: argparse.ArgumentParser, html: str | None, folder: str | None, exports: Sequence[str]
+    parser: argparse.ArgumentParser,
+    inputs: Sequence[str],
+    html: str | None = None,
+    folder: str | None = None,
+    exports: Sequence[str] = (),
 ) -> None:
     """End with a usage error, before any work, if a result could not be written where the options say."""
-    from netbottleneck.trace.files import check_file, check_folder
+    from netbottleneck.trace.files import check_file, check_folder, check_no_other_run
 
     if exports:
         from netbottleneck.report.exporters import EXPORTERS
@@ -145,12 +149,13 @@ def _check_targets(
                 parser.error(f"--export {name}: name one of {', '.join(EXPORTERS)}")
     try:
         if html:
-            check_file("--html", html)
+            check_file("--html", html, inputs)
         if folder:
             check_folder("--write", folder)
+            check_no_other_run("--write", folder, inputs[0])
         for name, _, place in (one.partition("=") for one in exports):
             if name == "prometheus" and place:
-                check_file(f"--export {name}", place)
+                check_file(f"--export {name}", place, inputs)
             if name in ("parquet", "tensorboard") and place:
                 check_folder(f"--export {name}", place)
     except ValueError as error:
@@ -191,7 +196,7 @@ def _top(argv: Sequence[str]) -> int:
         live = [name for name, exporter in EXPORTERS.items() if exporter.live]
         if name not in live:
             parser.error(f"--export {name}: name one of {', '.join(live)}; the others take a run that has ended")
-    _check_targets(parser, None, None, args.export)
+    _check_targets(parser, (args.run,), exports=args.export)
     from netbottleneck.report import WINDOW_STEPS, Following
 
     if not Path(args.run).is_dir():
@@ -367,7 +372,7 @@ def _compare(argv: Sequence[str]) -> int:
     percent = args.max_step_time_regression_pct
     if percent is not None and not math.isfinite(percent):
         parser.error(f"--max-step-time-regression-pct {percent:g}: must be finite")
-    _check_targets(parser, args.html, None, ())
+    _check_targets(parser, (args.before, args.after), args.html)
     for name in (args.before, args.after):
         if not Path(name).exists():
             raise _NotFound(f"{name}: no such file or folder")

@@ -609,15 +609,6 @@ def _compat(args: argparse.Namespace, source: Source) -> tuple[compat2020.Predic
     return compat2020.sweep(log, table, log.batch_s or 0.0, grid)
 
 
-def _check_target(target: str, inputs: Sequence[str]) -> Path:
-    """Return the path for the rows. Raises ValueError for an unusable path, before any computation."""
-    path = check_file("--json", target)
-    for used in inputs:
-        if path.exists() and Path(used).exists() and path.samefile(used):
-            raise ValueError(f"--json {target}: is an input of this command: name another file")
-    return path
-
-
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write all rows atomically."""
     write_text(path, "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n")
@@ -626,9 +617,8 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _answer(args: argparse.Namespace) -> None:
     target = None
     if args.json is not None:
-        target = _check_target(
-            args.json, [args.input, *(table for table in (args.add_table, args.copy_table) if table)]
-        )
+        tables = (table for table in (args.add_table, args.copy_table) if table)
+        target = check_file("--json", args.json, (args.input, *tables))
     source = load(Path(args.input))
     if args.compat is not None:
         cells = _compat(args, source)

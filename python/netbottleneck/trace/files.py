@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -71,14 +71,29 @@ def printable(text: Path | str) -> str:
     return str(text).encode(errors="replace").decode().translate(CONTROLS)
 
 
-def check_file(option: str, path: Path | str) -> Path:
-    """Return the path of a file that can be written. Raises ValueError naming `option`, the path and the remedy."""
+# The record of a run, which no other output may replace.
+RUN = "run.json"
+RECORDED = (RUN, "env.json")
+RANKS = "ranks"
+
+
+def check_file(option: str, path: Path | str, inputs: Iterable[Path | str] = ()) -> Path:
+    """Return the path of a file that can be written, and that is neither an input nor part of the record of a run.
+
+    Raises ValueError naming `option`, the path and the remedy.
+    """
     target = Path(path)
     if target.is_dir() or not (target.exists() or Path(os.path.realpath(target)).parent.is_dir()):
         raise ValueError(f"{option} {path}: must be a file in an existing folder")
     special = target.exists() and not target.is_file()
     if not os.access(target if special else Path(os.path.realpath(target)).parent, os.W_OK):
         raise ValueError(f"{option} {path}: cannot be written by this user: name a file in a writable folder")
+    if target.exists() and any(Path(used).exists() and target.samefile(used) for used in inputs):
+        raise ValueError(f"{option} {path}: is an input of this command: name another file")
+    whole = Path(os.path.realpath(target))
+    run = whole.parent if whole.name in RECORDED else whole.parent.parent if whole.parent.name == RANKS else None
+    if run is not None and (run / RUN).exists():
+        raise ValueError(f"{option} {path}: is part of the record of the run in {run}: name another file")
     return target
 
 
@@ -91,3 +106,10 @@ def check_folder(option: str, path: Path | str) -> Path:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{option} {path}: {existing} cannot be written by this user: name another folder")
     return Path(path)
+
+
+def check_no_other_run(option: str, path: Path | str, own: Path | str) -> None:
+    """Raise ValueError, as check_file, if a folder has another run than `own`."""
+    folder = Path(path)
+    if (folder / RUN).exists() and not (Path(own).exists() and folder.samefile(own)):
+        raise ValueError(f"{option} {path}: has the record of another run: name another folder")

@@ -286,6 +286,27 @@ def test_cells_in_which_no_compression_is_enough_are_named():
     assert steps(b)["compression"].verdict == "No compression gives a scaling factor of 0.9 (predicted)."
 
 
+def test_a_ratio_that_was_refused_is_not_known():
+    outlook = Outlook("stock", 0.9, ratio=about(5.5), full_use_ratio=about(1.5))
+    never = Outlook("stock", 0.9, ratio_why="at most 70 % is reached")
+    why = "refused to extrapolate a poor fit: only 4 operations"
+    poor = Outlook("stock", 0.9, ratio_why=why, ratio_refused=True, full_use_ratio_why=why, full_use_ratio_refused=True)
+    a, b, c = (
+        replace(cell(key, {"stock": 100}), outlook=one) for key, one in zip("abc", (outlook, never, poor), strict=True)
+    )
+    found = steps(c)["compression"]
+    assert found.verdict == "The compression needed is not known."
+    assert found.lines[0].startswith(f"c, for 0.9: not known at stock's achieved rate: {why}; not known at full use of")
+    assert found.missing == (
+        f"c: not known at stock's achieved rate: {why}",
+        f"c: not known at full use of the link: {why}",
+    )
+    assert steps(b, c)["compression"].verdict == "No compression gives a scaling factor of 0.9 in b (predicted)."
+    verdict = steps(a, b, c)["compression"].verdict
+    assert "1.5x compression is needed for a scaling factor of 0.9 (a; not known in c); at the ach" in verdict
+    assert "at the achieved rate, up to 5.5x (a; no ratio is enough in b; not known in c); predicted." in verdict
+
+
 def test_numbers_from_an_estimated_t_1_are_estimates():
     one = cell("one", {"stock": 100}, alone_ms=0)
     found = steps(one)

@@ -162,6 +162,13 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
     assert links == sorted(links, reverse=True)
 
 
+def test_a_refused_value_is_not_called_unreachable() -> None:
+    job = questions.job(Run(TRACE).trace)
+    small = replace(job, cost=replace(job.cost, poor="only 4 operations", fitted_bytes=(1, 2)))
+    (line,) = report.sentences(sweeps.Answers(small, (), (sweeps.least_link(small, 0.9),)))[-1:]
+    assert "a scaling factor of 0.9: not answered: refused to extrapolate a poor fit: only 4 operations" in line
+
+
 def test_answers_from_a_poor_fit_are_marked() -> None:
     fitted = questions.job(Run(TRACE).trace)
     job = replace(fitted, cost=replace(fitted.cost, poor="half of the operations deviate by 23 %"))

@@ -169,6 +169,7 @@ def test_a_poor_fit_refuses_to_extrapolate_and_a_good_one_adds_a_note() -> None:
     least = sweeps.least_link(job, 0.5)
     assert least.value is None
     assert "refused to extrapolate a poor fit" in least.reason
+    assert least.refused
     with pytest.raises(ValueError, match="two operations alone"):
         questions.prediction(job, refused)
 

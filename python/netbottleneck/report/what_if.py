@@ -147,7 +147,8 @@ def _where(one: LeastValue) -> str:
 def _least_sentence(one: LeastValue) -> str:
     """An inverse answer in a sentence."""
     if one.value is None:
-        return f"{_where(one)}, {one.aim}: {NOT_REACHABLE[one.question]}: {one.reason}."
+        why = "not answered" if one.refused else NOT_REACHABLE[one.question]
+        return f"{_where(one)}, {one.aim}: {why}: {one.reason}."
     amount, between = _amount(one, one.value.value), _interval(one) or "no interval"
     if one.question == "enough link":
         return f"{_where(one)}: a link faster than {amount}, {between}, does not help: {one.aim} ({one.label})."

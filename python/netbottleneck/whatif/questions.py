@@ -411,7 +411,8 @@ HALVINGS = 13
 class LeastValue:
     """Answer to an inverse question: the least value that reaches the aim, with its interval.
 
-    value is None if no value reaches it; `reason` says why. An interval end that was not found is inf.
+    value is None if no value reaches it, or if there is no answer (`refused`); `reason` says why. An interval end that
+    was not found is inf.
     """
 
     question: str
@@ -423,6 +424,7 @@ class LeastValue:
     workers: int = 0
     ranks_per_host: int = 1
     link_bps: float | None = None
+    refused: bool = False
 
 
 def _search(meets: Callable[[float], bool], low: float, high: float, integer: bool) -> float:
@@ -460,7 +462,7 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
     try:
         reached_ns = simulate_setting(job, best).step_ns
     except ValueError as error:
-        return replace(unmet, reason=str(error))
+        return replace(unmet, reason=str(error), refused=True)
 
     def step_ns(end: IntervalEnd, value: float) -> float:
         setting = make(value)

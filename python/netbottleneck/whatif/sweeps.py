@@ -235,7 +235,7 @@ def least_lanes(job: Job, target: float, link_bps: float | None) -> LeastValue:
     lane_bps = job.lane_bps
     if lane_bps is None:
         reason = "the rate of one stream is not known: the run has no probe"
-        return LeastValue(aim.question, aim.title, None, reason, workers=job.workers)
+        return LeastValue(aim.question, aim.title, None, reason, workers=job.workers, refused=True)
 
     def make(count: float) -> Setting:
         link = Link(link_bps if link_bps is not None else LINK_BPS[1], int(count), lane_bps)

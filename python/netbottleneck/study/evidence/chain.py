@@ -347,6 +347,7 @@ def processors(cells: Sequence[CellFacts]) -> Statement:
 # Predicted claims: the step at full use of the link, and the compression needed.
 
 FULL_USE = "full_use"
+COMPRESSION_UNKNOWN = "The compression needed is not known."
 SHORTER = "the measured step is shorter than its bound"
 
 
@@ -412,51 +413,80 @@ def _why_shorter(cell: CellFacts) -> str:
     return f", which assumes the link's rate alone: after a pause its cap passes a burst of {burst}, of {whole} a step"
 
 
-def _needed(one: Outlook, ratio: Estimate | None, why: str, how: str) -> str:
-    if ratio is None:
-        return f"no compression is enough {how}: {why}"
-    if ratio.high <= 1:
-        return f"none is needed {how}"
-    return f"{ratio.value:.1f}x ({ratio.low:.1f} to {ratio.high:.1f}) is needed {how}"
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """The compression that one cell needs in one case. ratio: None if none is enough, or not known (refused): why."""
+
+    cell: CellFacts
+    where: str
+    ratio: Estimate | None
+    why: str
+    refused: bool
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return f"{'not known' if self.refused else 'no compression is enough'} {self.where}: {self.why}"
+        if self.ratio.high <= 1:
+            return f"none is needed {self.where}"
+        return f"{self.ratio.value:.1f}x ({self.ratio.low:.1f} to {self.ratio.high:.1f}) is needed {self.where}"
+
+
+def _needs(cell: CellFacts, one: Outlook) -> tuple[_Need, _Need]:
+    """Return the compression needed at the achieved rate, and at full use of the link."""
+    return (
+        _Need(cell, f"at {one.transport}'s achieved rate", one.ratio, one.ratio_why, one.ratio_refused),
+        _Need(cell, "at full use of the link", one.full_use_ratio, one.full_use_ratio_why, one.full_use_ratio_refused),
+    )
 
 
 def compression(cells: Sequence[CellFacts]) -> Statement:
     """Report the least compression for a scaling factor of 0.9, and the fastest link that still helps."""
     rows = [(cell, cell.outlook) for cell in cells if cell.outlook is not None]
     if not rows:
-        return "The compression needed is not known.", (), ("a run that a cost can be fitted to",)
+        return COMPRESSION_UNKNOWN, (), ("a run that a cost can be fitted to",)
+    needs = [_needs(cell, one) for cell, one in rows]
     lines = []
-    for cell, one in rows:
-        needs = [_needed(one, one.ratio, one.ratio_why, f"at {one.transport}'s achieved rate")]
-        if one.at_full_use is not None:
-            needs.append(_needed(one, one.full_use_ratio, one.full_use_ratio_why, "at full use of the link"))
+    for (cell, one), (used, full) in zip(rows, needs, strict=True):
+        parts = [str(used), *([str(full)] if one.at_full_use is not None or full.refused else [])]
         if one.enough_bps is not None:
-            needs.append(f"a link faster than {gbit(one.enough_bps.value)}, fully used, does not help")
-        lines.append(f"{cell.key}, for {one.target:g}: {'; '.join(needs)} (predicted, without the cost of a codec)")
-    target = f"a scaling factor of {rows[0][1].target:g}"
-    full = _most([(cell, one.full_use_ratio, one.full_use_ratio_why) for cell, one in rows])
-    used = _most([(cell, one.ratio, one.ratio_why) for cell, one in rows])
+            parts.append(f"a link faster than {gbit(one.enough_bps.value)}, fully used, does not help")
+        lines.append(f"{cell.key}, for {one.target:g}: {'; '.join(parts)} (predicted, without the cost of a codec)")
+    missing = [f"{need.cell.key}: {need}" for pair in needs for need in pair if need.refused]
+    return _compression(needs, f"a scaling factor of {rows[0][1].target:g}"), lines, missing
+
+
+def _compression(needs: Sequence[tuple[_Need, _Need]], target: str) -> str:
+    """Give the verdict on the compression needed."""
+    used, full = (_most(own) for own in zip(*needs, strict=True))
     if full is not None:
         verdict = f"With the link fully used, at most {full[0]} compression is needed for {target} ({full[1]})"
-        if used is not None:
-            verdict += f"; at the achieved rate, up to {used[0]} ({used[1]})"
-        return f"{verdict}; predicted.", lines, ()
+        return verdict + (f"; at the achieved rate, up to {used[0]} ({used[1]})" if used else "") + "; predicted."
     if used is not None:
-        return f"At the achieved rate, {target} needs up to {used[0]} ({used[1]}; predicted).", lines, ()
-    return f"No compression gives {target} (predicted).", lines, ()
+        return f"At the achieved rate, {target} needs up to {used[0]} ({used[1]}; predicted)."
+    refused = any(need.refused for pair in needs for need in pair)
+    beyond = _beyond([need for pair in needs for need in pair])
+    if refused:
+        return f"No compression gives {target} in {beyond} (predicted)." if beyond else COMPRESSION_UNKNOWN
+    return f"No compression gives {target} (predicted)."
 
 
-def _most(rows: Sequence[tuple[CellFacts, Estimate | None, str]]) -> tuple[str, str] | None:
-    """Give the largest ratio needed; and its cell, with the cells in which none is enough. None if no ratio is known.
+def _beyond(needs: Iterable[_Need]) -> str:
+    """Name the cells in which no ratio is enough."""
+    return values.join_names(need.cell.key for need in needs if need.ratio is None and need.why and not need.refused)
 
-    rows: cell, ratio, why no ratio is enough.
+
+def _most(needs: Sequence[_Need]) -> tuple[str, str] | None:
+    """Give the largest ratio needed; and its cell, with the cells in which none is enough, or in which it is not known.
+
+    None if no ratio is known.
     """
-    known = [(ratio.value, cell) for cell, ratio, _ in rows if ratio is not None]
+    known = [(need.ratio.value, need.cell.key) for need in needs if need.ratio is not None]
     if not known:
         return None
-    most, cell = max(known, key=lambda row: row[0])
-    beyond = values.join_names(cell.key for cell, ratio, why in rows if ratio is None and why)
-    return f"{most:.1f}x", cell.key + (f"; no ratio is enough in {beyond}" if beyond else "")
+    most, key = max(known, key=lambda row: row[0])
+    beyond, refused = _beyond(needs), values.join_names(need.cell.key for need in needs if need.refused)
+    more = [*([f"no ratio is enough in {beyond}"] if beyond else []), *([f"not known in {refused}"] if refused else [])]
+    return f"{most:.1f}x", "; ".join([key, *more])
 
 
 # The chain of claims.

@@ -253,6 +253,7 @@ def outlook_of(trace: Trace, transport: Arm, link_bps: float | None, single_ns: 
         as_used=_curve(job, f"at {transport}'s achieved rate"),
         ratio=_bounded(ratio, sweeps.RATIO[1]),
         ratio_why=ratio.reason,
+        ratio_refused=ratio.refused,
         enough_bps=_bounded(enough, sweeps.LINK_BPS[1]),
         notes=job.notes,
     )
@@ -270,6 +271,7 @@ def _at_full_use(outlook: Outlook, job: questions.Job, link_bps: float) -> Outlo
         at_full_use=_curve(fully, f"{gbit(link_bps)}, fully used"),
         full_use_ratio=_bounded(least, sweeps.RATIO[1]),
         full_use_ratio_why=least.reason,
+        full_use_ratio_refused=least.refused,
     )
 
 

@@ -124,7 +124,8 @@ class Outlook:
     transport: the one that the cost was fitted to. full_use: scaling factor with this link fully used. as_used,
     at_full_use: scaling by compression, at the achieved rate and at full use of the link. ratio, full_use_ratio: the
     least compression for a scaling factor of `target` in these two cases; ratio_why, full_use_ratio_why: why no ratio
-    is enough. enough_bps: the fastest link that still helps.
+    is enough, or why there is no answer (ratio_refused, full_use_ratio_refused). enough_bps: the fastest link that
+    still helps.
     """
 
     transport: str
@@ -139,6 +140,8 @@ class Outlook:
     full_use_ratio_why: str = ""
     enough_bps: Estimate | None = None
     notes: tuple[str, ...] = ()
+    ratio_refused: bool = False
+    full_use_ratio_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

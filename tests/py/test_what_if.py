@@ -500,6 +500,30 @@ def test_a_link_that_is_slower_than_what_moved_is_a_remark(
     ) == (too_slow)
 
 
+def test_a_run_that_moved_more_than_its_link_reaches_what_full_use_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(FakeRun(tmp_path / "run", transfer_ms={"stock": (35, 123)}, **RATED).write())
+    step = questions.answer(job := questions.job(Run(run).trace, "stock"), sweeps.now(job))
+    assert step.scaling is not None
+    # The link's rate: above what moved over the mean step, and below what moved in transfer.
+    moved = Run(run).findings.achieved["stock"]
+    gbps = (moved.active_bps + moved.average_bps) / 2e9
+    aim = f"{step.scaling.value - 1e-4:.4f}"
+    words = ["what-if", run, "--target-scaling", aim, "--this-link-gbps", f"{gbps:.4f}"]
+    assert main([*words, "--json", f"{tmp_path}/rows.json"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"! --this-link-gbps {gbps:.4g}" in output
+    assert "Gbit/s in transfer, more than that, such as in bursts after a pause" in output
+    reached = f"a scaling factor of {aim} is reached as recorded, at {100 * step.scaling.value:.1f} %"
+    assert f"{reached}: no faster link is needed (predicted)" in output
+    rows = {row["question"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert (rows["least link"]["value"], rows["least link"]["reason"][:19]) == (None, "reached as recorded")
+    # An aim that full use of the link reaches has its least link.
+    assert main(["what-if", run, "--target-scaling", "0.01", "--this-link-gbps", f"{gbps:.4f}"]) == 0
+    assert "a scaling factor of 0.01 is reached" not in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("transfer_ms", "link"), [((9, 31), "10.0 Gbit/s"), ((3, 3), None)])
 def test_the_link_of_a_transport_is_that_of_its_own_interface(
     transfer_ms: tuple[int, int], link: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -435,6 +435,12 @@ def _in_bursts(rate: float, between_bps: float, moved: Achieved) -> bool:
     return used >= LINK_USED or (saved_up_s <= BURST_S and used >= LINK_USED_IN_BURSTS)
 
 
+def between_hosts_bps(trace: Trace, moved: Achieved) -> float:
+    """Return the active rate of an arm as far as any algorithm sends its bytes between hosts."""
+    hosts = len({rank.host_id for rank in trace.ranks})
+    return moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
+
+
 def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[float | None, str]:
     """Return the rate of the link that an arm uses, None if not known, and a note if a stated one is too low.
 
@@ -444,9 +450,8 @@ def link_rate(trace: Trace, arm: Arm | None, moved: Achieved | None) -> tuple[fl
     rate = stated_link_bps(trace, arm)
     if trace.network is not None or rate is None or arm is None or moved is None:
         return rate, ""
-    hosts = len({rank.host_id for rank in trace.ranks})
     infos = [info for rank in trace.ranks for info in rank.transports if info.name == arm.transport]
-    between = moved.active_bps * bus_factor("allreduce", hosts) / bus_factor("allreduce", trace.size)
+    between = between_hosts_bps(trace, moved)
     if moved.average_bps > LINK_EXCEEDED * rate:
         seen = f"{gbit(moved.average_bps)} over whole steps"
     elif between > LINK_EXCEEDED_AT_TIMES * rate and not (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from netbottleneck.analysis.comparisons import changed_at
-from netbottleneck.analysis.findings import Findings, find, link_rate
+from netbottleneck.analysis.findings import Findings, between_hosts_bps, find, link_rate
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
 from netbottleneck.trace import layer_log as layerlog
@@ -445,7 +445,7 @@ def _wants_grid(args: argparse.Namespace, job: Job) -> bool:
     return job.fit is None or any(getattr(args, name) for name in ("workers", "link_gbps", "compression"))
 
 
-def _least_values(args: argparse.Namespace, job: Job, nominal: float | None) -> Iterator[LeastValue]:
+def _least_values(args: argparse.Namespace, recorded: Job, job: Job, nominal: float | None) -> Iterator[LeastValue]:
     counts = args.workers or ((job.workers,) if job.fit is not None else LOG_WORKERS)
     for count in counts:
         at = replace(job, workers=int(count))
@@ -454,23 +454,36 @@ def _least_values(args: argparse.Namespace, job: Job, nominal: float | None) -> 
         yield sweeps.enough_link(at)
         if args.target_scaling is None:
             continue
-        yield sweeps.least_link(at, args.target_scaling)
+        link = sweeps.least_link(at, args.target_scaling)
         if job.fit is not None:
-            yield sweeps.least_compression(at, args.target_scaling, codec(args))
-            yield sweeps.least_lanes(at, args.target_scaling, nominal)
+            lanes = sweeps.least_lanes(at, args.target_scaling, nominal)
+            if at == recorded:
+                link, lanes = (sweeps.or_as_recorded(at, one, args.target_scaling, nominal) for one in (link, lanes))
+            yield from (link, sweeps.least_compression(at, args.target_scaling, codec(args)), lanes)
             continue
+        yield link
         for gbps in args.link_gbps or LOG_LINKS:
             with_link = replace(at, cost=replace(at.cost, link=Link(gbps * 1e9)))
             yield replace(sweeps.least_compression(with_link, args.target_scaling, codec(args)), link_bps=gbps * 1e9)
 
 
-def _too_slow(args: argparse.Namespace, source: Source, transport: Arm) -> list[str]:
-    """Return a line if the given speed of the link is less than the run moved over it."""
+def _too_slow(args: argparse.Namespace, source: Source, transport: Arm, nominal: float | None) -> list[str]:
+    """Return a line if the run moved more than the speed of the link."""
     moved = source.findings.achieved.get(transport) if source.findings is not None else None
-    given = args.this_link_gbps
-    if moved is None or given is None or given * 1e9 >= moved.average_bps:
+    if moved is None or nominal is None or source.findings is None:
         return []
-    return [f"--this-link-gbps {given:g}: the run moved {gbit(moved.average_bps)} over the mean step, more than that"]
+    given, active_bps = args.this_link_gbps, between_hosts_bps(source.findings.trace, moved)
+    if given is not None and nominal < moved.average_bps:
+        return [
+            f"--this-link-gbps {given:g}: the run moved {gbit(moved.average_bps)} over the mean step, more than that"
+        ]
+    if active_bps <= nominal:
+        return []
+    name = f"this link, {gbit(nominal)}" if given is None else f"--this-link-gbps {given:g}"
+    return [
+        f"{name}: the run moved {gbit(active_bps)} in transfer, more than that, such as in bursts after a pause: the "
+        "answers at full use of the link assume its rate alone"
+    ]
 
 
 def answer_all(args: argparse.Namespace, source: Source) -> Answers:
@@ -487,7 +500,7 @@ def answer_all(args: argparse.Namespace, source: Source) -> Answers:
         tables.append(_this_job(recorded, job, choices, nominal))
         if nominal is None:
             missing.append("the speed of this link is not known: pass --this-link-gbps X to predict its full use")
-        missing += _too_slow(args, source, job.fit.transport)
+        missing += _too_slow(args, source, job.fit.transport, nominal)
     if args.target_scaling is not None and args.codec_gbytes is None:
         missing.append("encoding and decoding are assumed to take no time: pass --codec-gbytes X to include them")
     jobs = [job]
@@ -497,7 +510,7 @@ def answer_all(args: argparse.Namespace, source: Source) -> Answers:
         ]
         tables += [table for one in jobs for table in _grid(args, one)]
     tables += _others(args, job)
-    least_values = [one for at in jobs for one in _least_values(args, at, nominal)]
+    least_values = [one for at in jobs for one in _least_values(args, recorded, at, nominal)]
     return Answers(job, tuple(tables), tuple(least_values), tuple(missing))
 
 

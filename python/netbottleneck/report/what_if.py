@@ -98,6 +98,7 @@ NOT_REACHABLE = {
     "least compression": "no compression is enough",
     "least lanes": "no number of streams is enough",
 }
+NOT_NEEDED = {"least link": "no faster link is needed", "least lanes": "no more streams are needed"}
 
 
 def _step(one: Answer) -> str:
@@ -146,6 +147,8 @@ def _where(one: LeastValue) -> str:
 
 def _least_sentence(one: LeastValue) -> str:
     """An inverse answer in a sentence."""
+    if one.reached:
+        return f"{_where(one)}: {one.aim} is {one.reason}: {NOT_NEEDED[one.question]} ({one.label})."
     if one.value is None:
         why = "not answered" if one.refused else NOT_REACHABLE[one.question]
         return f"{_where(one)}, {one.aim}: {why}: {one.reason}."

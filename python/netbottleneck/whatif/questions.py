@@ -411,8 +411,8 @@ HALVINGS = 13
 class LeastValue:
     """Answer to an inverse question: the least value that reaches the aim, with its interval.
 
-    value is None if no value reaches it, or if there is no answer (`refused`); `reason` says why. An interval end that
-    was not found is inf.
+    value is None if no value reaches it, if there is no answer (`refused`), or if the run as recorded reaches it
+    (`reached`); `reason` says why. An interval end that was not found is inf.
     """
 
     question: str
@@ -425,6 +425,7 @@ class LeastValue:
     ranks_per_host: int = 1
     link_bps: float | None = None
     refused: bool = False
+    reached: bool = False
 
 
 def _search(meets: Callable[[float], bool], low: float, high: float, integer: bool) -> float:

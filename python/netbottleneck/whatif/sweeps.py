@@ -55,6 +55,7 @@ __all__ = [
     "least_link",
     "links",
     "now",
+    "or_as_recorded",
     "ranks_per_host",
     "workers",
 ]
@@ -242,6 +243,19 @@ def least_lanes(job: Job, target: float, link_bps: float | None) -> LeastValue:
         return _setting(job, "lanes", streams(int(count)), replace(job.cost, link=link))
 
     return least(job, aim, make, _to_target(target))
+
+
+def or_as_recorded(recorded: Job, least: LeastValue, target: float, link_bps: float | None) -> LeastValue:
+    """Return an answer, or that the run reaches the target where the answer is beyond the run's link.
+
+    A run that moved more than its link's rate, as in bursts, can reach what full use of that rate does not.
+    """
+    most = link_bps if link_bps is not None and least.question == "least link" else LINK_BPS[1]
+    beyond = least.value is None or least.value.value > most
+    factor = answer(recorded, now(recorded)).scaling if beyond and not least.refused else None
+    if factor is None or factor.value < target:
+        return least
+    return replace(least, value=None, reason=f"reached as recorded, at {percent(factor.value, digits=1)}", reached=True)
 
 
 def enough_link(job: Job) -> LeastValue:

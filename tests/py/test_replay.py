@@ -311,6 +311,22 @@ def test_the_command_replays_a_layer_log_and_prints_modelled_and_counted_bytes(t
         assert one["engine"] == one["model"] == 3 * 2_040_000
 
 
+def test_the_sums_of_a_replay_that_moves_nothing_are_not_compared(tmp_path: Path) -> None:
+    layer_log.write(tmp_path / "two.bk.log", layer_log.of_trace(recorded((40_000, 2_000_000)), 0.03))
+    arguments = ["replay", str(tmp_path / "two.bk.log"), "--transport", "null", "--link", "none", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "netbottleneck", *arguments, "--block-steps", "4", "--directory", str(tmp_path / "out")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The sums of the ranks were not compared: no arm reduces them." in done.stdout
+    assert json.loads((tmp_path / "out" / "replay.json").read_text())["equal_on_all_ranks"] is None
+
+
 def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
     trace = recorded(steps=4)
     steps = tuple(replace(step, arm=Arm("tcp"), block=step.index // 2) for step in trace.steps)

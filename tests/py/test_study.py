@@ -556,3 +556,7 @@ def test_do_nothing_needs_an_interval_below_a_relevant_gain(tmp_path: Path, low:
     assert ("do nothing" in lines[-1]) == (high < 1)
     assert lines[-1].startswith(said)
     assert ("inconclusive" in " ".join(lines)) == (high > 1)
+    assert lines[0] == "sums equal on all ranks, bit for bit"
+    apart, nothing = (replace(found, done=replace(done, outcome=Outcome("f", 9, of))) for of in (("a", "b"), ()))
+    assert report.result_lines(apart)[0] == "SUMS DIFFER BETWEEN RANKS"
+    assert report.result_lines(nothing)[0] == "sums not compared: no arm reduces them"

@@ -137,9 +137,12 @@ def _replay(
     }
     write_text(folder / "replay.json", json.dumps(document, indent=1) + "\n")
     reporter.message(f"Written: {folder / 'replay.json'}, and a report in {outcome.folder}")
-    if not outcome.equal:
+    if outcome.equal is None:
+        reporter.message("The sums of the ranks were not compared: no arm reduces them.")
+    if outcome.equal is False:
         sys.stderr.write("netbottleneck replay: the ranks hold different sums\n")
-    return FINE if outcome.equal else FAILED
+        return FAILED
+    return FINE
 
 
 def lines(run: Run, bytes_sent: Sequence[Sent], link: str) -> list[str]:

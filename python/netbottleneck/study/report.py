@@ -268,7 +268,7 @@ class Study:
     def code(self) -> int:
         """The exit code. Differing weights and failed cells are failures."""
         outcomes = [found.done for found in self.found]
-        if self.failed or any(not done.outcome.equal or done.same_as_stock is False for done in outcomes):
+        if self.failed or any(done.outcome.equal is False or done.same_as_stock is False for done in outcomes):
             return FAILED
         judged = [found for found in self.found if found.done.cell.job != INFLATION]
         unsure = any(found.run.verdict.code == "INCONCLUSIVE" for found in judged)
@@ -293,7 +293,11 @@ def result_lines(cell: CellReport) -> list[str]:
         reached = "" if outcome.accuracy >= ACCURACY else f", below the target of {percent(ACCURACY)}"
         lines.append(f"accuracy {outcome.accuracy:.3f} on held-out data after {outcome.steps} steps{reached}")
     what = "sums" if cell.done.cell.job == REPLAY else "weights"
-    equal = f"{what} equal on all ranks, bit for bit" if outcome.equal else f"{what.upper()} DIFFER BETWEEN RANKS"
+    equal = {
+        None: f"{what} not compared: no arm reduces them",
+        True: f"{what} equal on all ranks, bit for bit",
+        False: f"{what.upper()} DIFFER BETWEEN RANKS",
+    }[outcome.equal]
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
     lines.append(equal + same[cell.done.same_as_stock])
     withheld = rule_facts.handicap_sentence(findings)

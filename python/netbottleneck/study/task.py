@@ -103,7 +103,11 @@ def from_json(text: str) -> list[Task]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job. digests: SHA-256 of each rank's weights; accuracy: on held-out data, None: not measured."""
+    """The outcome of a job.
+
+    digests: SHA-256 of each rank's weights, or of its sums; () if no arm reduced anything. accuracy: on held-out data,
+    None: not measured.
+    """
 
     folder: str
     steps: int
@@ -111,9 +115,9 @@ class Outcome:
     accuracy: float | None = None
 
     @property
-    def equal(self) -> bool:
-        """True if all ranks hold bit-identical weights."""
-        return len(set(self.digests)) == 1
+    def equal(self) -> bool | None:
+        """True if all ranks hold bit-identical weights; None if there are none to compare."""
+        return len(set(self.digests)) == 1 if self.digests else None
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Outcome:
@@ -345,7 +349,8 @@ def play_schedule(task: Task, progress: StepProgress) -> Outcome:
             _play_alone(session, player, task, reports)
         warm_up(session)
         _play(session, player, task, reports)
-        digests = session.control.exchange(player.digest())
+        reduced = any(arm.real for arm in task.arms)
+        digests = session.control.exchange(player.digest()) if reduced else []
     return Outcome(str(session.folder), task.steps, tuple(digest.hex() for digest in digests))
 
 

@@ -316,8 +316,8 @@ class JobOutcome(Protocol):
     """The outcome of a job: study.task.Outcome."""
 
     @property
-    def equal(self) -> bool:
-        """True if all ranks hold bit-identical weights."""
+    def equal(self) -> bool | None:
+        """True if all ranks hold bit-identical weights; None if there are none to compare."""
 
     @property
     def accuracy(self) -> float | None:

@@ -25,11 +25,12 @@ from netbottleneck.launch import connect
 from netbottleneck.report import Run
 from netbottleneck.study import replaying
 from netbottleneck.study import task as tasks
-from netbottleneck.study.evidence.facts import quiet_spans, sent, sent_bytes
+from netbottleneck.study.evidence.facts import _interface_bytes, quiet_spans, sent, sent_bytes
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import PLAY, Player, Task, read_schedule, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.counter_files import Counters
 from netbottleneck.trace.ring_file import EVENTS, read_ring
 from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.cost import Cost
@@ -338,6 +339,18 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
     both = replace(trace, arms=(Arm("tcp"),), steps=steps, collectives=tuple(rows))
     assert quiet_spans(both, 0, [rows[1], rows[2]], rows).tolist() == [[600, 1650]]
     assert quiet_spans(both, 0, [rows[1], rows[2], rows[4]], rows).tolist() == [[600, 1650], [2600, 3150]]
+
+
+@pytest.mark.parametrize(("period_ns", "known"), [(10, True), (20, False)])
+def test_bytes_of_an_interface_in_spans_that_are_short_for_its_readings_are_not_known(
+    period_ns: int, known: bool
+) -> None:
+    times = np.arange(0, 1000, period_ns)
+    columns = ("eth0:rx_bytes", "eth0:rx_packets", "eth0:tx_bytes", "eth0:tx_packets")
+    rows = np.column_stack([1000 * times, 0 * times, 1000 * times, 0 * times])
+    net = Counters("host", "id", 0, 100, 100, columns, times, rows)
+    sent = _interface_bytes(net, np.array([[100, 250], [400, 500 + 5]]))
+    assert sent == (pytest.approx(1000 * 255) if known else None)
 
 
 @pytest.mark.parametrize(

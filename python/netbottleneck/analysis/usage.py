@@ -313,7 +313,7 @@ def _uses(net: Counters, over: Intervals, active: Intervals, times: float) -> tu
     return tuple(sorted((use for use in uses if most[use.interface]), key=lambda use: -most[use.interface]))
 
 
-def _sampling_interval_ns(counters: Counters) -> float:
+def sampling_interval_ns(counters: Counters) -> float:
     """Mean time between two samples, in ns."""
     return float(np.diff(counters.time_ns).mean()) if len(counters.time_ns) > 1 else float("inf")
 
@@ -330,13 +330,13 @@ def _host(sample: Samples, arm: Arm, steps: Sequence[Step], moved: Intervals, al
         arm,
         total(whole) / 1e9,
         total(active) / 1e9,
-        0.0 if some is None or len(some.time_ns) < 2 else 1e9 / _sampling_interval_ns(some),
+        0.0 if some is None or len(some.time_ns) < 2 else 1e9 / sampling_interval_ns(some),
     )
     if net is not None:
         recorded = int(net.time_ns[0]), int(net.time_ns[-1])
         own = steps_inside(steps, recorded)
         inside = intervals((s.begin_ns, s.end_ns) for s in own)
-        short = len(active) > 0 and total(active) / len(active) < READINGS * _sampling_interval_ns(net)
+        short = len(active) > 0 and total(active) / len(active) < READINGS * sampling_interval_ns(net)
         active = active[:0] if short else intersection(active, inside)
         read, count = alike.readings(net)
         usual = alike.steps_in(read)

@@ -29,6 +29,7 @@ from netbottleneck.whatif.plan import BUCKET_BYTES, FIRST_BYTES, Plan, ReplaySch
 FINE, FAILED, USAGE = 0, 1, 2
 VERSION = 1
 LAYER_LOGS = (".log", ".csv", ".txt")
+SENT_UNKNOWN = "not known: no counter, or blocks short for its readings"
 LEAST_BLOCK = WARMUP_STEPS + 1
 
 
@@ -171,7 +172,7 @@ def lines(run: Run, bytes_sent: Sequence[Sent], link: str) -> list[str]:
             if one.interface is not None and one.ratio is not None:
                 seen.append(f"interface {one.interface / 1e6:.2f}, {percent(one.ratio - 1, digits=2, signed=True)}")
             output.append(
-                f"  sent by rank 0, MB: model ({by}) {one.model / 1e6:.2f}; {'; '.join(seen) or 'not counted'}"
+                f"  sent by rank 0, MB: model ({by}) {one.model / 1e6:.2f}; {'; '.join(seen) or SENT_UNKNOWN}"
             )
     return output
 

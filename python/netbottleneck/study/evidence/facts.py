@@ -56,6 +56,8 @@ from netbottleneck.whatif.questions import LeastValue
 
 # Ethernet, IPv4 and TCP with timestamps: bytes per packet that an interface counts beyond the payload.
 HEADER_BYTES = 14 + 20 + 32
+# A reading is up to one sampling interval from the end of a span: in shorter spans, in intervals, bytes are missed.
+SPAN_READINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Sent:
     """What one rank sent in the counted steps of a transport, in bytes of payload.
 
     model: from the formula of the algorithm that ran. engine: from the engine's own count. interface: from the kernel's
-    counters of that host's interface, without headers. None: not known.
+    counters of that host's interface, without headers; not known if blocks are short for its readings. None: not known.
     """
 
     rank: int
@@ -162,7 +164,12 @@ def _quiet(inside: Sequence[Collective], others: Sequence[Collective]) -> tuple[
 
 
 def _interface_bytes(net: Counters, spans: Intervals) -> float | None:
-    """Return the payload that the busiest interface sent; None for the loopback, which all simulated hosts share."""
+    """Return the payload that the busiest interface sent.
+
+    None for the loopback, which all simulated hosts share, and if a span is short for the readings.
+    """
+    if not len(spans) or (spans[:, 1] - spans[:, 0]).min() < SPAN_READINGS * usage.sampling_interval_ns(net):
+        return None
     uses = [usage.interface(net, name, "tx", spans, spans[:0]) for name in net.owners("tx_bytes")]
     busiest = max(uses, key=lambda use: use.bytes, default=None)
     if busiest is None or busiest.interface == usage.LOOPBACK or not busiest.bytes:

@@ -55,7 +55,10 @@ def test_a_factor_stops_growing_at_the_slowest_link_with_no_later_gain():
     assert "stock: 1.00 Gbit/s 0.250, 2.00 Gbit/s 0.500, 4.00 Gbit/s 0.503: stops growing at 2.00 Gbit/s" in stock
     assert "ofi" in ofi
     assert ofi.endswith("still grows")
-    assert "each job ran at one link speed" in steps(cells[0])["bandwidth"].verdict
+    assert "each job ran at one link speed." in steps(cells[0])["bandwidth"].verdict
+    apart = steps(cells[0], replace(cells[1], flow_bps=(1.0,)))["bandwidth"]
+    assert apart.verdict.endswith("each job ran at one link speed for each cap on its flows.")
+    assert apart.missing == ("cells of one model, number of ranks and cap on flows at two or more link speeds",)
 
 
 def test_a_factor_that_still_grows_is_reported():
@@ -284,6 +287,13 @@ def test_cells_in_which_no_compression_is_enough_are_named():
     assert "at most 1.5x compression is needed for a scaling factor of 0.9 (a; no ratio is enough in b)" in verdict
     assert "at the achieved rate, up to 5.5x (a; no ratio is enough in b); predicted." in verdict
     assert steps(b)["compression"].verdict == "No compression gives a scaling factor of 0.9 (predicted)."
+
+
+def test_a_comparison_over_too_few_pairs_is_named():
+    few = replace(cell("a", {"stock": 100}), few_pairs={"tcp": 2})
+    found = steps(few)["transports"]
+    assert found.verdict == "Stock was compared with no other transport whose gain may be reported."
+    assert found.missing == ("a, tcp: too few pairs of blocks: 2; a claim needs 3: more rounds",)
 
 
 def test_a_ratio_that_was_refused_is_not_known():

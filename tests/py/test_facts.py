@@ -146,10 +146,14 @@ def test_an_interval_covers_the_spread_between_blocks():
     assert values.ratio(alike, {}) is None
 
 
-def test_a_factor_needs_pairs_enough_for_an_interval():
+def test_a_factor_needs_pairs_enough_for_an_interval(tmp_path):
     few = of({"null": 0, "stock": 100}, alone_ms=0, rounds=1)
     assert (few.baseline, few.arms["stock"].scaling, few.pairs) == (values.NOTHING_MOVES, None, ())
     assert facts.budgets([few]) == ()
+    few = of({"stock": 100, "tcp": 50}, rounds=2)
+    assert (few.pairs, few.few_pairs) == ((), {"tcp": 2})
+    values.write(tmp_path / "facts.json", few)
+    assert values.read(tmp_path / "facts.json") == few
 
 
 def test_interfaces_count_as_one_if_the_hosts_have_several_links():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from netbottleneck.analysis.comparisons import Estimate, Paired
+from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.evidence.facts import budgets
 from netbottleneck.study.evidence.values import INFLATION, STOCK, ArmFacts, CellFacts, Outlook, with_distinct_models
@@ -182,12 +183,20 @@ def saturation_bps(points: Sequence[tuple[float, float]]) -> float | None:
     return None
 
 
+def _one_link(cells: Sequence[CellFacts]) -> Statement:
+    """Report that no group of cells has several link speeds, and whether one would have with one cap on flows."""
+    several = by_link([replace(cell, flow_bps=()) for cell in cells])
+    flows = " for each cap on its flows" if several else ""
+    alike = "model, number of ranks and cap on flows" if several else "model and number of ranks"
+    verdict = f"The effect of the link's bandwidth was not measured: each job ran at one link speed{flows}."
+    return verdict, (), (f"cells of one {alike} at two or more link speeds",)
+
+
 def bandwidth(cells: Sequence[CellFacts]) -> Statement:
     """Report where stock's factor stops growing with the link."""
     series = by_link(cells)
     if not series:
-        verdict = "The effect of the link's bandwidth was not measured: each job ran at one link speed."
-        return verdict, (), ("cells of one model and number of ranks at two or more link speeds",)
+        return _one_link(cells)
     lines, stopped, growing = [], [], []
     for (model, ranks, flow), rows in series.items():
         job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
@@ -212,10 +221,16 @@ def _growth(stopped: Sequence[str], growing: Sequence[str], label: str) -> str:
 
 
 def _compared(cells: Sequence[CellFacts]) -> tuple[list[Row], list[str]]:
-    """Return the comparisons with stock whose gain may be reported, and why the gain of the other cells may not."""
+    """Return the comparisons with stock whose gain may be reported, and why the gain of the others may not."""
     rows = [(cell, pair) for cell in cells for pair in cell.pairs if pair.base == STOCK and pair.enough]
     withheld = dict.fromkeys(f"{cell.key}: {cell.handicap.rstrip('.')}" for cell, _ in rows if cell.handicap)
-    return [row for row in rows if not row[0].handicap], list(withheld)
+    few = [
+        f"{cell.key}, {arm}: too few pairs of blocks: {pairs}; a claim needs {PAIRS_MIN}: more rounds"
+        for cell in cells
+        if STOCK in cell.arms
+        for arm, pairs in cell.few_pairs.items()
+    ]
+    return [row for row in rows if not row[0].handicap], [*withheld, *few]
 
 
 def transports(cells: Sequence[CellFacts]) -> Statement:

@@ -362,6 +362,7 @@ def cell_facts(
         cell,
         arms={name: with_sent(arm, sums) for name, arm in arms.items()},
         pairs=_enough(run.findings.comparisons),
+        few_pairs=_too_few(run.findings.comparisons),
         handicap=rule_facts.handicap_sentence(run.findings) or "",
         hooks=next(iter(_enough([comparisons.compare(passes_only, BARE, NULL)])), None)
         if about.job == INFLATION
@@ -503,6 +504,11 @@ def _contention(passes_only: Trace) -> tuple[Paired, ...]:
 def _enough(pairs: Sequence[Paired | None]) -> tuple[Paired, ...]:
     """Return the comparisons that have enough pairs of blocks for an interval."""
     return tuple(pair for pair in pairs if pair is not None and pair.enough)
+
+
+def _too_few(pairs: Sequence[Paired]) -> dict[str, int]:
+    """Return by arm the number of pairs of blocks of the other comparisons."""
+    return {pair.other: pair.pairs for pair in pairs if not pair.enough}
 
 
 def forecast_facts(forecast: object | None) -> dict[str, ForecastFacts]:

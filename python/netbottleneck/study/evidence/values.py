@@ -154,7 +154,8 @@ class CellFacts:
     communication and waiting; scaling factors are then estimates, and inflation is not known).
     hooks: forward and backward of the null arm over those of the bare arm, in the job inflation, where bare moves no
     bytes. contention: forward and backward of each arm over those of the null arm. pairs: each arm against the first
-    transport. handicap: why no gain over the first transport may be reported, "" if it may. compute: "timed" if it is a
+    transport; few_pairs: by arm, the pairs of blocks with the first transport where they are too few for a claim.
+    handicap: why no gain over the first transport may be reported, "" if it may. compute: "timed" if it is a
     timed wait, else "real".
     """
 
@@ -190,6 +191,7 @@ class CellFacts:
     forecast: Mapping[str, ForecastFacts] = field(default_factory=dict)
     outlook: Outlook | None = None
     notes: tuple[str, ...] = ()
+    few_pairs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def transports(self) -> tuple[ArmFacts, ...]:

@@ -143,6 +143,20 @@ def test_a_missing_run_is_one_line_and_a_usage_error(capsys: pytest.CaptureFixtu
     assert "/nonexistent/run" in output
 
 
+@pytest.mark.parametrize("words", ["report", "top --once", f"compare {TRACE}", "what-if", "replay"])
+def test_what_cannot_be_read_as_a_run_is_one_line_and_a_usage_error(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.jsonl.gz").write_bytes(TRACE.read_bytes()[:3000])
+    for name, why in (("empty", "no run.json here"), ("cut.jsonl.gz", "ended before the end")):
+        if not (words.startswith("top") and name != "empty"):
+            assert main([*words.split(), str(tmp_path / name)]) == cli.USAGE
+            output = capsys.readouterr()
+            assert (output.out, output.err.count("\n")) == ("", 1)
+            assert why in output.err
+
+
 def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
     code = (
         "import sys\n"
@@ -417,6 +431,7 @@ def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str
         (["--peers"], "peers (no path): not a Python file or package. MPI, oneCCL, Horovod and iperf3 are measured"),
         (["--lab", "fast"], "'fast' is not a rate"),
         (["--ranks", "3", "--ranks-per-host", "2"], "--ranks must be a multiple"),
+        (["--ranks-per-host", "2"], "--ranks-per-host 2: needs simulated hosts: add --lab"),
         (["--port", "1"], "--port needs --listen"),
         *(
             (["--listen", option, value], f"{option} cannot be used with --listen")

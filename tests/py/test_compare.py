@@ -108,12 +108,12 @@ def test_simulated_steps_are_not_called_measured(made, tmp_path, capsys):
         assert f"middle half, {label})" in page
 
 
-@pytest.mark.parametrize("limit", ["nan", "inf", "-inf"])
-def test_a_gate_without_a_finite_limit_is_refused(limit, made, capsys):
+@pytest.mark.parametrize("limit", ["nan", "inf", "-inf", "-1"])
+def test_a_gate_with_a_negative_limit_or_without_a_finite_one_is_refused(limit, made, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["compare", str(made("a")), str(made("b", 140)), f"--max-step-time-regression-pct={limit}"])
     assert end.value.code == 2
-    assert "must be finite" in capsys.readouterr().err
+    assert f"{float(limit):g}: must be at least 0, and finite" in capsys.readouterr().err
 
 
 def test_a_faster_run_passes_the_gate(made):
@@ -413,7 +413,7 @@ def test_a_run_without_a_counted_step_is_not_judged(made, tmp_path, capsys):
 
 def test_runs_without_a_common_arm_are_refused(made, capsys):
     first, second = made("a", transports=("stock",)), made("b", transports=("tcp",))
-    assert cli.main(["compare", str(first), str(second)]) == 1
+    assert cli.main(["compare", str(first), str(second)]) == cli.USAGE
     assert "no arm in common" in capsys.readouterr().err
 
 

@@ -69,7 +69,7 @@ def write(path: Path, rows: list[Any]) -> str:
 
 @pytest.mark.parametrize(
     ("command", "words", "refused"),
-    [("what-if", ["--workers", "4", "--link-gbps", "1"], 2), ("report", [], 1)],
+    [("what-if", ["--workers", "4", "--link-gbps", "1"], 2), ("report", [], 2)],
 )
 def test_any_value_may_be_another(
     command: str, words: list[str], refused: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -132,7 +132,7 @@ def test_a_run_file_of_another_shape_is_named(
     path: tuple[Any, ...], value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edited(FakeRun(tmp_path, blocks=2).write() / "run.json", path, value)
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     output = capsys.readouterr().err
     assert (output.count("\n"), f"{tmp_path}/run.json: " in output, message in output) == (1, True, True), output
 
@@ -243,6 +243,6 @@ def test_a_damaged_trace_of_one_rank_is_left_out(tmp_path: Path, capsys: pytest.
     assert "no record of rank 1." in run.text
     for rank in (0, 2):
         (ranks / f"{rank}.jsonl.gz").write_bytes(b"")
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert (error.count("\n"), str(damaged) in error) == (1, True)

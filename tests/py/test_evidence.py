@@ -223,7 +223,7 @@ def test_the_command_reports_a_study(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 0
     assert "1. Scaling factor: " in capsys.readouterr().out
     path.write_text("{}")
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     assert "evidence.json: not a netbottleneck-evidence" in capsys.readouterr().err
 
 

@@ -113,7 +113,7 @@ def test_every_file_of_the_report_is_made_of_dumps(hang, tmp_path, capsys):
 
 
 def test_a_comparison_and_a_what_if_say_that_steps_are_missing(hang, capsys):
-    assert cli.main(["compare", str(hang), str(hang)]) == 1
+    assert cli.main(["compare", str(hang), str(hang)]) == 2
     assert "no step" in capsys.readouterr().err
     assert cli.main(["what-if", str(hang)]) == cli.USAGE
     assert "finished in a step" in capsys.readouterr().err
@@ -354,7 +354,7 @@ def test_missing_damaged_and_mixed_dumps_are_named_in_one_line_each(tmp_path):
 )
 def test_a_dump_that_cannot_be_read_is_refused_by_name(tmp_path, changed, said, capsys):
     write(tmp_path, 0, **({"entries": [operation(1)]} | changed))
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "nccl_trace_rank_0") in line
     assert said in line
@@ -399,7 +399,7 @@ def test_a_number_that_is_no_rank_is_refused_by_name(tmp_path, config, said, cap
     changed = {} if config is None else {"pg_config": config}
     write(tmp_path, 1718000000, [operation(1)], **changed)
     path = tmp_path / "nccl_trace_rank_1718000000"
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: its name ends with 1718000000, but {said}: end the name of each dump with its rank" in line
     write(tmp_path, 0, [operation(1)], **changed)
@@ -412,5 +412,5 @@ def test_a_number_that_is_no_rank_is_refused_by_name(tmp_path, config, said, cap
 
 def test_ranks_of_a_group_beyond_any_job_are_refused(tmp_path, capsys):
     write(tmp_path, 0, [operation(1)], ranks="[0, 1718000000]")
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     assert "pg_config of group 7 has ranks outside 0 to 1048575" in capsys.readouterr().err

@@ -391,7 +391,7 @@ def test_folders_that_cannot_be_one_run_are_refused(known, tmp_path, capsys):
     def no_steps(trace, rank):
         return (one for one in cpu_events(trace, rank) if "ProfilerStep" not in one["name"])
 
-    assert cli.main(["report", str(write(tmp_path / "n", known.trace, no_steps, ranks=(0,)))]) == 1
+    assert cli.main(["report", str(write(tmp_path / "n", known.trace, no_steps, ranks=(0,)))]) == 2
     said = capsys.readouterr().err
     assert "profile with schedule=torch.profiler.schedule(...), and call prof.step() after each step" in said
 
@@ -615,7 +615,7 @@ def test_a_profile_of_nccl_without_kernels_is_refused_by_name(known, tmp_path, c
 
     for named in (True, False):
         folder = write(tmp_path / f"n{named}", known.trace, on_cpu(named))
-        assert cli.main(["report", str(folder)]) == 1
+        assert cli.main(["report", str(folder)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{folder / 'r0.pt.trace.json.gz'}: it has calls of NCCL and no kernel of a GPU: profile with" in line
         assert "ProfilerActivity.CUDA" in line
@@ -629,7 +629,7 @@ def without_kernels_of_nccl(trace, rank):
 
 def test_a_profile_with_calls_of_nccl_and_none_of_its_kernels_is_refused_by_name(known, tmp_path, capsys):
     folder = write(tmp_path / "k", known.trace, without_kernels_of_nccl)
-    assert cli.main(["report", str(folder)]) == 1
+    assert cli.main(["report", str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{folder / 'r0.pt.trace.json.gz'}: it has calls of NCCL and kernels of a GPU, but no kernel of NCCL" in line
     assert "profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] and schedule=" in line
@@ -652,7 +652,7 @@ def test_a_profile_of_several_ranks_without_any_operation_says_what_to_record(kn
 
 def test_a_profile_of_a_gpu_without_steps_names_the_activities(known, tmp_path, capsys):
     folder = write(tmp_path / "k", known.trace, kernels_of_compute)
-    assert cli.main(["report", str(folder)]) == 1
+    assert cli.main(["report", str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no step: profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=" in line
 
@@ -695,7 +695,7 @@ def test_ranks_that_a_trace_does_not_name_are_refused(known, tmp_path, capsys):
     several = edited(write(tmp_path / "s", known.trace, of_three), without_place, (0, 1, 2))
     single = edited(write(tmp_path / "o", known.trace, cpu_events, (0,)), without_place)
     for folder in (several, single):
-        assert cli.main(["report", str(folder)]) == 1
+        assert cli.main(["report", str(folder)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f'{folder / "r0.pt.trace.json.gz"}: no "rank" and "world_size" in "distributedInfo": profile' in line
         assert "after init_process_group" in line
@@ -746,7 +746,7 @@ def test_a_field_that_has_no_number_is_named_with_its_file(known, tmp_path, fiel
                 (one if field in one else one["args"])[field] = value
 
     folder = edited(write(tmp_path / "k", known.trace, gpu_events, (0,)), change)
-    assert cli.main(["report", str(folder)]) == 1
+    assert cli.main(["report", str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"netbottleneck: {folder / 'r0.pt.trace.json.gz'}: damaged trace of torch.profiler: ")
     assert said in line
@@ -756,7 +756,7 @@ def test_a_distributed_info_of_another_shape_is_named_with_its_file(known, tmp_p
     folder = edited(
         write(tmp_path / "k", known.trace, gpu_events, (0,)), lambda whole: whole.update(distributedInfo=[1])
     )
-    assert cli.main(["report", str(folder)]) == 1
+    assert cli.main(["report", str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith('damaged trace of torch.profiler: "distributedInfo" is [1], not an object')
 

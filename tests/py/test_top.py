@@ -318,7 +318,7 @@ def test_a_missing_folder_and_one_without_a_run_are_one_line(
 ) -> None:
     assert cli.main(["top", str(tmp_path / "none"), "--once"]) == cli.USAGE
     assert "none: no such folder" in capsys.readouterr().err
-    assert cli.main(["top", str(tmp_path), "--once"]) == 1
+    assert cli.main(["top", str(tmp_path), "--once"]) == cli.USAGE
     error = capsys.readouterr().err
     assert "no run.json" in error
     assert error.count("\n") == 1
@@ -342,7 +342,7 @@ def test_a_run_without_a_record_or_a_step_says_so(
     assert line in frame_of(tmp_path, capsys, "--line")
     for path in (tmp_path / "ranks").iterdir():
         path.unlink()
-    assert cli.main(["top", str(tmp_path), "--once"]) == 1
+    assert cli.main(["top", str(tmp_path), "--once"]) == cli.USAGE
     assert "no rank has left a record" in capsys.readouterr().err
 
 

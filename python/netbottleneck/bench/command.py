@@ -86,8 +86,7 @@ def main(argv: Sequence[str]) -> int:
         measure_pair()
         return 0
     place = connect.detect(settings)
-    if place.size > 1:
-        _check_launched(made, args, place)
+    _check_places(made, args, place)
     if place.rank == 0:
         _check_target(made, args.json)
     results = measure(request, settings, place, say) if place.size > 1 else _here(args, request)
@@ -100,8 +99,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if results.wrong else 0
 
 
-def _check_launched(made: argparse.ArgumentParser, args: argparse.Namespace, place: connect.Place) -> None:
-    """End with a usage error if an option would place ranks that a launcher has started."""
+def _check_places(made: argparse.ArgumentParser, args: argparse.Namespace, place: connect.Place) -> None:
+    """End with a usage error if an option would place ranks that a launcher has started, or on hosts that are none."""
+    if place.size == 1:
+        if (args.ranks_per_host or 1) > 1 and args.lab is None:
+            made.error(f"--ranks-per-host {args.ranks_per_host}: needs simulated hosts: add --lab, such as --lab 2gbit")
+        return
     if args.lab is not None or args.ranks_per_host is not None or args.ranks not in (None, place.size):
         made.error(
             f"{place.launcher} started {place.size} ranks: --lab, --ranks and --ranks-per-host, which start their own, "

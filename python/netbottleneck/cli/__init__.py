@@ -1,8 +1,8 @@
 """The command line: `netbottleneck COMMAND …`. Each command imports its modules when it runs.
 
-Exit codes: 0 success, 1 failure, 2 usage (also a run that does not exist), 3 a gate failed, 4 inconclusive (with
---strict) or not judged (compare), 130 interrupted by Ctrl-C, 143 a study that was ended by SIGTERM. `run` ends as its
-script does under Python."""
+Exit codes: 0 success, 1 failure, 2 usage (also a run that does not exist or cannot be read), 3 a gate failed, 4
+inconclusive (with --strict) or not judged (compare), 130 interrupted by Ctrl-C, 143 a study that was ended by SIGTERM.
+`run` ends as its script does under Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import time
 import traceback
 import types
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -37,8 +37,17 @@ SUCCESS, FAILURE, USAGE, GATE, INCONCLUSIVE = range(5)
 INTERRUPTED = 130  # a shell's code for SIGINT
 
 
-class _NotFound(FileNotFoundError):
-    """An argument names a file or folder that does not exist: a usage error."""
+class _BadInput(ValueError):
+    """An argument names a file or folder that does not exist, or that is no run or study: a usage error."""
+
+
+@contextlib.contextmanager
+def _as_input() -> Generator[None]:
+    """Raise _BadInput for what cannot be read of an input."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise _BadInput(_one_line(error)) from error
 
 
 def _study(argv: Sequence[str]) -> int:
@@ -105,7 +114,8 @@ def _report(argv: Sequence[str]) -> int:
     from netbottleneck.report import Run
     from netbottleneck.trace.files import write_text
 
-    run = Run(args.run)
+    with _as_input():
+        run = Run(args.run)
     if args.json:
         print(json.dumps(run.summary, indent=1))
     else:
@@ -120,12 +130,12 @@ def _report(argv: Sequence[str]) -> int:
 
 
 def _is_study(path: Path) -> bool:
-    """True if a path is a study's folder or facts, False for a run. Raises _NotFound if it does not exist."""
+    """True if a path is a study's folder or facts, False for a run. Raises _BadInput if it does not exist."""
     from netbottleneck.trace import flight_recorder, kineto
 
     dumps = flight_recorder.dumps(path)
     if not path.exists() and not dumps:
-        raise _NotFound(f"{path}: no such file or folder")
+        raise _BadInput(f"{path}: no such file or folder")
     if path.suffix == ".json":
         return not (kineto.is_kineto(path) or dumps)
     return any((path / name).exists() for name in ("evidence.json", "cells"))
@@ -200,7 +210,7 @@ def _top(argv: Sequence[str]) -> int:
     from netbottleneck.report import WINDOW_STEPS, Following
 
     if not Path(args.run).is_dir():
-        raise _NotFound(f"{args.run}: no such folder; give the run folder (NETBOTTLENECK_DIR)")
+        raise _BadInput(f"{args.run}: no such folder; give the run folder (NETBOTTLENECK_DIR)")
     following = Following(args.run, WINDOW_STEPS if args.window is None else args.window)
     if args.of:
         return _beside_a_rank(following, args.of, args.refresh)
@@ -221,10 +231,9 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     from netbottleneck.trace.files import printable
 
     try:
-        run = following.look()
+        with _as_input() if args.once else contextlib.nullcontext():
+            run = following.look()
     except FileNotFoundError as error:  # the ranks have not begun
-        if args.once:
-            raise
         return Text(f"{WAITING}{error}"), False
     state = following.about(run)
     if state[0] != "in progress":  # perhaps since the rings were read: their last steps may be missing
@@ -338,7 +347,8 @@ def _study_report(path: Path, args: argparse.Namespace) -> int:
     from netbottleneck.study.evidence import Evidence
     from netbottleneck.trace.files import write_text
 
-    evidence = Evidence.read(path)
+    with _as_input():
+        evidence = Evidence.read(path)
     if args.json:
         print(evidence.to_json(), end="")
     else:
@@ -370,16 +380,17 @@ def _compare(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     percent = args.max_step_time_regression_pct
-    if percent is not None and not math.isfinite(percent):
-        parser.error(f"--max-step-time-regression-pct {percent:g}: must be finite")
+    if percent is not None and not 0 <= percent < math.inf:
+        parser.error(f"--max-step-time-regression-pct {percent:g}: must be at least 0, and finite")
     _check_targets(parser, (args.before, args.after), args.html)
     for name in (args.before, args.after):
         if not Path(name).exists():
-            raise _NotFound(f"{name}: no such file or folder")
+            raise _BadInput(f"{name}: no such file or folder")
     from netbottleneck.report import compare
     from netbottleneck.trace.files import write_text
 
-    found = compare.compare(args.before, args.after)
+    with _as_input():
+        found = compare.compare(args.before, args.after)
     if args.json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
@@ -654,7 +665,7 @@ def _report_error(error: Exception) -> int:
     if os.environ.get("NETBOTTLENECK_LOG_LEVEL", "").lower() in ("debug", "trace"):
         traceback.print_exception(error)
     print(f"netbottleneck: {_one_line(error)}", file=sys.stderr)
-    return USAGE if isinstance(error, _NotFound) else FAILURE
+    return USAGE if isinstance(error, _BadInput) else FAILURE
 
 
 def _one_line(error: Exception) -> str:

@@ -423,3 +423,11 @@ def device(fake_driver: Path) -> dict[str, str]:
         )
         made.replace(target)
     return env
+
+
+@pytest.fixture(autouse=True)
+def figures_closed() -> Generator[None]:
+    """Close the figures of a test: matplotlib warns where a process keeps many."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -24,6 +25,8 @@ from netbottleneck.torch.handles import synchronize
 from netbottleneck.torch.mpi_ops import allreduce_async_, sparse_allreduce_async
 from netbottleneck.torch.python_hooks import PassGuard, PerParameter, SparseApart, Ways
 
+OTHERS = ("netbottleneck", "torch")  # packages whose lines a warning does not name
+
 # Conversion of an optimizer to a class with the same name and state, and more methods.
 
 
@@ -41,6 +44,14 @@ def remade(optimizer: torch.optim.Optimizer, added: type[torch.optim.Optimizer])
     # A scheduler made earlier has replaced the old optimizer's step; the new one must not inherit that.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the script: a scheduler, and a class that is made here, have frames in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OTHERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -426,10 +437,9 @@ class _Distributed(torch.optim.Optimizer):
             return super().step(self._synchronizing(closure))
         if self._should_synchronize:
             if self._synchronized:
-                warnings.warn(
+                _warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): gradients are reduced twice",
-                    stacklevel=2,
+                    "optimizer.synchronize(): gradients are reduced twice"
                 )
             self.synchronize()
         self._synchronized = False
@@ -474,11 +484,10 @@ class _Distributed(torch.optim.Optimizer):
         ]
         if own:
             self._warned = True
-            warnings.warn(
+            _warn(
                 "this DistributedOptimizer does not reduce the gradients of parameters that were unfrozen or added "
                 f"after it was made, so ranks train them apart: {_some(own)}. To train them together, replace it by "
-                "the DistributedOptimizer of a new optimizer",
-                stacklevel=3,
+                "the DistributedOptimizer of a new optimizer"
             )
 
     def _compare(self) -> None:

@@ -260,7 +260,8 @@ def misuse_raises() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    assert any("optimizer.step() called without optimizer.skip_synchronize()" in str(w.message) for w in caught)
+    (own,) = (w for w in caught if "optimizer.step() called without optimizer.skip_synchronize()" in str(w.message))
+    assert own.filename == __file__
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     named = list(model.named_parameters())
     with raises(ValueError, "leaves out 1 parameters"):

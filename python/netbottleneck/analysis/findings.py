@@ -605,9 +605,11 @@ def _no_forward(trace: Trace, base: Arm | None) -> str:
     own = [step for step in trace.steps if step.arm == base]
     if not trace.of_script or any(step.forward for step in own) or not any(step.grad_ready for step in own):
         return ""
-    return (
-        "no forward pass was recorded: what is before the first gradient counts as compute. If torch.compile wraps the "
-        "DDP model, call netbottleneck.attach on the result, or compile the module inside"
+    of_ddp = any(bucket.name.startswith("ddp/") for bucket in trace.buckets)
+    return "no forward pass was recorded: what is before the first gradient counts as compute. " + (
+        "If torch.compile wraps the DDP model, call netbottleneck.attach on the result, or compile the module inside"
+        if of_ddp
+        else "It is that of one module that holds all parameters of the optimizer, and whose code Python runs"
     )
 
 

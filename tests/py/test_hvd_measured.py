@@ -226,6 +226,92 @@ def test_an_optimizer_that_is_gone_takes_its_memory_along(warm_ranks: Ranks, tmp
     assert Run(tmp_path / "run").trace.steps
 
 
+TWO = """
+import hashlib, torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+torch.manual_seed(1)
+torch.set_num_threads(1)
+kept = {kept}
+table, line = torch.nn.Linear(4, 8), torch.nn.Linear(8, 400)
+model = torch.nn.Sequential(table, line)
+
+
+def made(part):
+    return hvd.DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.01), part.named_parameters())
+
+
+def train(*optimizers):
+    for _ in range(12):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.randn(4, 4) + hvd.rank()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+optimizer = made(table)
+if kept:
+    train(optimizer, made(line))
+else:
+    train(optimizer)
+    optimizer = made(line)
+    train(optimizer)
+print("weights", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_second_optimizer_is_left_alone_and_named(warm_ranks: Ranks, tmp_path: Path, kept: bool) -> None:
+    source = TWO.format(kept=kept)
+    plain = {result.stdout.splitlines()[0] for result in warm_ranks(2, source)}
+    env = {**ENV, "NETBOTTLENECK_TRANSPORT": "stock,tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    results = warm_ranks(2, source, env)
+    assert {result.stdout.splitlines()[0] for result in results} == plain
+    line = "the distributed optimizer SGD, 2 parameters, 14.1 KiB is left alone: another one is or was measured"
+    assert all(result.stderr.count(line) == 1 for result in results)
+    found = Run(tmp_path / "run").findings
+    left = "a distributed optimizer (SGD, 2 parameters, 14.1 KiB) was left alone: what it communicates is not in this"
+    assert found.not_recorded.startswith(left) == kept
+    assert bool(found.not_recorded) == kept
+
+
+def test_a_second_optimizer_is_an_error_in_strict_mode(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {**ENV, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    job = warm_ranks.start(2, TWO.format(kept=True), env={**env, "NETBOTTLENECK_STRICT": "1"})
+    for result in job.wait(check=False):
+        assert result.code not in {0, None}
+        assert "ValueError: NETBOTTLENECK_STRICT=1, and the distributed optimizer SGD" in result.stderr
+
+
+UNREDUCED = """
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init(process_sets="dynamic")
+torch.manual_seed(1)
+among = hvd.global_process_set if hvd.size() == 1 else hvd.add_process_set([0])
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=among)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "why"), [(1, "one rank: no gradient is"), (2, "its optimizer reduces gradients over")]
+)
+def test_why_a_distributed_optimizer_is_not_measured(warm_ranks: Ranks, size: int, why: str) -> None:
+    for result in warm_ranks(size, UNREDUCED, {**ENV, "NETBOTTLENECK_TRANSPORT": "stock"}):
+        assert f"the training is left alone: {why}" in result.stderr
+
+
 TINY = """
 import hashlib, torch
 import netbottleneck.torch as hvd

@@ -14,7 +14,7 @@ from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.joins import Joins
-from netbottleneck.hooks.left_alone import left_alone
+from netbottleneck.hooks.left_alone import held, left_alone
 from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, follow_device, report
 from netbottleneck.launch import connect
 from netbottleneck.runtime import async_operations, exits, job, run_folder, timeline
@@ -30,7 +30,9 @@ from netbottleneck.torch.gradients import (
     check_on_host,
     dtype_code,
 )
+from netbottleneck.trace.model import NOT_RECORDED
 from netbottleneck.trace.ring_file import EVENTS
+from netbottleneck.units import nbytes
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -48,9 +50,14 @@ class Measuring(job.Observer):
         self._session: Session | None = None
         self._joins: Joins | None = None
         self._refused = False
+        self._about = ""  # the measured optimizer
+        self._others: list[tuple[weakref.ref[Any], str]] = []  # later optimizers, which are left alone
 
     def gradients(self, gradients: Any, optimizer: Any) -> None:
-        if self._session is not None or self._refused:
+        if self._session is not None:
+            self._leave_alone(self._session, optimizer)
+            return
+        if self._refused:
             return
         settings = job.current().settings
         # Without a choice, gradients travel as they would without a measurement: over our own transport.
@@ -59,14 +66,37 @@ class Measuring(job.Observer):
         if session is None:
             self._refused = True
             return
-        self._session = session
+        self._session, self._about, self._others = session, _contents(optimizer), []
         follow_device(session, gradients.parameters)
         gradients.record(session.recorder)
         joins = self._joins = Joins(session, gradients)
         joins.measured = Measured(session, gradients, optimizer, own_sync=False, step_waits=True, agree=joins.agree)
+        joins.measured.between = self._step_ends
         _at_end_of(optimizer, joins.measured.forget, joins.forget)
         exits.register(job.stop)  # runs before the exit handlers of modules imported earlier
         _have_arms_followed(session)
+
+    def _leave_alone(self, session: Session, optimizer: Any) -> None:
+        about = _contents(optimizer)
+        why = (
+            f"another one is or was measured ({self._about}), and only one of a job can be: give all parameters to one "
+            "optimizer, or, if the other has done its part, call hvd.shutdown() and hvd.init() before this one is made"
+        )
+        if session.settings.strict:
+            raise ValueError(f"NETBOTTLENECK_STRICT=1, and the distributed optimizer {about} cannot be measured: {why}")
+        left_alone(f"the distributed optimizer {about}", why)
+        self._others.append((weakref.ref(optimizer), about))
+
+    def _step_ends(self) -> None:
+        """Note the optimizers that are there while the measured one goes on making steps."""
+        others, self._others = self._others, []
+        for reference, about in others:
+            note = (
+                f"a distributed optimizer ({about}) was left alone: {NOT_RECORDED}, and the wait for it counts as "
+                f'input or "other". The measured one is {self._about}.'
+            )
+            if self._session is not None and reference() is not None and note not in self._session.notes:
+                self._session.notes.append(note)
 
     def joining(self, joining: job.Job) -> "Sequence[_core.Comm]":
         return () if self._joins is None else self._joins.begin()
@@ -91,6 +121,13 @@ class Measuring(job.Observer):
                 report(session)
             except Exception as error:
                 logger.error("%s: no report: %s: %s", session.folder, type(error).__name__, error)
+
+
+def _contents(optimizer: Any) -> str:
+    """Return what tells an optimizer from another one of its class: "SGD, 4 parameters, 1.5 MiB"."""
+    own = held(optimizer)
+    size = nbytes(sum(parameter.numel() * parameter.element_size() for parameter in own))
+    return f"{type(optimizer).__name__}, {len(own)} parameters, {size}"
 
 
 def _at_end_of(optimizer: Any, *calls: Callable[[], None]) -> None:

@@ -114,6 +114,14 @@ def why_not(optimizer: Any) -> str:
         return "DeepSpeed moves its gradients, which is not measured yet: use DDP"
     if any("Adasum" in cls.__name__ for cls in type(optimizer).__mro__):
         return "Horovod's Adasum combines steps, not gradients, which is not measured yet: use op=hvd.Average"
+    among = getattr(getattr(optimizer, "_wanted", None), "process_set", None)
+    if among is not None and job.is_started():  # a distributed optimizer of ours
+        if job.current().place.size == 1:
+            return "one rank: no gradient is reduced, so there is nothing to measure"
+        return (
+            f"its optimizer reduces gradients over process set {among.process_set_id}, and only one that reduces over "
+            "all ranks is measured"
+        )
     return (
         "it has no DistributedDataParallel model and no Horovod optimizer: wrap the model, or, if all ranks train the "
         "same one, call netbottleneck.profile(model, optimizer), which averages their gradients"

@@ -375,8 +375,8 @@ def _compare(argv: Sequence[str]) -> int:
         metavar="X",
         type=float,
         help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer; else with code 4 "
-        "if a transport or cell of A could not be judged, as B does not have it, has too few counted steps, or "
-        "differs in ranks, hosts, model, gradients or link",
+        "if a transport or cell of A could not be judged, as B does not have it, has too few counted steps, differs in "
+        "ranks, hosts, model, gradients or link, or if a run is still in progress",
     )
     args = parser.parse_args(argv)
     percent = args.max_step_time_regression_pct

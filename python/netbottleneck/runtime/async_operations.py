@@ -161,6 +161,7 @@ class Pending(Generic[T]):
         self._job = job.current()
         self._steps = steps
         self._works: list[Any] = []
+        self._kept: list[Any] = []  # done, and their names are taken
         self._result: T | None = None
         self._failure: Exception | None = None
         self._done = False
@@ -181,16 +182,25 @@ class Pending(Generic[T]):
         except StopIteration as end:
             self._result, self._done, self._works = end.value, True, []
 
-    def poll(self) -> bool:
-        """Return True if `wait` would return, or raise, at once. False while another thread resumes the operation."""
+    def poll(self, *, meanwhile: bool = False) -> bool:
+        """Return True if `wait` would return, or raise, at once. False while another thread resumes the operation.
+
+        meanwhile: nobody has asked for this operation, so the names of its last works stay taken.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
             while not self._done:
-                if not all(work.test() for work in self._works):
+                works = self._works
+                if not all(work.test() for work in works):
                     return False
-                self._job.waited(self._works)
+                names = self._job.waited(works)
                 self._advance_later()
+                if meanwhile and self._done:
+                    self._job.take(names)
+                    self._kept = works
+            if not meanwhile:
+                self._release()
         except (*FAILURES, HorovodInternalError):
             return True  # of a work, which raises it again
         finally:
@@ -204,6 +214,12 @@ class Pending(Generic[T]):
         except Exception as failure:
             self._failure, self._works, self._done = failure.with_traceback(None), [], True
 
+    def _release(self) -> None:
+        """Release the names that `poll` has kept."""
+        kept, self._kept = self._kept, []
+        if kept:
+            self._job.waited(kept)
+
     def wait(self) -> T:
         """Return the result. Raises HorovodInternalError when the operation failed."""
         while not self._done:
@@ -212,6 +228,7 @@ class Pending(Generic[T]):
             with self._lock:
                 if self._works is works:
                     self.advance()
+        self._release()
         if self._failure is not None:
             raise self._failure
         return cast(T, self._result)

@@ -114,8 +114,11 @@ class Watcher(Protocol):
 class Polled(Protocol):
     """A pending operation, of one or more rounds."""
 
-    def poll(self) -> bool:
-        """Begin each round that is due. Return True if the operation is done."""
+    def poll(self, *, meanwhile: bool = False) -> bool:
+        """Begin each round that is due. Return True if the operation is done.
+
+        meanwhile: nobody has asked for it, so its names stay taken.
+        """
 
     def wait(self) -> Any:
         """Return the result."""
@@ -174,14 +177,21 @@ class Job:
             self.watcher.submitted(work, name, (kind, memory, dtype, place[0]))
         return work
 
-    def waited(self, works: Sequence["_core.Work"]) -> None:
-        """Mark operations as complete: their names are free."""
+    def waited(self, works: Sequence["_core.Work"]) -> dict["_core.Work", tuple[int, str]]:
+        """Mark operations as complete: their names are free. Returns them, for `take`."""
         if self.watcher is not None:
             self.watcher.completed(works)
-        for work in works:
-            place = self._names.pop(work, None)
-            if place is not None and self._taken.get(place) is work:
+        names = {work: self._names.pop(work) for work in works if work in self._names}
+        for work, place in names.items():
+            if self._taken.get(place) is work:
                 del self._taken[place]
+        return names
+
+    def take(self, names: Mapping["_core.Work", tuple[int, str]]) -> None:
+        """Take names again that `waited` has freed, except those of later operations."""
+        for work, place in names.items():
+            if self._taken.setdefault(place, work) is work:
+                self._names[work] = place
 
     def _forget(self) -> None:
         latest = core().now_ns() - TAKEN_NS
@@ -216,7 +226,7 @@ class Job:
         """Do what is due while a thread waits."""
         self.log_notices()
         for pending in list(self.handles.values()):
-            pending.poll()
+            pending.poll(meanwhile=True)
 
     def log_notices(self) -> None:
         """Log the communicator's notices: stalled ranks, lost lanes."""

@@ -39,7 +39,7 @@ static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arri
         bucket->left--;
     }
     note_order(self, index);
-    return bucket->left == 0 ? gradhook_send(self, bucket) : 0;
+    return bucket->left == 0 ? gradhook_complete(self, bucket) : 0;
 }
 
 // Handles the first gradient of a pass.

@@ -90,6 +90,7 @@ struct core_gradhook {
     bool began;    // on_first was called in this pass
     bool held;     // in this pass nothing is sent before flush()
     bool drops;    // gradients do not get the sums of this pass
+    bool sending;  // a thread is sending buckets to a callable
     double prescale;
     double postscale;
     int redop;
@@ -106,6 +107,7 @@ struct core_gradhook {
     uint32_t *last_order; // the same of the last complete step
     uint32_t last_count;
     uint32_t pending; // number of buckets that are sent
+    uint32_t turn;    // next bucket that a callable gets in this pass
     uint32_t recent;  // parameter whose hook was called last
 };
 
@@ -169,8 +171,9 @@ PyObject *gradhook_hook_new(PyObject *gradhook, uint32_t index);
 
 // gradhook_bucket.c
 
-// Sends a bucket to the target. 0, or -1 with an exception.
-int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket);
+// Sends a bucket whose gradients are all there: to a Comm, which negotiates an order with the other ranks, at once; to a
+// callable, after the buckets before it. 0, or -1 with an exception.
+int gradhook_complete(struct core_gradhook *self, struct gradhook_bucket *bucket);
 int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
 // Ends a pass that has failed: sends what is missing, waits, and gives no gradient its sum. 0, or -1 with an exception.

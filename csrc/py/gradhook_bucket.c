@@ -76,7 +76,8 @@ static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *
     return 0;
 }
 
-int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+// Sends a bucket to the target.
+static int send_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     int rc = bucket->flags != NULL ? gradhook_flags_write(self, bucket) : 0;
     if (rc < 0) {
         return -1;
@@ -92,6 +93,30 @@ int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
         self->pending++;
     }
     return rc;
+}
+
+// Sends each complete bucket that has no open one before it.
+static int send_in_order(struct core_gradhook *self) {
+    if (self->sending) { // another thread, which has released the GIL: it continues with this bucket
+        return 0;
+    }
+    self->sending = true;
+    int rc = 0;
+    while (rc == 0 && self->turn < self->bucket_count) {
+        struct gradhook_bucket *bucket = &self->buckets[self->turn];
+        if (!bucket->sent && bucket->left > 0) {
+            break;
+        }
+        rc = bucket->sent ? 0 : send_bucket(self, bucket);
+        self->turn += rc == 0;
+    }
+    self->sending = false;
+    return rc;
+}
+
+int gradhook_complete(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    bool negotiated = self->target == NULL || self->native;
+    return negotiated ? send_bucket(self, bucket) : send_in_order(self);
 }
 
 // Resets a bucket to the start of a step.
@@ -204,7 +229,7 @@ int gradhook_flush(struct core_gradhook *self) {
                 return -1;
             }
         }
-        if (!bucket->sent && gradhook_send(self, bucket) < 0) {
+        if (!bucket->sent && send_bucket(self, bucket) < 0) {
             return -1;
         }
     }
@@ -276,6 +301,7 @@ static void reopen_rest(struct core_gradhook *self) {
 static void end_pass(struct core_gradhook *self) {
     self->began = false;
     self->held = false;
+    self->turn = 0;
     self->claims.pass++;
 }
 

@@ -304,7 +304,8 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
         {"target", WITH_KEYWORDS(gradhook_target),
          "target($self, sink, prescale=1.0, postscale=1.0, op=..., group=0, limit_s=0.0)\n--\n\n"
          "Set where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
-         "with wait(), or None: nowhere. limit_s: as in Comm.submit. Re-arms; RuntimeError while buckets are pending."},
+         "with wait(), or None: nowhere. A callable gets them in the order of their index, because its ranks do not\n"
+         "negotiate. limit_s: as in Comm.submit. Re-arms; RuntimeError while buckets are pending."},
         {"flush", gradhook_method_flush, METH_NOARGS,
          "flush($self)\n--\n\n"
          "Submit every bucket that is not, with what the parameters' `grad` holds. Where it is None it becomes\n"

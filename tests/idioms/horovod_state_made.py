@@ -13,8 +13,8 @@ MAKERS = (
 def train(context):
     import horovod.torch as hvd
 
-    hvd.init()
     for number, make in enumerate(MAKERS):
+        hvd.init()
         model = context.model()
         optimizer = make(model.parameters())
         if number < 2:  # both orders that scripts have
@@ -33,3 +33,4 @@ def train(context):
             with optimizer.skip_synchronize():
                 optimizer.step()
             context.watch.step(model=model, optimizer=optimizer, loss=loss)
+        hvd.shutdown()  # each optimizer has a job of its own

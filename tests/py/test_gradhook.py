@@ -676,6 +676,27 @@ def test_a_callable_gets_whole_buckets_and_is_waited_for() -> None:
     assert sorted(sink.memory) == [[4.0, 8.0], [12.0, 16.0]]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+def test_a_callable_gets_buckets_by_their_index_whatever_is_ready_first(order: tuple[int, ...]) -> None:
+    """Its ranks do not negotiate, and gradients may be ready in another order on each."""
+    plan = Plan(chain(4), buckets=4)
+    sink = Sink()
+    plan.hook.target(sink)
+    for step in range(2):
+        sink.seen.clear()
+        for place, index in enumerate(order):
+            plan.parameters[index].sum().backward()
+            done = set(order[: place + 1])
+            assert sink.seen == [b for b in range(4) if set(range(b + 1)) <= done], step
+        plan.finish()
+        assert sink.seen == [0, 1, 2, 3]
+    sink.seen.clear()
+    plan.parameters[2].sum().backward()  # the only one of this pass
+    assert sink.seen == []
+    plan.finish()
+    assert sink.seen == [0, 1, 2, 3]
+
+
 def test_none_moves_nothing() -> None:
     plan = Plan(chain(4), direct_bytes=LARGE)
     plan.hook.target(None, postscale=0.5)

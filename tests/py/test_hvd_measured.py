@@ -71,6 +71,28 @@ def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
     assert list(travelling_bytes(trace)) == [p.bytes // parts for p in trace.parameters]
 
 
+@pytest.mark.parametrize("kind", ["orders", "orders-fp16"])
+@pytest.mark.parametrize("transports", ["stock", "stock,tcp"])
+def test_gradients_that_are_ready_in_different_orders_are_not_mixed(
+    warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str
+) -> None:
+    """Over stock, whose operations match by their order, all ranks start them in rank 0's order of readiness."""
+    output = trained(warm_ranks, kind, transports, tmp_path / "run", NETBOTTLENECK_BUCKET_BYTES="256")
+    assert "left alone" not in output
+    trace = Run(tmp_path / "run").trace
+    starts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for c in trace.collectives:
+        if c.bucket is not None and c.arm == "stock":
+            starts[c.rank, c.step].append((c.start_ns, c.bucket))
+    orders = {at: [bucket for _, bucket in sorted(each)] for at, each in starts.items()}
+    assert all(len(order) >= 4 for order in orders.values())  # one for each layer, or more
+    assert {step for _, step in orders} >= set(range(2))
+    assert all(orders[0, step] == orders[1, step] for _, step in orders)
+    later = next(step for step in trace.steps if (step.rank, step.index) == (0, 1))
+    sent = [index for bucket in orders[0, 1] for index in trace.buckets[bucket].parameters]
+    assert sent == [index for index, _ in later.grad_ready]
+
+
 @pytest.mark.parametrize(
     ("kind", "transports", "steps"),
     [

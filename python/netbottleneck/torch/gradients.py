@@ -186,7 +186,8 @@ class GradientSink:
         """Set the destination of complete buckets; between steps.
 
         destination: a Comm; a callable that gets a bucket's index, starts its transfer (the bytes are `flat(index)`)
-        and returns an object with wait(); or None: nothing is moved. average: divide by the number of ranks, by
+        and returns an object with wait(); or None: nothing is moved. A callable is called in the same order on all
+        ranks, whatever is ready first; a Comm negotiates the order. average: divide by the number of ranks, by
         predivide before the sum and by the rest after it. A Comm does this by itself; a callable must do it. op: one of
         the core's reductions; None: the sum.
         """
@@ -446,10 +447,8 @@ class Gradients(GradientSink):
 
         A parameter is given as its place in the common order.
         """
-        places = {index: place for place, index in enumerate(self._common)}
-        ready = [places[index] for index in dict.fromkeys(self.hook.ready_order())]
         sparse = self.hook.sparse() if self._drop_sparse else []
-        return [*ready, *sorted(set(places.values()) - set(ready), reverse=True), *(i in sparse for i in self._common)]
+        return [*places_of(self.hook.ready_order(), self._common), *(i in sparse for i in self._common)]
 
     def _settle(self) -> None:
         """Use rank 0's order of this step on all ranks, and rebuild the buckets if it changes them."""
@@ -475,6 +474,13 @@ class Gradients(GradientSink):
             self._build(chosen)
         average, predivide, op = self._factors
         self.target(self._destination, average, predivide=predivide, op=op)
+
+
+def places_of(ready: Iterable[int], common: Sequence[int]) -> list[int]:
+    """Return places in the common order: of what became ready, in its order, then of the rest, last ones first."""
+    places = {index: place for place, index in enumerate(common)}
+    first = [places[index] for index in dict.fromkeys(ready)]
+    return [*first, *sorted(set(places.values()) - set(first), reverse=True)]
 
 
 UNREACHABLE = "gradients travel from host and CUDA memory only"

@@ -368,7 +368,12 @@ def _ways(wanted: Wanted) -> Ways:
     reduction = async_operations.reduction(wanted.op)
     factors = (wanted.op == async_operations.Average, wanted.predivide, reduction)
     return Ways(
-        dense, sparse, lambda name: async_operations.label("allreduce", f"{wanted.label}.{name}", among), factors
+        dense,
+        sparse,
+        lambda name: async_operations.label("allreduce", f"{wanted.label}.{name}", among),
+        factors,
+        wanted.by_name,
+        _agreement(wanted.label, among) if among.size > 1 else None,
     )
 
 

@@ -1,11 +1,12 @@
 """Slow path of gradients: Python hooks send them one by one, for uses that C hooks do not cover."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from netbottleneck.runtime import job
@@ -20,6 +21,7 @@ from netbottleneck.torch.gradients import (
     check,
     dtype_code,
     is_reachable,
+    places_of,
 )
 from netbottleneck.torch.handles import memory_of, synchronize
 from netbottleneck.trace.ring_file import EVENTS
@@ -42,13 +44,50 @@ class Ways(NamedTuple):
     """Operations that send a gradient of a given name over the job's own communicator; each starts the transfer.
 
     dense: reduces in place; returns the handle. sparse: returns a function that waits for the sum. label: name of a
-    dense gradient's operation. factors: of the reduction, as Gradients.factors.
+    dense gradient's operation. factors: of the reduction, as Gradients.factors. by_name, agree: as of Gradients; they
+    order the gradients of a callable destination.
     """
 
     dense: Callable[[torch.Tensor, str], int]
     sparse: Callable[[torch.Tensor, str], Callable[[], torch.Tensor]]
     label: Callable[[str], str]
     factors: tuple[bool, float, int | None]
+    by_name: bool
+    agree: Callable[[bytes], bytes | None] | None
+
+
+class Turns:
+    """Starts the transfers of a pass in one order, the same on all ranks, whatever is ready first."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+        self._ready: dict[int, Callable[[], Any]] = {}
+        self._works: dict[int, Any] = {}
+        self._next = 0
+        self._starting = False
+
+    def put(self, index: int, start: Callable[[], Any]) -> None:
+        """Start a transfer, after those before it."""
+        self._ready[index] = start
+        self._start()
+
+    def take(self, index: int) -> Any:
+        """Return what `start` returned. All transfers of the pass have been put."""
+        self._start()  # again, if it has failed
+        return self._works.pop(index)
+
+    def _start(self) -> None:
+        if self._starting:  # another thread, which continues with this one
+            return
+        self._starting = True
+        try:
+            while self._next < len(self.order) and self.order[self._next] in self._ready:
+                index = self.order[self._next]
+                self._works[index] = self._ready[index]()
+                del self._ready[index]
+                self._next += 1
+        finally:
+            self._starting = False
 
 
 class PerParameter(GradientSink):
@@ -92,6 +131,11 @@ class PerParameter(GradientSink):
         self._recorder: _core.Recorder | None = None
         self._stamps: list[Callable[[], None]] = []
         self._staged: dict[int, torch.Tensor] = {}
+        places = range(len(self.names))
+        self._common = sorted(places, key=self.names.__getitem__) if ways.by_name else list(places)
+        self._agree = ways.agree
+        self._complete: dict[int, None] = {}  # gradients of this pass in the order in which they were complete
+        self._turns = Turns(self._common[::-1])
         self._hooks = [OnAccumulated(parameter, partial(self._ready, parameter)) for parameter in self.parameters]
 
     def _passes_change(self) -> None:
@@ -127,6 +171,7 @@ class PerParameter(GradientSink):
             raise AssertionError(TOO_MANY)
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
+            self._complete[self._index[parameter]] = None
             self._send(parameter)
 
     def _send(self, parameter: torch.Tensor) -> None:
@@ -141,6 +186,7 @@ class PerParameter(GradientSink):
                 leave_sparse(self.names[index])
             self._sparse_dims[parameter] = gradient.sparse_dim()
             if not self._sparse_as_dense:
+                self._turns.put(index, _nothing)
                 self._sparse[parameter] = self._ways.sparse(gradient, self.names[index])
                 return
             gradient = gradient.to_dense()
@@ -154,12 +200,14 @@ class PerParameter(GradientSink):
         self._describe(index, travelling)
         destination = self._destination
         if destination is None or travelling.numel() == 0:
+            self._turns.put(index, _nothing)
             return lambda: travelling
         if isinstance(destination, job.core().Comm):
             return partial(_finish, self._submit(destination, index, travelling), travelling)
         staged = self._staged[index].copy_(travelling.detach().view(-1)).view(travelling.shape)
-        start = cast(Callable[[int], Any], destination)
-        return partial(_finish, start(index), staged)
+        turns, start = self._turns, cast(Callable[[int], Any], destination)
+        turns.put(index, partial(start, index))
+        return lambda: _finish(turns.take(index), staged)
 
     def _submit(self, comm: "_core.Comm", index: int, travelling: torch.Tensor) -> "_core.Work":
         core, bucket, op = job.core(), self.buckets[index], self.factors[2]
@@ -203,6 +251,7 @@ class PerParameter(GradientSink):
         """
         sparse = set(self._sparse)
         results = self._received()
+        self._settle()
         deleted = [self.names[self._index[parameter]] for parameter in results if parameter.grad is None]
         for parameter, (result, context) in results.items():
             if parameter.grad is not None:
@@ -225,6 +274,7 @@ class PerParameter(GradientSink):
         """Wait until all gradients are back; return each sum, and the context of its compression."""
         sent, self._sent = self._sent, {}
         sparse, self._sparse = self._sparse, {}
+        self._turns = Turns(self._turns.order)
         self._left = dict.fromkeys(self.parameters, self._passes)
         self._stamp("WAIT_BEGIN")
         try:
@@ -234,6 +284,16 @@ class PerParameter(GradientSink):
             return results | {parameter: (sparse[parameter](), None) for parameter in in_order}
         finally:
             self._stamp("WAIT_END")
+
+    def _settle(self) -> None:
+        """In a measured run, use rank 0's order of this pass from now on."""
+        complete, self._complete = self._complete, {}
+        if self._recorder is None or self._agree is None:
+            return
+        answer = self._agree(np.array(places_of(complete, self._common), np.int32).tobytes())
+        if answer is not None:
+            self._turns = Turns([self._common[place] for place in np.frombuffer(answer, np.int32).tolist()])
+            self._agree = None
 
     def _put(self, parameter: torch.Tensor, result: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -251,6 +311,10 @@ class PerParameter(GradientSink):
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _nothing() -> None:
+    """Start nothing."""
 
 
 def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:

@@ -126,6 +126,8 @@ class Rank:
             self.report("failed", error=f"{type(error).__name__}: {error}"[:400], trace=result[-3000:])
             signal.pause()
         watch.end()
+        if kind == "horovod":  # one optimizer of a job is measured, so the next idiom begins another job
+            importlib.import_module("horovod.torch").shutdown()
         if self.mode.imported and kind != "horovod" and not getattr(idiom, "QUIET", False) and not skipped:
             stays = getattr(idiom, "STEPLESS", False) and self.mode.turns
             lack = served.lack(moves=self.mode.moves and not stays)

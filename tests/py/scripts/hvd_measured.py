@@ -43,6 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "user": {"compression": Sixteenths, "op": hvd.Sum},
     "dense": {"sparse_as_dense": True},
     "sparse": {"compression": hvd.Compression.fp16},
+    "orders": {},
+    "orders-fp16": {"compression": hvd.Compression.fp16},
     "joins": {},
     "joins-fp16": {"compression": hvd.Compression.fp16},
     "joins-first": {},
@@ -64,6 +66,25 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.line(self.table(x).sum(1))
+        return out
+
+
+class Orders(torch.nn.Module):
+    """Layers of one size, which the ranks use in different orders; rank 1 leaves one out in every third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.nn.functional.one_hot(x.sum(1) % 8, 8).float()
+        places = range(4)
+        if hvd.rank() == 1:
+            self.step += 1
+            places = range(3 if self.step % 3 == 0 else 4)[::-1]
+        for place in places:
+            out = self.lines[place](out)
         return out
 
 
@@ -99,7 +120,7 @@ def train(kind: str) -> list[str]:
         this = job.current()
         this.settings = replace(this.settings, start_timeout_s=float(os.environ["OPENING_S"]))
     torch.manual_seed(0)
-    model = Net(kind in {"dense", "sparse"})
+    model = Orders() if kind.startswith("orders") else Net(kind in {"dense", "sparse"})
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.125), model.named_parameters(), **KINDS[kind]
     )

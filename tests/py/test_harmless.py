@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 from netbottleneck import config
 from netbottleneck.errors import of_handler
-from netbottleneck.hooks import ddp, horovod, measured_model
+from netbottleneck.hooks import ddp, horovod, run_end
 from netbottleneck.report import Run
 from netbottleneck.runtime.session import Session
 
@@ -758,8 +758,8 @@ def test_a_report_that_fails_ends_with_one_line_and_not_the_job(
 
     place = SimpleNamespace(rank=0, size=2)
     session = SimpleNamespace(place=place, until=0.0, folder=tmp_path, collect=lambda: None)
-    monkeypatch.setattr(measured_model, "_write", fails)
-    measured_model.report(cast(Any, session))
+    monkeypatch.setattr(run_end, "_write", fails)
+    run_end.report(cast(Any, session))
     monkeypatch.setattr(horovod, "report", fails)
     measuring = horovod.Measuring()
     measuring._session = cast(Any, session)

@@ -17,7 +17,7 @@ import torch
 
 from netbottleneck import config
 from netbottleneck.analysis import intervals
-from netbottleneck.hooks import left_alone, loop, measured_model
+from netbottleneck.hooks import left_alone, loop, run_end
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import words
 from netbottleneck.torch.optimizer import _Adasum, remade
@@ -559,7 +559,7 @@ LATE = """
 import contextlib
 import signal
 import types
-from netbottleneck.hooks import measured_model
+from netbottleneck.hooks import run_end
 
 
 def write(session, show):
@@ -568,9 +568,9 @@ def write(session, show):
     print("went on")
 
 
-measured_model._write = write
+run_end._write = write
 place = types.SimpleNamespace(rank=0)
-measured_model.report(types.SimpleNamespace(place=place, until=0.0, folder="run", collect=lambda: None))
+run_end.report(types.SimpleNamespace(place=place, until=0.0, folder="run", collect=lambda: None))
 print("reported")
 """
 
@@ -586,7 +586,7 @@ def test_the_limit_of_the_report_is_no_error_that_its_code_handles(warm_ranks: R
 
 FOREIGN_HANDLER = """
 import signal
-from netbottleneck.hooks import measured_model
+from netbottleneck.hooks import run_end
 
 real = signal.signal
 
@@ -597,7 +597,7 @@ def of_c(number, handler):
 
 # As Python has it of a handler that C code installed before Python started.
 signal.signal, signal.getsignal = of_c, lambda number: None
-with measured_model._at_most(60.0):
+with run_end._at_most(60.0):
     print("reported")
 """
 
@@ -635,7 +635,7 @@ def test_a_run_without_steps_names_the_reason(
     folder, chosen = FakeRun(tmp_path, blocks=0).write(), config.settings(environ={})
     every = {"step": 9, "stays": None, "why_stays": "ranks differ", "followed": False, **known}
     session: Any = SimpleNamespace(folder=folder, settings=chosen, **every)
-    measured_model._write(session, show=False)
+    run_end._write(session, show=False)
     assert f": no step was recorded: {reason}" in caplog.text
 
 

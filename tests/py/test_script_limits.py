@@ -250,14 +250,14 @@ import time
 import netbottleneck
 import torch
 import torch.distributed as dist
-from netbottleneck.hooks import measured_model
+from netbottleneck.hooks import run_end
 from torch.nn.parallel import DistributedDataParallel
 
 def end(*_):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 
-measured_model._write = end
+run_end._write = end
 atexit.register(print, "the script's handler", flush=True)
 folder = tempfile.TemporaryDirectory(dir=".")
 dist.init_process_group("gloo")
@@ -270,7 +270,7 @@ for _ in range(4):
 dist.destroy_process_group()
 {more}
 """
-HANDLES = "signal.signal(signal.SIGTERM, lambda *_: (print('handled', flush=True), measured_model.sys.exit(7)))"
+HANDLES = "signal.signal(signal.SIGTERM, lambda *_: (print('handled', flush=True), run_end.sys.exit(7)))"
 
 
 @pytest.mark.parametrize(("more", "said"), [("", []), (HANDLES, ["handled"])], ids=["default", "the script's"])

@@ -17,16 +17,9 @@ from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.hooks.collectives import moving
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured_model import (
-    Crosscheck,
-    Measured,
-    finish,
-    finish_at_exit,
-    follow_device,
-    report_at_exit,
-    uncompiled,
-)
+from netbottleneck.hooks.measured_model import Crosscheck, Measured, follow_device, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
+from netbottleneck.hooks.run_end import finish, finish_at_exit, report_at_exit
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job, nccl
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks

@@ -15,7 +15,8 @@ from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.joins import Joins
 from netbottleneck.hooks.left_alone import held, left_alone
-from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, follow_device, report
+from netbottleneck.hooks.measured_model import Measured, follow_device
+from netbottleneck.hooks.run_end import close, finish, finish_at_exit, report
 from netbottleneck.launch import connect
 from netbottleneck.runtime import async_operations, exits, job, run_folder, timeline
 from netbottleneck.runtime.collectives import shape_key

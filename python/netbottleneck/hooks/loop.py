@@ -24,8 +24,9 @@ from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
 from netbottleneck.hooks.calls import EachCall
 from netbottleneck.hooks.left_alone import held, left_alone, spread_as
-from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit, follow_device, uncompiled
+from netbottleneck.hooks.measured_model import Measured, follow_device, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup
+from netbottleneck.hooks.run_end import finish, finish_at_exit
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import fitted

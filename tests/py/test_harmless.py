@@ -750,6 +750,50 @@ def test_a_normal_end_writes_a_report_and_a_full_disk_one_line(warm_ranks: Ranks
         assert "the record is not complete, and has no report" in result.stderr
 
 
+GOES_ON = """
+import random
+import sys
+import numpy as np
+import torch
+import netbottleneck
+
+random.seed(3)
+np.random.seed(3)
+torch.manual_seed(3)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(optimizer):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+if {kind!r} == "profile":
+    torch.distributed.init_process_group("gloo")
+    with netbottleneck.profile(model, optimizer):
+        train(optimizer)
+else:
+    import netbottleneck.torch as hvd
+    hvd.init()
+    train(hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+    hvd.shutdown()
+print("rich", "rich.style" in sys.modules)
+print("next", random.random(), np.random.random(), torch.rand(1).item())
+"""
+
+
+@pytest.mark.parametrize("kind", ["profile", "horovod"])
+def test_the_script_draws_the_same_random_numbers_after_a_report(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """The first report in a process imports rich, whose import draws a number. Rank 1 has no report."""
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    results = ranks(2, GOES_ON.format(kind=kind), env)
+    assert (tmp_path / "run" / "report.html").exists()
+    lines = [result.stdout.splitlines() for result in results]
+    assert ["rich True" in each for each in lines] == [True, False]
+    assert len({line for each in lines for line in each if line.startswith("next")}) == 1
+
+
 def test_a_report_that_fails_ends_with_one_line_and_not_the_job(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

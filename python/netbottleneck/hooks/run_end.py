@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -51,7 +52,7 @@ def report(session: Session, *, show: bool = True) -> None:
     if session.place.rank != 0:
         return
     try:
-        with _at_most(max(1.0, session.until - time.monotonic())):
+        with _same_random_numbers(), _at_most(max(1.0, session.until - time.monotonic())):
             _write(session, show)
     except (exits.Told, _Late) as end:
         late, folder = isinstance(end, _Late), session.folder
@@ -61,6 +62,16 @@ def report(session: Session, *, show: bool = True) -> None:
             raise
     except Exception as error:
         logger.error("%s: the report failed: %s: %s", session.folder, type(error).__name__, error, exc_info=error)
+
+
+@contextmanager
+def _same_random_numbers() -> Generator[None, None, None]:
+    """Restore Python's random state: the script may go on, and the import of rich draws a number."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 class _Late(BaseException):
@@ -141,7 +152,7 @@ def _report_freed(pid: int) -> None:
     limit_s = exits.left(FINISH_S if job.failure() is None else FAILED_FINISH_S)
     try:
         if limit_s >= LEAST_S:
-            with contextlib.suppress(_Late), _at_most(limit_s):
+            with _same_random_numbers(), contextlib.suppress(_Late), _at_most(limit_s):
                 while _freed:
                     _write_silently(_freed[0])
                     del _freed[0]

@@ -26,6 +26,11 @@ class Mode:
     kinds: tuple[str, ...] = ("ddp", "horovod")
 
     @property
+    def measures(self) -> bool:
+        """True where the package must measure the training, unless the model was left alone."""
+        return self.name not in (UNTOUCHED, "import")
+
+    @property
     def moves(self) -> bool:
         """True where bytes must have been sent by a transport of ours, unless the model was left alone."""
         return self.bound and self.name not in ("shm", "import")

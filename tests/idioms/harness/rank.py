@@ -128,7 +128,7 @@ class Rank:
         watch.end()
         if kind == "horovod":  # one optimizer of a job is measured, so the next idiom begins another job
             importlib.import_module("horovod.torch").shutdown()
-        if self.mode.imported and kind != "horovod" and not getattr(idiom, "QUIET", False) and not skipped:
+        if self.mode.measures and not getattr(idiom, "QUIET", False) and not skipped:
             stays = getattr(idiom, "STEPLESS", False) and self.mode.turns
             lack = served.lack(moves=self.mode.moves and not stays)
         if reference is None:

@@ -38,7 +38,8 @@ class Mode:
     @property
     def turns(self) -> bool:
         """True where stock has the first steps, and other transports later ones."""
-        return self.variables.get("NETBOTTLENECK_TRANSPORT", "").startswith(("stock,", "auto"))
+        transports = (self.variables | self.later).get("NETBOTTLENECK_TRANSPORT", "")
+        return transports.startswith(("stock,", "auto"))
 
 
 def _transport(names: str, **others: str) -> dict[str, str]:
@@ -63,6 +64,7 @@ MODES = {
         Mode("auto", _transport("auto", BLOCK_STEPS="1"), bound=True),
         Mode("attach", later=_transport("tcp"), bound=True, kinds=("ddp",)),
         Mode("profile", later=_transport("tcp"), bound=True, kinds=("loop",)),
+        Mode("profile_blocks", later=_transport("stock,tcp", BLOCK_STEPS="1"), bound=True, kinds=("loop",)),
         Mode("import", bound=True, kinds=("horovod",)),  # netbottleneck.torch by its own name, nothing measured
     )
 }

@@ -105,7 +105,7 @@ class Rank:
         untouched = self.reference / f"{name}-{width}-{self.rank}"
         here = untouched if reference is None else self.folder / untouched.name
         context = Context(self.rank, self.size, width, watch, here, untouched)
-        if self.mode.name == "profile":
+        if self.mode.kinds == ("loop",):
             context.profile = _profile
         random.seed(3)
         np.random.seed(3)  # noqa: NPY002 - the state that old scripts use

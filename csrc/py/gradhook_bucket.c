@@ -67,7 +67,9 @@ static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *
     if (index == NULL) {
         return -1;
     }
+    self->busy++;
     PyObject *future = PyObject_CallFunctionObjArgs(self->target, index, NULL);
+    self->busy--;
     Py_DECREF(index);
     if (future == NULL) {
         return -1;
@@ -208,10 +210,11 @@ static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     return rc;
 }
 
-// Only one thread waits at a time; nothing else may change the state meanwhile.
+// Only one thread sends the rest or waits at a time; nothing else may change the state meanwhile.
 static int check_idle(const struct core_gradhook *self) {
     if (self->busy > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "GradHook.wait() is already running, in another thread or in a caller");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the GradHook is sending buckets or waiting for them, in another thread or in a caller");
         return -1;
     }
     return 0;

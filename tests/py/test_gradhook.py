@@ -697,6 +697,26 @@ def test_a_callable_gets_buckets_by_their_index_whatever_is_ready_first(order: t
     assert sink.seen == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("call", ["flush", "wait", "discard"])
+def test_a_callable_cannot_send_or_wait_in_its_turn(call: str) -> None:
+    """A handler of a signal may run in it."""
+    plan = Plan(chain(3), buckets=3)
+    sink = Sink()
+
+    def send(bucket: int) -> Sink.Future:
+        with pytest.raises(RuntimeError, match="is sending buckets or waiting for them"):
+            getattr(plan.hook, call)()
+        return sink(bucket)
+
+    plan.hook.target(send)
+    for _ in range(2):
+        weighted_sum(plan.parameters).backward()
+        plan.finish()
+        assert plan.hook.pending == 0
+    assert sink.seen == [0, 1, 2] * 2
+    assert sink.waited == [0, 1, 2] * 2
+
+
 def test_none_moves_nothing() -> None:
     plan = Plan(chain(4), direct_bytes=LARGE)
     plan.hook.target(None, postscale=0.5)

@@ -4,9 +4,11 @@ A rank joins on each of our communicators, and the engine contributes its zeros 
 torch.distributed cannot do that. Over stock, a rank that joins takes part in one more pass, with zeros, and each pass
 begins with a count of the ranks that have not joined. So the other ranks learn of the join from that pass. From then on
 they use one of our communicators, until the end of the run. Before the first pass of a kind, a rank that joins does not
-know which buckets the others will send, and in which order: all wait for the count there, and no zeros are sent.
+know which buckets the others will send: they send none before they wait for the pass, and then wait for the count
+first, and no zeros are sent. A hook waits for no other rank: the script may do so between a backward pass and its step.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +41,21 @@ class _Jobs(Native):
         return
 
 
+class _Late:
+    """A bucket of a pass that begins once this rank waits for it. begin: starts all of them."""
+
+    def __init__(self, index: int, here: Callable[[], Any], begin: Callable[[], None]) -> None:
+        self.index = index
+        self.here = here
+        self.work: Any = None
+        self._begin = begin
+
+    def wait(self) -> None:
+        if self.work is None:
+            self._begin()
+        self.work.wait()
+
+
 class Joins:
     """Keeps the arms of one run the same on all ranks while ranks join.
 
@@ -54,12 +71,13 @@ class Joins:
         self._ours: Native | None = None  # what all further steps use, since a rank has joined
         self._order: list[int] = []  # buckets of the last pass over stock, as they were sent
         self._version = -1  # of these buckets
+        self._late: list[_Late] | None = None  # buckets of a pass that has not begun
         self._complete = True  # the next bucket over stock begins a pass
         self._count: tuple[Any, torch.Tensor] | None = None  # work and sum of the last pass's count of ranks
         self._zeros: list[Any] = []  # works of this rank's pass with zeros
         self._stock = next((one for one in session.arms.values() if isinstance(one, Stock)), None)
         if self._stock is not None and self._size > 1:
-            self._stock.instead = self._over_ours
+            self._stock.instead = self._send
         session.on_close.append(self._close)
 
     def forget(self) -> None:
@@ -151,8 +169,8 @@ class Joins:
         session.why_stays = WHY
         session.stay(arm)
 
-    def _over_ours(self, index: int) -> Any:
-        """Start a bucket on our communicator if a rank has joined, and return the work; None: send it over stock."""
+    def _send(self, index: int, here: Callable[[], Any]) -> Any:
+        """Start a bucket over stock (here), or on our communicator if a rank has joined; return the work."""
         if self._ours is None and self._begins_pass(index):
             known = self._knows_pass()
             if self._count_lacks_ranks():
@@ -160,13 +178,22 @@ class Joins:
             else:
                 self._begin_count(1)
                 self._order, self._complete = [], False
-                if not known and self._count_lacks_ranks():
-                    self._leave()
+                self._late = None if known else []
         if self._ours is not None:
             return self._submit(self._ours.comm, index)
         self._order.append(index)
         self._version = self._gradients.version
-        return None
+        if self._late is None:
+            return here()
+        self._late.append(_Late(index, here, self._send_late))
+        return self._late[-1]
+
+    def _send_late(self) -> None:
+        late, self._late = self._late or [], None
+        if self._count_lacks_ranks():
+            self._leave()
+        for bucket in late:
+            bucket.work = bucket.here() if self._ours is None else self._submit(self._ours.comm, bucket.index)
 
     def _knows_pass(self) -> bool:
         """Return True if the next pass sends the buckets of the last one over stock. The same on all ranks."""

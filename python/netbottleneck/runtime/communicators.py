@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.config import Settings
@@ -200,12 +201,12 @@ class Stock:
     """gloo, as torch.distributed has it.
 
     Records submit, start and done by the engine's clock. Gloo does not report first byte, lanes and wire bytes, so they
-    are left out. instead: called with the index of each bucket before it is sent; if it returns a work, the bucket is
-    not sent here.
+    are left out. instead: called with the index of each bucket, and with a function that sends it here and returns the
+    work; returns a work of the bucket.
     """
 
     name = "stock"
-    instead: Callable[[int], Any] | None = None
+    instead: Callable[[int, Callable[[], Any]], Any] | None = None
 
     def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None") -> None:
         """group: a stock_group."""
@@ -264,10 +265,7 @@ class Stock:
     def _sink(self, gradients: FlatBuckets, before: float, after: float, op: int | None) -> Callable[[int], Any]:
         made: list[tuple[int, list[Any]]] = []
 
-        def send(index: int) -> Any:
-            instead = None if self.instead is None else self.instead(index)
-            if instead is not None:
-                return instead
+        def send_here(index: int) -> Any:
             if not made or made[0][0] != gradients.version:
                 made[:] = [(gradients.version, [gradients.flat(i) for i in range(len(gradients.buckets))])]
             bucket, flat = gradients.buckets[index], made[0][1][index]
@@ -275,6 +273,10 @@ class Stock:
             _scale(flat, before)
             work = self.reduce(flat, op)
             return _StockWork(work, bucket.name, flat, after, None if started is None else started(work))
+
+        def send(index: int) -> Any:
+            here = partial(send_here, index)
+            return here() if self.instead is None else self.instead(index, here)
 
         return send
 

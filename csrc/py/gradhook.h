@@ -178,6 +178,8 @@ int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
 // Ends a pass that has failed: sends what is missing, waits, and gives no gradient its sum. 0, or -1 with an exception.
 int gradhook_discard(struct core_gradhook *self);
+// True from the first complete gradient of a step until its wait(), whether or not its bucket was sent.
+bool gradhook_begun(const struct core_gradhook *self);
 // Resets every parameter and bucket to the start of a step. Nothing may be pending.
 void gradhook_rearm(struct core_gradhook *self);
 // Leaves operations in progress to the Comm.

@@ -301,6 +301,14 @@ static void reopen_rest(struct core_gradhook *self) {
     }
 }
 
+bool gradhook_begun(const struct core_gradhook *self) {
+    bool begun = self->pending > 0;
+    for (uint32_t i = 0; !begun && i < self->param_count; i++) {
+        begun = self->params[i].left == 0;
+    }
+    return begun;
+}
+
 static void end_pass(struct core_gradhook *self) {
     self->began = false;
     self->held = false;

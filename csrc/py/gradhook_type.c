@@ -218,6 +218,10 @@ static int gradhook_set_passes(PyObject *object, PyObject *value, void *Py_UNUSE
     if (core_get_long("passes", value, 1, INT32_MAX, &passes) < 0 || check_between_steps(self, "passes") < 0) {
         return -1;
     }
+    if (gradhook_begun(self)) {
+        PyErr_SetString(PyExc_RuntimeError, "passes may change only between steps: gradients of a step are complete");
+        return -1;
+    }
     self->passes = (uint32_t)passes;
     gradhook_rearm(self);
     return 0;
@@ -225,6 +229,10 @@ static int gradhook_set_passes(PyObject *object, PyObject *value, void *Py_UNUSE
 
 static PyObject *gradhook_get_pending(PyObject *object, void *Py_UNUSED(closure)) {
     return PyLong_FromUnsignedLong(gradhook_of(object)->pending);
+}
+
+static PyObject *gradhook_get_begun(PyObject *object, void *Py_UNUSED(closure)) {
+    return PyBool_FromLong(gradhook_begun(gradhook_of(object)));
 }
 
 static PyObject *gradhook_get_paused(PyObject *object, void *Py_UNUSED(closure)) {
@@ -292,6 +300,7 @@ static const PyGetSetDef gradhook_getset[] = {
      "None, or what is called without arguments at the first gradient of each pass that is not paused; a pass\n"
      "begins after wait().",
      NULL},
+    {"begun", gradhook_get_begun, NULL, "True from the first complete gradient of a step until wait().", NULL},
     {"pending", gradhook_get_pending, NULL, "Buckets submitted and not waited for.", NULL},
     {0},
 };

@@ -476,5 +476,9 @@ class GradHook:
     @on_first.setter
     def on_first(self, call: Callable[[], Any] | None) -> None: ...
     @property
+    def begun(self) -> bool:
+        """True from the first complete gradient of a step until wait()."""
+
+    @property
     def pending(self) -> int:
         """Buckets submitted and not waited for."""

@@ -717,6 +717,23 @@ def test_a_callable_cannot_send_or_wait_in_its_turn(call: str) -> None:
     assert sink.waited == [0, 1, 2] * 2
 
 
+def test_a_step_has_begun_with_its_first_complete_gradient_though_nothing_is_sent() -> None:
+    plan = Plan(chain(4), passes=2)
+    plan.hook.target(Sink())
+    assert not plan.hook.begun
+    plan.parameters[3].sum().backward()
+    assert not plan.hook.begun  # one of two passes
+    plan.hook.passes = 2
+    for _ in range(2):
+        plan.parameters[3].sum().backward()
+    assert plan.hook.begun
+    assert plan.hook.pending == 0
+    with pytest.raises(RuntimeError, match="gradients of a step are complete"):
+        plan.hook.passes = 1
+    plan.finish()
+    assert not plan.hook.begun
+
+
 def test_none_moves_nothing() -> None:
     plan = Plan(chain(4), direct_bytes=LARGE)
     plan.hook.target(None, postscale=0.5)

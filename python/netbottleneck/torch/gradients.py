@@ -176,6 +176,11 @@ class GradientSink:
         raise NotImplementedError
 
     @property
+    def begun(self) -> bool:
+        """True from the first complete gradient of a step until `wait`, whether or not it was sent."""
+        return self.pending > 0
+
+    @property
     def factors(self) -> tuple[bool, float, int | None]:
         """Arithmetic given to `target`: (average, predivide, op)."""
         return self._factors
@@ -211,15 +216,15 @@ class GradientSink:
         """End a pass that has failed, without its sums. Every rank calls it. Nothing where DDP or Horovod waits."""
 
     def restart(self) -> None:
-        """Begin the step again, without the passes so far. While operations are pending, every rank calls it.
+        """Begin the step again, without the passes so far. Once a gradient is complete, every rank calls it.
 
         Raises the failure of a transfer, after which the step has begun too.
         """
         try:
-            if self.pending:
+            if self.begun:
                 self.discard()
         finally:
-            if not self.pending:
+            if not self.begun:
                 self._passes_change()
 
     def close(self) -> None:
@@ -325,6 +330,11 @@ class Gradients(GradientSink):
     def pending(self) -> int:
         """Number of buckets sent and not yet waited for."""
         return int(self.hook.pending)
+
+    @property
+    def begun(self) -> bool:
+        """See GradientSink."""
+        return bool(self.hook.begun)
 
     def target(
         self, destination: Destination, average: bool = True, *, predivide: float = 1.0, op: int | None = None

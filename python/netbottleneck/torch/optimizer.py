@@ -148,8 +148,8 @@ class Carrier(Protocol):
     passes: int
 
     @property
-    def pending(self) -> int:
-        """Number of transfers started and not yet waited for."""
+    def begun(self) -> bool:
+        """True from the first complete gradient of a step until `wait`."""
 
     def flush(self) -> None:
         """Send what has not been sent."""
@@ -195,9 +195,9 @@ class Guarded:
         self._guard.limit = value
 
     @property
-    def pending(self) -> int:
-        """Number of transfers started and not yet waited for."""
-        return self.inner.pending
+    def begun(self) -> bool:
+        """True from the first complete gradient of a step until `wait`."""
+        return self.inner.begun
 
     def flush(self) -> None:
         """Send what has not been sent."""
@@ -522,7 +522,7 @@ class _Distributed(torch.optim.Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state, as the base class does, and begin the step again: earlier backward passes no longer count.
 
-        While gradients are in flight, every rank calls it. It waits for them; they then count as not reduced.
+        Once a gradient is complete, every rank calls it. It waits for all; they then count as not reduced.
         """
         if self._carrier is not None:
             # Nobody uses these sums. The next operation raises a failure of the job.
@@ -532,11 +532,11 @@ class _Distributed(torch.optim.Optimizer):
         super().load_state_dict(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients, as the base class does; AssertionError while they are in flight."""
-        if self._carrier is not None and self._carrier.pending:
+        """Clear gradients, as the base class does; AssertionError from the first complete one until the step."""
+        if self._carrier is not None and self._carrier.begun:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): the gradients are on their way to the other ranks"
+                "optimizer.synchronize(): gradients are on their way to the other ranks"
             )
         super().zero_grad(*args, **kwargs)
 

@@ -361,9 +361,9 @@ class SparseApart:
             self._sparse.passes = value
 
     @property
-    def pending(self) -> int:
-        """Number of transfers started and not yet waited for."""
-        return self.gradients.pending + (0 if self._sparse is None else self._sparse.pending)
+    def begun(self) -> bool:
+        """True from the first complete gradient of a step until `wait`."""
+        return self.gradients.begun or (self._sparse is not None and self._sparse.begun)
 
     def flush(self) -> None:
         """Send what has not been sent."""

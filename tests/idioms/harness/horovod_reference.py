@@ -185,6 +185,10 @@ class _Distributed:
             raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step()")
         self._base.zero_grad(self, *args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._passes.clear()
+        self._base.load_state_dict(self, *args, **kwargs)
+
 
 def DistributedOptimizer(  # noqa: PLR0917 - Horovod's name and signature
     optimizer: torch.optim.Optimizer,

@@ -308,6 +308,17 @@ def test_a_second_optimizer_is_an_error_in_strict_mode(warm_ranks: Ranks, tmp_pa
         assert "ValueError: NETBOTTLENECK_STRICT=1, and the distributed optimizer SGD" in result.stderr
 
 
+def test_a_list_with_the_untouched_path_is_refused_before_a_run_begins(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {**ENV, "NETBOTTLENECK_TRANSPORT": "stock,bare", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    for result in warm_ranks.start(2, TWO.format(kept=False), env=env).wait(check=False):
+        assert result.code not in {0, None}
+        assert (
+            "ValueError: NETBOTTLENECK_TRANSPORT=stock,bare: netbottleneck alone moves the gradients" in result.stderr
+        )
+        assert "no step was recorded" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 UNREDUCED = """
 import torch
 import netbottleneck.torch as hvd

@@ -632,7 +632,7 @@ def test_a_folder_with_a_run_is_kept_and_the_next_run_uses_a_subfolder(warm_rank
         results = warm_ranks(2, TWO_SESSIONS, lambda rank: {**alone, "NETBOTTLENECK_RANK": str(rank)})
         for result in results:
             assert result.stdout.split() == [str(folder) for folder in folders[2 * time : 2 * time + 2]]
-        assert f"NETBOTTLENECK_DIR={run} already holds a run: this run is written to {run}/" in results[0].stderr
+        assert f"{run} already holds a run: this run is written to {run}/" in results[0].stderr
     found = [ring_reader.load(folder) for folder in folders]
     assert [len([s for s in trace.steps if s.rank == 1]) for trace in found] == [2, 3, 2, 3]
     for rank in found[0].ranks:

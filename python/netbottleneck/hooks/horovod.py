@@ -15,7 +15,7 @@ from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.joins import Joins
 from netbottleneck.hooks.left_alone import held, left_alone
-from netbottleneck.hooks.measured_model import Measured, follow_device
+from netbottleneck.hooks.measured_model import Measured, follow_device, refuse_bare
 from netbottleneck.hooks.run_end import close, finish, finish_at_exit, report
 from netbottleneck.launch import connect
 from netbottleneck.runtime import async_operations, exits, job, run_folder, timeline
@@ -61,6 +61,7 @@ class Measuring(job.Observer):
         if self._refused:
             return
         settings = job.current().settings
+        refuse_bare(settings.transports)
         # Without a choice, gradients travel as they would without a measurement: over our own transport.
         own = None if "transports" in settings.sources else (connect.native(settings),)
         session = open_on_all(settings, arms=own, model=type(optimizer).__name__)

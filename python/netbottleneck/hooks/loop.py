@@ -24,7 +24,7 @@ from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
 from netbottleneck.hooks.calls import EachCall
 from netbottleneck.hooks.left_alone import held, left_alone, spread_as
-from netbottleneck.hooks.measured_model import Measured, follow_device, uncompiled
+from netbottleneck.hooks.measured_model import Measured, follow_device, refuse_bare, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup
 from netbottleneck.hooks.run_end import finish, finish_at_exit
 from netbottleneck.launch import connect
@@ -69,6 +69,7 @@ def profile(
         found = attach_sharded(model, optimizer, settings=settings)
     else:
         check_plain(model)
+        refuse_bare(settings.transports if session is None else session.blocks.arms)
         chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
         found = measure(chosen, model, optimizer)
     of = session if found is None else found.session

@@ -54,6 +54,15 @@ def _in_function(passes: set[CodeType]) -> bool:
     return frame is not None
 
 
+def refuse_bare(arms: Sequence[Arm]) -> None:
+    """Raise ValueError if an arm is the script's own path, where gradients have none."""
+    if BARE in arms:
+        raise ValueError(
+            f"NETBOTTLENECK_TRANSPORT={','.join(arms)}: netbottleneck alone moves the gradients of this training, so "
+            "there is no untouched path: leave bare out"
+        )
+
+
 def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
     """Stamp with the time of the device that holds the parameters, if they are not in host memory.
 
@@ -112,11 +121,8 @@ class Measured:
         agree: Callable[[], bool] | None = None,
         on_forward: Callable[[], None] | None = None,
     ) -> None:
-        if bare is None and BARE in session.blocks.arms:
-            raise ValueError(
-                f"NETBOTTLENECK_TRANSPORT={','.join(session.blocks.arms)}: netbottleneck alone moves the gradients of "
-                "this loop, so there is no untouched path: leave bare out"
-            )
+        if bare is None:
+            refuse_bare(session.blocks.arms)
         self.session = session
         self.gradients = gradients
         self.between: Callable[[], None] = _nothing  # called between two steps

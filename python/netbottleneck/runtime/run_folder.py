@@ -81,7 +81,7 @@ def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
         folder = first / str(number)
     if comm.rank == 0:
         if folder != wanted:
-            logger.warning("NETBOTTLENECK_DIR=%s already holds a run: this run is written to %s", wanted, folder)
+            logger.warning("%s already holds a run: this run is written to %s", wanted, folder)
         return folder
     try:
         (folder / RANKS).mkdir(parents=True, exist_ok=True)

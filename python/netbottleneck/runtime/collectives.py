@@ -35,6 +35,8 @@ from netbottleneck.runtime.async_operations import (
 )
 
 SEGMENTS_MAX = 512  # segments of one engine operation
+# Up to this size, padded parts cost less than an operation for each part.
+PADDED_BYTES = 1 << 20
 
 
 def submitted(among: Members, name: str, kind: int, memory: Any, code: int, **options: Any) -> Any:
@@ -124,17 +126,36 @@ def _rows_steps(mine: Sequence[int], array: Array, name: str, among: Members) ->
 
 
 def allgather_steps(array: Array, name: str, among: Members) -> Steps[list[Array]]:
-    """Return the arrays of all ranks, by rank. Only their first dimension may differ."""
+    """Return the arrays of all ranks, by rank. Only their first dimension may differ.
+
+    Parts are padded to the largest, unless that would more than double their size: then each one is broadcast.
+    """
     if array.ndim == 0:
         array = array.reshape(1)
     counts = yield from _rows_steps([len(array)], array, name, among)
     rows = counts[:, 0].tolist()
+    padded = max(rows) * among.size
+    if padded > 2 * sum(rows) and padded * zeros((1, *array.shape[1:]), array).nbytes > PADDED_BYTES:
+        return (yield from _each_broadcast(array, rows, name, among))
     line = zeros((among.size, max(rows), *array.shape[1:]), array)
     line[among.rank, : len(array)] = array
     flat, code = as_bytes(line)
     if line.nbytes:
         yield [submitted(among, name, job.core().ALLGATHER, flat, code, keep=line)]
     return [line[at, : rows[at]] for at in range(among.size)]
+
+
+def _each_broadcast(array: Array, rows: Sequence[int], name: str, among: Members) -> Steps[list[Array]]:
+    """Return the arrays of all ranks, by rank, which have so many rows."""
+    parts = [zeros((count, *array.shape[1:]), array) for count in rows]
+    parts[among.rank][:] = array
+    sent = []
+    for at, part in enumerate(parts):
+        flat, code = as_bytes(part)
+        if part.nbytes:
+            sent.append(submitted(among, f"{name}.{at}", job.core().BROADCAST, flat, code, root=at, keep=part))
+    yield sent
+    return parts
 
 
 def _shares(rows: int, size: int) -> list[int]:

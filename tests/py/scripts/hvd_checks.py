@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import re
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -215,6 +216,23 @@ def types_of_one_byte_that_numpy_lacks_are_moved() -> None:
             raises(ValueError, f"{dtype} is not supported", functools.partial(hvd.allreduce, mine, op=op))
         raises(ValueError, f"{dtype} is not supported", functools.partial(hvd.reducescatter, mine))
     raises(ValueError, "complex32 is not supported", lambda: hvd.broadcast(torch.ones(2, dtype=torch.complex32), 0))
+
+
+@check
+def parts_of_very_different_size_are_gathered_without_much_padding() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    rows = [700_000 if at == 1 else 3 * at for at in range(size)]  # of rank 0: none
+    for dtype in (torch.float32, torch.bool, torch.float8_e4m3fn):
+        found = hvd.allgather(torch.full((rows[rank], 2), rank % 2).to(dtype))
+        assert found.dtype == dtype
+        assert found.float().tolist() == [[at % 2] * 2 for at, count in enumerate(rows) for _ in range(count)]
+    tracemalloc.start()
+    gathered = hvd.allgather_object(bytes(4_000_000) if rank == 1 else rank)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert gathered == [bytes(4_000_000) if at == 1 else at for at in range(size)]
+    # on the sender five copies: the object, its pickle, the part, the bytes and the result; not size copies more
+    assert size == 2 or peak < 6 * 4_000_000, peak
 
 
 @check

@@ -881,6 +881,14 @@ def test_compute_that_lacks_a_core_counts_once(tmp_path):
     assert saving_ms(6, 8) == pytest.approx(exposed + 8)
 
 
+def test_host_contention_costs_at_most_the_step(tmp_path):
+    numbers = replace(busy_machine(tmp_path), slowed=beside_traffic(40, 60), starved=None)
+    idle, step_ns = numbers.parts_ns["moving"], numbers.parts_ns["step"].value
+    assert idle.high + 100e6 > step_ns  # both ends together are longer than the step
+    found = rule_of("HOST_LIMITED", numbers)
+    assert found.saving.low <= found.saving.value <= found.saving.high == step_ns
+
+
 def test_input_and_optimizer_save_at_most_their_part_of_the_step(tmp_path):
     numbers = findings_of(
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94

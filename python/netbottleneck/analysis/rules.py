@@ -25,6 +25,7 @@ from netbottleneck.analysis.rule_facts import (
     more_steps,
     share_of,
     steps_to_decide,
+    within_step,
 )
 from netbottleneck.analysis.traffic import (
     FASTER_INTERFACE,
@@ -394,7 +395,8 @@ def host(facts: Facts) -> RuleResult:
     reasons = _host_reasons(f, slowed, busy)
     sources = [] if pair is None else [f"{f.label}: {pair.pairs} pairs with {NULL}"]
     sources += [rests] if rests else []
-    saving, source = _host_saving(f, slowed, busy)
+    lost, source = _host_saving(f, slowed, busy)
+    saving = within_step(lost, facts.step_ns)
     enough = f"With enough cores the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}"
     return facts.evidence(
         "host contention",
@@ -406,7 +408,7 @@ def host(facts: Facts) -> RuleResult:
         or f"{'too few pairs' if NULL in f.trace.arms else 'no steps'} without traffic ({NULL})",
         why=" ".join([*reasons, enough]) if reasons else "",
         next="Give the ranks more cores, or fewer threads to the model.",
-        **(facts.more_steps(saving) if pair is not None else {"needs": without_traffic(f)}),
+        **(facts.more_steps(lost) if pair is not None else {"needs": without_traffic(f)}),
     )
 
 

@@ -900,6 +900,19 @@ def test_input_and_optimizer_save_at_most_their_part_of_the_step(tmp_path):
     assert [one.code for one in v.evidence if one.at_most] == ["INPUT_LIMITED", "OPTIMIZER_LIMITED"]
 
 
+@pytest.mark.parametrize(("code", "part"), [("INPUT_LIMITED", "input"), ("OPTIMIZER_LIMITED", "optimizer")])
+def test_a_part_of_the_step_is_never_negative(tmp_path, code, part):
+    numbers = replace(findings_of(tmp_path, blocks=3), input_delays=None)
+    step_ns = numbers.parts_ns["step"].value
+    unsure = Estimate(0.53 * step_ns, -1.1 * step_ns, 2 * step_ns)
+    found = rule_of(code, replace(numbers, parts_ns={**numbers.parts_ns, part: unsure}))
+    assert (found.saving.low, found.saving.high) == (0.0, step_ns)
+    assert found.margin == pytest.approx(-GAIN_MIN)
+    assert "(0.0 % to 100 % of the step)" in found.why
+    steps = sum(time.steps + time.blocks for time in numbers.times.values())
+    assert found.more > 8 * steps  # by the whole width of the interval: (1.63 / 0.5) ** 2 - 1 times as many
+
+
 def test_a_saving_is_measured_if_it_is_a_measured_time_alone(tmp_path):
     numbers = findings_of(tmp_path, transports=("stock",), blocks=1, block_steps=12, late_ms={0: 60, 1: 60})
     slowed = Paired(Arm("null"), Arm("stock"), 4, 40, Estimate(8e6, 7e6, 9e6), Estimate(1.3, 1.2, 1.4))

@@ -188,18 +188,24 @@ def imbalance(facts: Facts) -> RuleResult:
     )
 
 
+def _part_of_step(part: Estimate, step_ns: float) -> Estimate:
+    """A part of a step, which is neither negative nor longer than the step, as a saving."""
+    saving = within_step(part, step_ns)
+    return replace(saving, low=max(0.0, saving.low))
+
+
 def before_forward(facts: Facts) -> RuleResult:
     """Time passes before the forward, in most steps or in single ones: input."""
-    f, saving, rare = facts.f, facts.f.parts_ns["input"], facts.f.input_delays
+    f, part, rare = facts.f, facts.f.parts_ns["input"], facts.f.input_delays
     if facts.not_recorded:  # another model may train before this one's forward
         return facts.evidence("input", "INPUT_LIMITED", rests=f"not known: {facts.not_recorded}")
-    if rare is not None and rare.mean_ns.value > saving.value:
-        saving, step_ns = rare.mean_ns, rare.rest_ns + rare.mean_ns.value
+    if rare is not None and rare.mean_ns.value > part.value:
+        part, step_ns = rare.mean_ns, rare.rest_ns + rare.mean_ns.value
         where, whole = "in the mean of all steps", f"{ms(step_ns)} of the mean step"
         how = ", more in single steps than in most"
     else:
         step_ns, where, whole, how = facts.step_ns, "of the step", ms(facts.step_ns), ""
-    saving = within_step(saving, step_ns)
+    saving = _part_of_step(part, step_ns)
     value, low, high = (percent(end / step_ns) for end in (saving.value, saving.low, saving.high))
     return facts.evidence(
         "input",
@@ -214,13 +220,14 @@ def before_forward(facts: Facts) -> RuleResult:
         next="Look at what runs before the forward passes, those of micro-batches too. For input: more data loader "
         "workers, or prefetching. Logging counts there as well.",
         at_most=True,
-        **facts.more_steps(saving),
+        **facts.more_steps(part),
     )
 
 
 def optimizer(facts: Facts) -> RuleResult:
     """The optimizer takes a large part of the step."""
-    saving = within_step(facts.f.parts_ns["optimizer"], facts.step_ns)
+    part = facts.f.parts_ns["optimizer"]
+    saving = _part_of_step(part, facts.step_ns)
     return facts.evidence(
         "optimizer",
         "OPTIMIZER_LIMITED",
@@ -232,5 +239,5 @@ def optimizer(facts: Facts) -> RuleResult:
         f"{percent(saving.high / facts.step_ns)} of the step): a step saves that at most.",
         at_most=True,
         next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
-        **facts.more_steps(saving),
+        **facts.more_steps(part),
     )

@@ -137,6 +137,17 @@ def test_a_run_without_a_step_is_inconclusive(tmp_path):
     )
 
 
+@pytest.mark.parametrize("arms", [("tcp",), ("bare", "tcp"), ("stock", "tcp")])
+def test_steps_that_are_left_out_for_a_missing_file_need_its_copy_and_no_other_run(tmp_path, arms):
+    folder = FakeRun(tmp_path, transports=arms, blocks=6, block_steps=8).write()
+    (folder / "ranks" / "1.tcp.ring").unlink()
+    decided = verdict.decide(findings.find(ring_reader.load(folder)))
+    assert decided.next == verdict.ALL_RECORDS
+    if "stock" not in arms:
+        assert decided.code == "INCONCLUSIVE"
+        assert decided.why == "Steps over tcp are left out: ranks/1.tcp.ring cannot be read."
+
+
 def test_advice_to_measure_longer_names_what_makes_a_run_longer(unexplained):
     tried = Paired(Arm("stock"), Arm("ofi"), 9, 63, Estimate(-1e6, -4e6, 2e6), Estimate(0.99, 0.96, 1.02), 0.04)
     assert "(a longer training)" in rule_facts.more_steps(unexplained, tried)
@@ -299,6 +310,8 @@ def test_a_run_that_ended_in_its_first_block_goes_on_with_its_arms(tmp_path, pro
     run = FakeRun(tmp_path, transports=arms, run=LARGE_LINK, blocks=1, block_steps=12, probe=probe, transfer_ms=slow)
     found = findings.find(ring_reader.load(run.write()))
     assert verdict.decide(found).next == rule_facts.SAME_ARMS
+    note = "steps over tcp are left out: ranks/1.tcp.ring cannot be read"
+    assert verdict.decide(replace(found, trace=replace(found.trace, notes=(note,)))).next == verdict.ALL_RECORDS
 
 
 def test_a_faster_interface_of_another_host_is_no_setting_of_this_one(tmp_path):

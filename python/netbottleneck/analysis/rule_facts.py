@@ -324,6 +324,12 @@ INSIDE_STEPS = (
     "Look in trace.json.gz for the rank that is late at each operation of a step: more steps do not tell why."
 )
 SAME_ARMS = f"Measure longer with the same arms: at least {limits.PAIRS_MIN} blocks of each."
+ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
+
+
+def same_arms(f: Findings) -> str:
+    """What gives a comparison of the arms that this run measured."""
+    return ALL_RECORDS if f.trace.lacking else SAME_ARMS
 
 
 def how_longer(f: Findings) -> str:

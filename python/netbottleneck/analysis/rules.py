@@ -14,7 +14,6 @@ from netbottleneck.analysis.rank_rules import before_forward, imbalance, optimiz
 from netbottleneck.analysis.rule_facts import (
     MORE_STEPS,
     NOTHING_SAVED,
-    SAME_ARMS,
     UNKNOWN_DELAYS,
     Facts,
     FullUse,
@@ -23,6 +22,7 @@ from netbottleneck.analysis.rule_facts import (
     carrier_text,
     handicap_sentence,
     more_steps,
+    same_arms,
     share_of,
     steps_to_decide,
     within_step,
@@ -90,7 +90,7 @@ def _probe(facts: Facts) -> RuleResult:
     compared = next((pair for pair in f.comparisons if pair.other in (first, second)), None)
     ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={first},{second} NETBOTTLENECK_STREAMS={count}"
     if compared is None and {first, second} <= set(f.trace.arms):
-        ask = SAME_ARMS
+        ask = same_arms(f)
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
@@ -417,7 +417,7 @@ def without_traffic(f: Findings) -> str:
     if not f.trace.buckets:  # no transport of ours can move its gradients
         return MORE_STEPS
     if NULL in f.trace.arms:
-        return SAME_ARMS
+        return same_arms(f)
     named = ",".join(name for name in (*f.trace.arms, NULL) if name != SINGLE)
     return (
         f"Measure NETBOTTLENECK_TRANSPORT={named} in a short test: it moves no gradients, so the training of that run "

@@ -13,7 +13,7 @@ from netbottleneck.analysis.comparisons import Paired, changed_at
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
 from netbottleneck.analysis.intervals import ONE_STEP, WARMUP_STEPS, missing_ranks, uncounted
 from netbottleneck.analysis.rule_facts import (
-    SAME_ARMS,
+    ALL_RECORDS,
     Facts,
     FullUse,
     Predicted,
@@ -23,6 +23,7 @@ from netbottleneck.analysis.rule_facts import (
     handicap_sentence,
     how_longer,
     more_steps,
+    same_arms,
     steps_to_decide,
 )
 from netbottleneck.analysis.rules import beside, full_use, judge, without_traffic
@@ -124,7 +125,9 @@ def _no_communication(f: Findings) -> Verdict | None:
 
 
 def _no_step(f: Findings) -> Verdict | None:
-    """The verdict if no step was recorded."""
+    """The verdict if no step was recorded, or if steps are left out because a file of events is missing."""
+    if f.trace.lacking:
+        return Verdict("INCONCLUSIVE", _sentence(f.trace.lacking), ALL_RECORDS)
     if f.trace.steps:
         return None
     why = "No step was recorded: a step ends where a torch optimizer updates weights, and the first ones are left out"
@@ -390,7 +393,7 @@ def _missing(facts: Facts) -> str:
     if not others:
         return _comparison(facts)
     if others - {pair.other for pair in f.comparisons}:
-        return SAME_ARMS
+        return same_arms(f)
     return QUIET if NULL in f.trace.arms else without_traffic(f)
 
 
@@ -414,7 +417,6 @@ SINGLE_STEPS = (
     "other traffic, a host that stops. Without such a cause, measure more steps."
 )
 SAME_STEPS = "Profile the same steps of one run on all ranks, with netbottleneck run where groups have a part of them."
-ALL_RECORDS = "Copy the records of all ranks into the run folder, and report again."
 WITHOUT_HOOK = "Measure a run without that communication hook: no transport takes turns with it."
 CALLS = "Look at the script's own calls, which are most of this and which no transport carries: fewer, or smaller ones."
 QUIET = "Measure on hosts that do nothing else, for more steps."

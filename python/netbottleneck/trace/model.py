@@ -44,6 +44,8 @@ STAYS = "all further steps use"
 KNOWN = "The differences between the transports are known"
 # Part of a note about damaged records.
 LEFT_OUT = "left out: "
+# End of a note: what is left out, for a rank's file of events is missing.
+NO_EVENTS = ".ring cannot be read"
 # The lane of an operation's bytes between ranks that share memory: csrc/engine/shared.h.
 MEMORY_LANE = 64
 # Tables of a trace whose rows each belong to one rank.
@@ -462,6 +464,11 @@ class Trace:
     def incomplete(self) -> list[str]:
         """The notes about records that are damaged or left out."""
         return [note for note in self.notes if note.startswith("rank ") or LEFT_OUT in note]
+
+    @property
+    def lacking(self) -> str:
+        """The note about what is left out because a rank's file of events is missing; "" if there is none."""
+        return next((note for note in self.notes if LEFT_OUT in note and note.endswith(NO_EVENTS)), "")
 
     def of_rank(self, rank: int) -> Trace:
         """Return the run as one rank recorded it."""

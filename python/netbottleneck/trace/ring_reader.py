@@ -690,7 +690,7 @@ def _known(trace: tr.Trace, lacking: Sequence[tuple[int, str]]) -> tr.Trace:
     notes = []
     for rank, name in lacking:
         what = f"rank {rank} is" if name == TRAIN else f"steps over {name} are"
-        notes.append(f"{what} left out: ranks/{rank}.{name}.ring cannot be read")
+        notes.append(f"{what} {tr.LEFT_OUT}ranks/{rank}.{name}{tr.NO_EVENTS}")
     unknown = {name for _, name in lacking}
     return replace(
         trace,

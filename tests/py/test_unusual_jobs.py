@@ -17,7 +17,8 @@ from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.report import html, summary, text
 from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
-from netbottleneck.units import percent
+from netbottleneck.units import ms, percent
+from netbottleneck.whatif import questions
 from netbottleneck.whatif.sweeps import savings
 
 
@@ -61,6 +62,29 @@ def test_a_job_that_sends_in_every_nth_step_is_judged_by_the_mean_of_all(every):
     assert saved_ms == pytest.approx((whole_ms - 30) / every, rel=0.05)  # half of the backward hides transfers
     rate, step_ms = found.achieved[STOCK], found.whole.step_ns / MS
     assert rate.average_bps == pytest.approx(80 * MIB * 8 / every / step_ms * 1e3, rel=0.05)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_all_that_is_said_of_the_step_of_a_job_that_sends_in_every_nth_step_is_of_its_mean(every):
+    job = Job(blocks=3, block_steps=20, jitter=0.004, buckets=(8 * MIB, 4 * MIB), link_bps=1e9)
+    work = Averaging(job, 0)
+    work.every = every
+    work.run()
+    trace = replace(trace_of(job), steps=tuple(work.steps), collectives=tuple(work.collectives))
+    found, decided = judged(trace)
+    step_ns = found.parts[STOCK].step_ns
+    factor, measured = found.scaling[STOCK], questions.job(trace, STOCK).measured_ns
+    assert factor.tn_ns == measured.value == pytest.approx(step_ns, rel=1e-3)
+    parts = found.parts[STOCK]
+    assert factor.factor == pytest.approx(1 - (parts.exposed_ns + parts.wait_ns) / step_ns, rel=1e-3)
+    assert measured.low <= measured.value <= measured.high
+    shown = " ".join(text.text(found, decided).split())
+    assert "Parts of a step: mean of all steps (measured)" in shown
+    assert "transport mean step p10-p90 ms" in shown
+    assert shown.count(f"stock {ms(step_ns)} ") == 1
+    assert html.split(found).title.endswith("mean of all steps)")
+    silent = replace(found, parts={**found.parts, NULL: parts})
+    assert silent.averaged == "all steps of stock, and the middle half of the others"
 
 
 def test_arms_of_a_job_that_sends_in_every_fourth_step_differ_by_the_mean_of_their_steps():
@@ -217,11 +241,11 @@ def pipeline(micro_batches, transfer_ms):
         name, begin = ("forward", step.forward[0][0]) if first else ("backward", step.forward[0][1])
         waits = []
         for turn in range(micro_batches):
-            for kind, at, ms in (
+            for kind, at, long_ms in (
                 ("send", begin + turn * 5 * MS, transfer_ms),
                 ("recv", step.begin_ns + turn * 5 * MS, 4),
             ):
-                round_, done = step.index * micro_batches + turn, at + round(ms * MS)
+                round_, done = step.index * micro_batches + turn, at + round(long_ms * MS)
                 calls.append(
                     Collective(
                         rank=step.rank,

@@ -534,7 +534,7 @@ def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> 
     make the means differ from the medians. After a probe that changed the streams of an arm, by the blocks behind it;
     by those before it if these are too few.
     """
-    mixed = any(_sends_in_some(trace, arm) for arm in (base, other))
+    mixed = any(sends_in_some(trace, arm, warmup) for arm in (base, other))
 
     def among(steps: Iterable[Step]) -> Paired | None:
         part = replace(trace, steps=tuple(steps))
@@ -553,9 +553,9 @@ def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> 
     return later if earlier is None else replace(earlier, until=until)
 
 
-def _sends_in_some(trace: Trace, arm: Arm) -> bool:
-    """True if an arm's steps with and without operations `are_mixed`."""
-    steps = {step.index for step in trace.steps if step.arm == arm}
+def sends_in_some(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> bool:
+    """True if an arm's counted steps with and without operations `are_mixed`: then their mean stands for them."""
+    steps = {step.index for step in counted(trace, warmup) if step.arm == arm}
     sending = {one.step for one in trace.collectives if one.arm == arm}
     return are_mixed(len(steps - sending), len(steps))
 
@@ -692,19 +692,23 @@ class Scaling:
 
 
 def scaling_factor(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Scaling | None:
-    """Scaling factor; None for one rank. T_1 is one rank alone in the same run, else steps minus exposed and wait."""
+    """Scaling factor; None for one rank. T_1 is one rank alone in the same run, else steps minus exposed and wait.
+
+    Both are of the median step, or of the mean one if the arm `sends_in_some`.
+    """
     times = [t for lengths in step_times(trace, arm).values() for t in lengths.tolist()]
     alone = [t for lengths in step_times(trace, SINGLE).values() for t in lengths.tolist()]
     if not times or trace.size < 2:
         return None
-    tn_ns = float(np.median(times))
+    middle_ns = np.mean if sends_in_some(trace, arm) else np.median
+    tn_ns = float(middle_ns(times))
     if alone:
-        t1_ns, how = float(np.median(alone)), MEASURED
+        t1_ns, how = float(middle_ns(alone)), MEASURED
     else:
         own = [s.step_ns - s.exposed_ns - s.wait_ns for s in splits if s.arm == arm]
         if not own:
             return None
-        t1_ns, how = float(np.median(own)), "estimated from compute"
+        t1_ns, how = float(middle_ns(own)), "estimated from compute"
     return Scaling(t1_ns / tn_ns, t1_ns, tn_ns, how)
 
 

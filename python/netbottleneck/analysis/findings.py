@@ -38,6 +38,7 @@ from netbottleneck.analysis.comparisons import (
     mean_of_steps,
     mean_of_typical,
     scaling_factor,
+    sends_in_some,
     step_times,
     travels,
 )
@@ -82,8 +83,9 @@ from netbottleneck.units import gbit
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of an arm's step: means over the middle half of its steps. compute + exposed + wait + other = step.
+    """Parts of an arm's step: means over the middle half of its steps, or over all if it is one of Findings.mixed.
 
+    compute + exposed + wait + other = step.
     own_ns: our own work between two steps, beside the step. transfer_ns: time in which operations moved data.
     """
 
@@ -115,6 +117,7 @@ class StepTime:
     """Duration of an arm's counted steps. Each step is the median over its ranks."""
 
     median_ns: float
+    mean_ns: float
     p10_ns: float
     p90_ns: float
     steps: int
@@ -138,8 +141,9 @@ class Delays:
 class Findings:
     """The numbers of a run.
 
-    trace: the run, with uncertain clocks aligned by its operations. link_bps: of base. links: of each arm, as far as
-    their rates are known; {} if that of base is not. clock_error_ns: largest error of a time difference
+    trace: the run, with uncertain clocks aligned by its operations. link_bps: of base. mixed: the arms that
+    send in some steps only, whose mean step stands for them. links: of each arm, as far as their rates are known; {} if
+    that of base is not. clock_error_ns: largest error of a time difference
     between two ranks. base: the arm that the verdict is about, or None if no step could be split into parts. share: the
     exposed or waiting part of base's steps together; moving_share: without what waits for the last rank. parts_ns: the
     parts of base's step that a verdict is about, with intervals; of PHASES, on the rank where they take longest in a
@@ -167,6 +171,7 @@ class Findings:
     achievable: Achievable | None
     link_bps: float | None
     scaling: Mapping[Arm, Scaling]
+    mixed: frozenset[Arm] = frozenset()
     links: Mapping[Arm, ArmLink] = field(default_factory=dict)
     link_disproved: bool = False  # the trace states a rate of the link, but more moved
     costs: Mapping[str, Costs] = field(default_factory=dict)
@@ -214,6 +219,15 @@ class Findings:
     def not_matched(self) -> str:
         """The note that the ranks' operations are not matched; "" if there is none."""
         return not_matched(self.trace)
+
+    @property
+    def averaged(self) -> str:
+        """The steps that `parts` are means of, as text."""
+        mixed = [arm for arm in self.parts if arm in self.mixed]
+        if not mixed:
+            return "the middle half of the steps"
+        others = len(mixed) < len(self.parts)
+        return f"all steps of {', '.join(mixed)}, and the middle half of the others" if others else "all steps"
 
     @property
     def full_link_bps(self) -> float | None:
@@ -363,8 +377,13 @@ def _step_time(trace: Trace, arm: Arm, warmup: int) -> StepTime | None:
     blocks = step_times(trace, arm, warmup)
     if not blocks:
         return None
-    p10, p50, p90 = np.percentile(np.concatenate(list(blocks.values())), [10, 50, 90])
-    return StepTime(float(p50), float(p10), float(p90), sum(map(len, blocks.values())), len(blocks))
+    steps = np.concatenate(list(blocks.values()))
+    p10, p50, p90 = np.percentile(steps, [10, 50, 90])
+    return StepTime(float(p50), float(steps.mean()), float(p10), float(p90), len(steps), len(blocks))
+
+
+def _mixed(trace: Trace, arms: Iterable[Arm], warmup: int) -> frozenset[Arm]:
+    return frozenset(arm for arm in arms if sends_in_some(trace, arm, warmup))
 
 
 def _late(splits: Sequence[Split], size: int) -> dict[int, float]:
@@ -640,6 +659,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         links=_links(trace, link_bps, {arm: achieved.get(arm) for arm in arms}, warmup),
         link_disproved=bool(doubt),
         scaling=_there(factors),
+        mixed=_mixed(trace, splits, warmup),
         costs=costs(trace),
         travels=travels(trace),
         nccl=nccl.means(trace),

@@ -124,7 +124,7 @@ def lengths(parts: Parts) -> dict[str, float]:
 
 def split(findings: Findings) -> Shown:
     """The parts of each arm's step, on one scale."""
-    title = f"Parts of a step ({findings.label}, mean of the middle half of the steps)"
+    title = f"Parts of a step ({findings.label}, mean of {findings.averaged})"
     if not findings.parts:
         return Shown(title, missing=text.no_split(findings))
     rows = []

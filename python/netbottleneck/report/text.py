@@ -292,7 +292,7 @@ def _split_table(findings: Findings) -> tuple[str, Table]:
     if any(parts.skew_ns > 0 for parts in findings.parts.values()):
         row("waiting for the slowest rank", "skew_ns")
     row_if_any("our own work between steps", "own_ns")
-    return f"Parts of a step: mean of the middle half of the steps ({findings.label})", table
+    return f"Parts of a step: mean of {findings.averaged} ({findings.label})", table
 
 
 def _bar(parts: Parts, width: int = 60) -> Text:
@@ -393,7 +393,7 @@ def differences(findings: Findings) -> dict[Arm, Difference]:
 
 def _transport_table(findings: Findings) -> tuple[str, Table]:
     compared = ("difference, 95 %",) if findings.base is not None else ()
-    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", *compared)
+    table = make_table("transport", "mean step" if findings.mixed else "step", "p10-p90 ms", "steps/blocks", *compared)
     pairs = differences(findings)
     for name, time in findings.times.items():
         pair = pairs.get(name)
@@ -405,7 +405,8 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
             interval = f" ({bare_ms(pair.ns.low)} to {bare_ms(pair.ns.high)})" if pair.enough else " (no interval)"
             difference = ms(pair.ns.value) + interval
         spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
-        cells = (name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}")
+        step_ns = time.mean_ns if findings.mixed else time.median_ns
+        cells = (name, ms(step_ns), spread, f"{time.steps}/{time.blocks}")
         put_row(table, *cells, *([difference] if compared else []))
     meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
     pairing = f", difference to {findings.base} paired by block" if compared else ""

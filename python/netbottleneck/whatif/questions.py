@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
-from netbottleneck.analysis.comparisons import Estimate, step_times, widened
+from netbottleneck.analysis.comparisons import Estimate, sends_in_some, step_times, widened
 from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
 from netbottleneck.analysis.thresholds import MISFIT_MAX
 from netbottleneck.analysis.traffic import rounds
@@ -283,12 +283,16 @@ def prediction(job: Job, one: Answer) -> Prediction:
 
 
 def _measured(trace: Trace, transport: Arm) -> Estimate | None:
-    """The recorded step: the median, and the middle 80 % of the steps; None for a simulated run."""
+    """The recorded step, and the middle 80 % of the steps; None for a simulated run.
+
+    It is the median, or the mean if the arm `sends_in_some`.
+    """
     lengths = sorted(float(ns) for block in step_times(trace, transport).values() for ns in block)
     if not lengths or trace.origin != "measured":
         return None
     low, high = lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
-    return Estimate(statistics.median(lengths), low, high)
+    step_ns = statistics.fmean(lengths) if sends_in_some(trace, transport) else statistics.median(lengths)
+    return Estimate(step_ns, min(low, step_ns), max(high, step_ns))
 
 
 def _plan(trace: Trace, transport: Arm | None) -> tuple[Plan, tuple[str, ...]]:

@@ -4,14 +4,21 @@ import json
 import os
 import platform
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
+
+from scenario.job import Clockwork, Job, trace_of
+
 from netbottleneck import cli
 from netbottleneck.report import Run, compare
 from netbottleneck.trace import model
+from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import ms
 from ringwriter import PARAMETERS, FakeRun
 
@@ -255,6 +262,50 @@ def test_long_steps_that_both_runs_have_are_not_called_longer_in_the_second(tmp_
 def test_a_run_without_the_long_steps_of_the_first_passes_the_gate(tmp_path):
     first, second = (Stopping(tmp_path / n, steps).write() for n, steps in (("a", range(2, 120, 5)), ("b", ())))
     assert cli.main(["compare", str(first), str(second), "--max-step-time-regression-pct", "5"]) == 0
+
+
+def test_the_mean_step_is_told_also_where_it_alone_is_shorter(tmp_path):
+    first, second = (Stopping(tmp_path / n, steps).write() for n, steps in (("a", range(2, 120, 5)), ("b", ())))
+    found = compare.compare(first, second)
+    (row,) = found.rows
+    assert row.ratio.value == pytest.approx(1, abs=0.01)
+    assert (row.means.value < 0.6, row.longer) == (True, False)
+    assert re.match(r"stock: by mean steps -\d+ % .*, by medians [-+]0.0 %", *found.missing)
+
+
+def sending(folder, sends):
+    """Write a trace of a job that sends in the steps for which `sends` is true."""
+    job = Job(blocks=3, block_steps=14, link_bps=1e9, jitter=0.01)
+    work = Clockwork(job, 0)
+    for index in range(job.blocks * job.block_steps):
+        work.step(STOCK if sends(index) else NULL, index // job.block_steps, 1.0)
+    steps = tuple(replace(step, arm=STOCK) for step in work.steps)
+    model.write(replace(trace_of(job), steps=steps, collectives=tuple(work.collectives)), folder)
+    return folder
+
+
+def test_a_run_that_sends_in_some_steps_is_compared_by_mean_steps(tmp_path, capsys):
+    often = sending(tmp_path / "often.jsonl.gz", lambda _: True)
+    rarely = sending(tmp_path / "rarely.jsonl.gz", lambda index: index % 3 != 0)
+    gate = ["--max-step-time-regression-pct", "5"]
+    for before, after, code, averaged in (
+        (often, rarely, 0, "the middle half in A, all steps in B"),
+        (rarely, often, 3, "all steps in A, the middle half in B"),
+    ):
+        found = compare.compare(before, after)
+        (row,) = found.rows
+        parts = {name: (a, b) for name, a, b in found.parts}["step"]
+        assert (row.before_ns, row.after_ns) == pytest.approx(parts, rel=0.01)
+        assert row.ratio.value == pytest.approx(row.after_ns / row.before_ns)
+        assert row.ratio.high < 0.95 or row.ratio.low > 1.05
+        assert (row.means, found.averaged) == (None, averaged)
+        assert cli.main(["compare", str(before), str(after), *gate]) == code
+        said = " ".join(capsys.readouterr().out.split())
+        assert "Steps: mean of all steps; B over A (measured)" in said
+        assert f"means of {averaged} (measured)" in said
+        assert f"(means of {averaged}, measured)" in compare.page(found, ("A", "B"))
+    compare.show(replace(found, rows=(row, replace(row, arm=NULL, mixed=False))))
+    assert "geometric mean of block medians, but the mean of all of stock;" in " ".join(capsys.readouterr().out.split())
 
 
 OTHER_LINK = {"how": "a lab", "link_bps": 4e9, "flow_bps": [5e8], "verified": {}}

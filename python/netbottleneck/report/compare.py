@@ -53,8 +53,9 @@ class Row:
     """An arm of a run in both: A's and B's step in ns by typical_step, and B's over A's. cell: "" for a single run.
 
     steps: ns of the counted steps of A and of B. comparable: false if the two runs measured different things, or one is
-    in progress. means: B's mean step over A's, if it is above `ratio` by more than GAIN_MIN; else None. longer: true if
-    single steps of B are the cause, not equally long ones of both beside a shorter typical step of B.
+    in progress. means: B's mean step over A's, if it differs from `ratio` by more than GAIN_MIN; else None. longer:
+    true if single steps of B are the cause, not equally long ones of both beside a shorter typical step of B. mixed:
+    the arm sends in some steps only, in A or B, so that all is by mean steps.
     """
 
     cell: str
@@ -66,6 +67,7 @@ class Row:
     comparable: bool = True
     means: Estimate | None = None
     longer: bool = False
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,12 @@ class StepChange:
 
     def doubtful(self, limit: float) -> bool:
         """True if only the mean step is more than `limit` longer, and not surely longer."""
-        return self.means is not None and self.means.value > 1 + limit and not self.regressed(limit)
+        above = self.means is not None and self.means.value > max(1 + limit, self.ratio.value)
+        return above and not self.regressed(limit)
 
     @property
     def by_means(self) -> str:
-        """What single long steps make of the change; "" if nothing."""
+        """How the mean step changed, if the median does not tell; "" if it does."""
         if self.means is None:
             return ""
         more = ": single steps are much longer in B" if self.longer else f", by medians {_change(self.ratio)}"
@@ -106,9 +109,10 @@ class StepChange:
 class Comparison:
     """rows: by cell and arm. overall: by arm, paired by cell, where enough cells are comparable.
 
-    parts holds (part, ns before, ns after) of single runs with the same base. missing: cells or arms that only one has,
+    parts holds (part, ns before, ns after) of single runs with the same base; averaged: the steps that they are means
+    of. missing: cells or arms that only one has,
     what makes cells no comparison, ranks that failed or have no record, runs whose step time changed, and arms whose
-    mean step changed by more. label: of the
+    mean step changed otherwise. label: of the
     numbers, "measured" or "predicted". unjudged: the arms of A that move gradients, the cells of A, and the runs that
     no gate can judge, each with the reason.
     """
@@ -119,6 +123,7 @@ class Comparison:
     missing: tuple[str, ...] = ()
     label: str = "measured"
     unjudged: tuple[str, ...] = ()
+    averaged: str = "the middle half"
 
     @property
     def changes(self) -> tuple[StepChange, ...]:
@@ -232,19 +237,25 @@ def _unlike(cell: str, before: Trace, after: Trace) -> Iterator[str]:
             yield _name(cell, f"not comparable: {what}: {old} in A, {new} in B")
 
 
+def _ratio(arm: Arm, before: Findings, after: Findings) -> Estimate | None:
+    """B's step over A's: the typical one, or the mean one if the arm is mixed in either; None without steps."""
+    both = (step_times(one.trace, arm) for one in (before, after))
+    return (ratio_of_means if arm in before.mixed | after.mixed else ratio_of_runs)(*both)
+
+
 def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
     comparable = not list(_unlike(cell, before.trace, after.trace))
     for arm in before.times:
         if arm in after.times:
             both = [step_times(one.trace, arm) for one in (before, after)]
-            ratio, means = ratio_of_runs(*both), ratio_of_means(*both)
+            ratio, means, mixed = _ratio(arm, before, after), ratio_of_means(*both), arm in before.mixed | after.mixed
             if ratio is not None and means is not None:
-                before_ns, after_ns = map(typical_step, both)
                 old, new = (tuple(float(ns) for block in blocks.values() for ns in block) for blocks in both)
-                apart = means if means.value > ratio.value + GAIN_MIN else None
+                before_ns, after_ns = map(fmean, (old, new)) if mixed else map(typical_step, both)
+                apart = means if abs(means.value - ratio.value) > GAIN_MIN else None
                 above = [fmean(max(0.0, ns - max(before_ns, after_ns)) for ns in steps) for steps in (old, new)]
-                longer = apart is not None and above[1] > above[0]
-                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable, apart, longer)
+                longer = apart is not None and apart.value > ratio.value and above[1] > above[0]
+                yield Row(cell, arm, before_ns, after_ns, ratio, (old, new), comparable, apart, longer, mixed)
 
 
 def _lacking(cell: str, sides: Sequence[tuple[Findings, str]]) -> Iterator[str]:
@@ -293,7 +304,7 @@ def _unjudged(cell: str, before: Findings, after: Findings) -> Iterator[str]:
     yield from unlike
     for arm in [] if unlike else [arm for arm in before.trace.arms if arm.real]:
         name = _name(cell, arm)
-        ratio = ratio_of_runs(*(step_times(one.trace, arm) for one in (before, after)))
+        ratio = _ratio(arm, before, after)
         if arm not in after.trace.arms:
             yield f"{name}: not in B"
         elif ratio is None:
@@ -322,6 +333,12 @@ def _parts(before: Findings, after: Findings) -> tuple[tuple[str, float, float],
         return ()
     one, other = before.parts[before.base], after.parts[before.base]
     return tuple((name, getattr(one, value), getattr(other, value)) for name, value in PARTS.items())
+
+
+def _averaged(before: Findings, after: Findings) -> str:
+    """The steps that the parts of the base in A and B are means of."""
+    one, other = ("all steps" if found.base in found.mixed else "the middle half" for found in (before, after))
+    return one if one == other else f"{one} in A, {other} in B"
 
 
 def _overall(rows: tuple[Row, ...]) -> dict[Arm, Estimate]:
@@ -356,8 +373,9 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
         missing += _changed(cell, (old[cell].trace, names[0]), (new[cell].trace, names[1]))
         missing += _lacking(cell, ((old[cell].findings, names[0]), (new[cell].findings, names[1])))
     parts = _parts(old[""].findings, new[""].findings) if both == [""] else ()
+    averaged = _averaged(old[""].findings, new[""].findings) if parts else "the middle half"
     unjudged = _incomplete((partial, "A")) + list(_unjudged_cells(old, new, new_partial))
-    found = Comparison(rows, _overall(rows), parts, (), _label(old, new), tuple(unjudged))
+    found = Comparison(rows, _overall(rows), parts, (), _label(old, new), tuple(unjudged), averaged)
     return replace(found, missing=(*missing, *(one.by_means for one in found.changes if one.by_means)))
 
 
@@ -369,8 +387,13 @@ def _change(ratio: Estimate) -> str:
     return f"{value} ({percent(ratio.low - 1, signed=True)} to {percent(ratio.high - 1, signed=True)})"
 
 
-# What the columns A and B are; ratio_of_runs says what stands for a single block.
-STEPS = "geometric mean of block medians"
+def _steps(found: Comparison) -> str:
+    """What the columns A and B are; ratio_of_runs says what stands for a single block."""
+    mixed = [_name(row.cell, row.arm) for row in found.rows if row.mixed]
+    if mixed and len(mixed) == len(found.rows):
+        return "mean of all steps"
+    medians = "geometric mean of block medians"
+    return f"{medians}, but the mean of all of {', '.join(mixed)}" if mixed else medians
 
 
 def _table(found: Comparison) -> list[tuple[str, str, str, str]]:
@@ -388,13 +411,13 @@ def show(found: Comparison, console: Console | None = None) -> None:
         steps = make_table("step", "A", "B", "change, 95 %")
         for row in _table(found):
             put_row(steps, *row)
-        shown.print(f"Steps: {STEPS}; B over A ({found.label})", style="bold", highlight=False)
+        shown.print(f"Steps: {_steps(found)}; B over A ({found.label})", style="bold", highlight=False)
         shown.print(steps)
     if found.parts:
         parts = make_table("part of a step", "A", "B", "difference")
         for name, before, after in found.parts:
             put_row(parts, name, ms(before), ms(after), ms(after - before))
-        title = f"Parts of the base's step: means of the middle half ({found.label})"
+        title = f"Parts of the base's step: means of {found.averaged} ({found.label})"
         shown.print(title, style="bold", highlight=False)
         shown.print(parts)
 
@@ -449,7 +472,7 @@ def _changes(found: Comparison, limit: float | None) -> Shown:
 
 def _split(found: Comparison) -> Shown:
     """The parts of the base's step in A and in B."""
-    title = f"Parts of the base's step (means of the middle half, {found.label})"
+    title = f"Parts of the base's step (means of {found.averaged}, {found.label})"
     if not found.parts:
         return Shown(title, missing="The parts are compared for two single runs that have the same base.")
     kinds = [("compute", "compute"), *html.KINDS[2:]]
@@ -513,7 +536,7 @@ def page(found: Comparison, names: tuple[str, str], limit: float | None = None) 
             transports=transports,
             figures=(_changes(found, limit), _split(found), _distributions(found)),
             rows=_table(found),
-            steps=STEPS,
+            steps=_steps(found),
             parts=[(name, ms(before), ms(after), ms(after - before)) for name, before, after in found.parts],
         )
     )

@@ -22,10 +22,16 @@ from netbottleneck.cli import main, what_if
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
 from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog, VecTable
 from netbottleneck.whatif import compat2020, questions, sweeps
 from netbottleneck.whatif.compat2020 import Grid
 from ringwriter import FakeRun
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
+
+from scenario.job import Job as SimulatedJob
+from scenario.job import trace_of
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 LOG = LayerLog("small", ((0.0005, 4000), (0.004, 40 << 20), (0.002, 30 << 20), (0.001, 1 << 20)))
@@ -304,6 +310,45 @@ def test_sweeps_of_plans_are_at_the_named_workers_links_and_ratios(tmp_path: Pat
         assert (row["link_bps"], row["compression"], row["ranks_per_host"]) == (10e9, 4, 2)
         assert "encoding and decoding are assumed to take no time" in row["notes"]  # type: ignore[operator]
     assert all((row["workers"], row["compression"], row["ranks_per_host"]) == (2, 1, 1) for row in plain)
+
+
+@pytest.fixture
+def flat_ring(tmp_path: Path) -> str:
+    """A run of 8 ranks on 2 hosts, whose ring has no levels, as gloo's."""
+    trace = trace_of(SimulatedJob(ranks=8, ranks_per_host=4, link_bps=1e9, flow_bps=1e12))
+    tr.write(trace, tmp_path / "ring.jsonl.gz")
+    return str(tmp_path / "ring.jsonl.gz")
+
+
+def test_a_ring_over_hosts_of_several_ranks_stays_one_in_every_sweep(flat_ring: str, tmp_path: Path) -> None:
+    now = next(row for row in rows_of(tmp_path / "0.json", flat_ring) if row["question"] == "now")
+    for words in (["--workers", "8"], ["--link-gbps", "1"], ["--compression", "1"], ["--ranks-per-host", "4"]):
+        *_, row = (row for row in rows_of(tmp_path / "1.json", flat_ring, *words) if "step_s" in row)
+        assert (row["algorithm"], row["ranks_per_host"]) == ("ring", 4)
+        assert row["step_s"] == pytest.approx(now["step_s"], rel=0.001)
+    assert {row["algorithm"] for row in rows_of(tmp_path / "2.json", flat_ring) if "algorithm" in row} == {"ring"}
+
+
+def test_the_least_link_is_the_same_with_and_without_a_sweep(flat_ring: str, tmp_path: Path) -> None:
+    words = [flat_ring, "--target-scaling", "0.6"]
+    plain, swept = (rows_of(tmp_path / "rows.json", *words, *more) for more in ([], ["--workers", "8"]))
+    assert [row for row in plain if "aim" in row] == [row for row in swept if "aim" in row]
+
+
+@pytest.mark.parametrize(("words", "algorithm"), [([], "two_level"), (["--algorithm", "ring"], "ring")])
+def test_a_ring_of_one_rank_a_host_becomes_two_level_unless_it_is_asked_for(
+    words: list[str], algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "2 ranks per host" + (", two levels" if algorithm == "two_level" else "")
+    asked = [str(TRACE), "--ranks-per-host", "2", *words]
+    (row,) = (row for row in rows_of(tmp_path / "rows.json", *asked) if row["question"] == "ranks per host")
+    assert (row["algorithm"], row["setting"]) == (algorithm, name)
+    capsys.readouterr()
+    *_, row = rows_of(tmp_path / "rows.json", *asked, "--workers", "8", "--fusion-mib", "25")[:-1]
+    assert (row["algorithm"], row["workers"], row["question"]) == (algorithm, 8, "fusion")
+    output = capsys.readouterr().out
+    assert f"Workers, link at the achieved rate, {name} (predicted)" in output
+    assert f"DDP bucket size, 8 workers, {name} (predicted)" in output
 
 
 def test_rows_of_a_grid_say_that_the_codec_is_free(files: tuple[str, str], tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def _grid(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
     counts = [int(count) for count in args.workers or (LOG_WORKERS if log else (job.workers,))]
     ratios = args.compression or (1.0,)
     speeds = args.link_gbps or (LOG_LINKS if log else ())
-    hosts = f", {job.cost.ranks_per_host} ranks per host" if job.cost.ranks_per_host > 1 else ""
+    hosts = f", {sweeps.per_host(job.cost)}" if job.cost.ranks_per_host > 1 else ""
     if speeds:
         bps = [gbps * 1e9 for gbps in speeds]
         title = f"Workers, link fully used, compression ratio{hosts}"
@@ -398,8 +398,8 @@ def _settings(args: argparse.Namespace, job: Job) -> Iterator[tuple[str, Job]]:
             at = replace(at, cost=sweeps.compressed(at.cost, ratio, codec(args)))
             words.append(f"compression {ratio:g}x")
         if ranks is not None:
-            at = sweeps.with_ranks_per_host(at, int(ranks))
-            words.append(f"{ranks:.0f} ranks per host")
+            at = sweeps.with_ranks_per_host(at, int(ranks), args.algorithm)
+            words.append(sweeps.per_host(at.cost))
         yield "".join(f", {word}" for word in words), at
 
 
@@ -410,11 +410,11 @@ def _fitted_sweeps(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
     yield "Compression, link at the achieved rate", sweeps.answers(job, sweeps.compression(job, RATIOS, codec(args)))
 
 
-def _hosts(job: Job, counts: Sequence[float]) -> Iterator[AnswerTable]:
+def _hosts(job: Job, counts: Sequence[float], algorithm: str | None) -> Iterator[AnswerTable]:
     if counts and max(job.workers, *counts) > 1:
         many = replace(job, workers=max(job.workers, int(max(counts))))
         title = f"Ranks per host, {many.workers} workers"
-        yield title, sweeps.answers(many, sweeps.ranks_per_host(many, [int(count) for count in counts]))
+        yield title, sweeps.answers(many, sweeps.ranks_per_host(many, [int(count) for count in counts], algorithm))
 
 
 def _fusion(job: Job, sizes_mib: Sequence[float], cycles_ms: Sequence[float], where: str = "") -> Iterator[AnswerTable]:
@@ -430,11 +430,11 @@ def _others(args: argparse.Namespace, job: Job) -> Iterator[AnswerTable]:
     """Yield the requested sweeps of single values; for a run without requests, all of them."""
     if job.fit is not None and not any(getattr(args, name) for name in SWEEPS):
         yield from _fitted_sweeps(args, job)
-        yield from _hosts(job, RANKS_PER_HOST)
+        yield from _hosts(job, RANKS_PER_HOST, args.algorithm)
         yield from _fusion(job, FUSIONS_MIB, CYCLES_MS)
         return
     if not _wants_grid(args, job):
-        yield from _hosts(job, args.ranks_per_host or ())
+        yield from _hosts(job, args.ranks_per_host or (), args.algorithm)
     if args.fusion_mib or args.cycle_ms:
         for where, at in _settings(args, job):
             yield from _fusion(at, args.fusion_mib or (), args.cycle_ms or (), where)
@@ -505,9 +505,8 @@ def answer_all(args: argparse.Namespace, source: Source) -> Answers:
         missing.append("encoding and decoding are assumed to take no time: pass --codec-gbytes X to include them")
     jobs = [job]
     if _wants_grid(args, job):
-        jobs = [
-            sweeps.with_ranks_per_host(job, int(count)) for count in args.ranks_per_host or (job.cost.ranks_per_host,)
-        ]
+        if args.ranks_per_host:
+            jobs = [sweeps.with_ranks_per_host(job, int(count), args.algorithm) for count in args.ranks_per_host]
         tables += [table for one in jobs for table in _grid(args, one)]
     tables += _others(args, job)
     least_values = [one for at in jobs for one in _least_values(args, recorded, at, nominal)]

@@ -246,11 +246,11 @@ def _grid_tables(answers: Answers, rows: Sequence[Answer]) -> Iterator[tuple[str
     """Tables of a product of workers, links and ratios; nothing for other rows."""
     whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
     if len(whole) == len(rows) > 1:
-        hosts = whole[0].setting.cost.ranks_per_host
+        cost = whole[0].setting.cost
         cells = [prediction(answers.job, one) for one in whole]
         known = {_cell(row): one for row, one in zip(cells, whole, strict=True) if one.interval}
         for over, table in tables(cells, known):
-            yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
+            yield over + (f", {sweeps.per_host(cost)}" if cost.ranks_per_host > 1 else ""), table
 
 
 def least_certain(rows: Sequence[Answer | LeastValue]) -> str:

@@ -56,6 +56,7 @@ __all__ = [
     "links",
     "now",
     "or_as_recorded",
+    "per_host",
     "ranks_per_host",
     "workers",
 ]
@@ -114,10 +115,20 @@ def workers(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
         yield _setting(job, "workers", f"{count} workers", workers=count, remarks=_remarks(job.cost))
 
 
-def with_ranks_per_host(job: Job, ranks: int) -> Job:
-    """The same job with `ranks` ranks on each host, which share its link: a ring becomes two-level."""
-    algorithm = "two_level" if ranks > 1 and job.cost.algorithm == "ring" else job.cost.algorithm
-    return replace(job, cost=replace(job.cost, ranks_per_host=ranks, algorithm=algorithm))
+def with_ranks_per_host(job: Job, ranks: int, algorithm: str | None = None) -> Job:
+    """The same job with `ranks` ranks on each host, which share its link.
+
+    algorithm: None: a ring among hosts of one rank each becomes two-level. One on hosts of several ranks stays a ring.
+    """
+    alone = job.cost.algorithm == "ring" and job.cost.ranks_per_host == 1
+    chosen = algorithm or ("two_level" if ranks > 1 and alone else job.cost.algorithm)
+    return replace(job, cost=replace(job.cost, ranks_per_host=ranks, algorithm=chosen))
+
+
+def per_host(cost: Cost) -> str:
+    """The ranks on each host, and two levels of its all-reduce, as text."""
+    levels = ", two levels" if cost.algorithm == "two_level" and cost.ranks_per_host > 1 else ""
+    return f"{cost.ranks_per_host} ranks per host{levels}"
 
 
 def _host_remarks(cost: Cost) -> tuple[str, ...]:
@@ -134,13 +145,12 @@ def _remarks(cost: Cost) -> tuple[str, ...]:
     return (*_host_remarks(cost), *_codec_remarks(cost))
 
 
-def ranks_per_host(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
-    """The same workers on fewer hosts; counts above the number of workers are left out."""
+def ranks_per_host(job: Job, counts: Sequence[int], algorithm: str | None = None) -> Iterator[Setting]:
+    """The same workers on fewer hosts; counts above the number of workers are left out. algorithm: None: the job's."""
     for count in counts:
         if count <= job.workers:
-            on_fewer_hosts = with_ranks_per_host(job, count)
-            remarks = _host_remarks(on_fewer_hosts.cost)
-            yield _setting(on_fewer_hosts, "ranks per host", f"{count} ranks per host", remarks=remarks)
+            cost = with_ranks_per_host(job, count, algorithm).cost
+            yield _setting(job, "ranks per host", per_host(cost), cost, remarks=_host_remarks(cost))
 
 
 def fusions(job: Job, sizes_bytes: Sequence[int]) -> Iterator[Setting]:

@@ -14,7 +14,7 @@ from scenario.job import MIB, MS, Clockwork, Job, connected_of, trace_of
 
 from netbottleneck.analysis import findings, traffic, usage, verdict
 from netbottleneck.analysis.rule_facts import Predicted
-from netbottleneck.report import html, summary, text
+from netbottleneck.report import html, summary, text, what_if
 from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import ms, percent
@@ -85,6 +85,69 @@ def test_all_that_is_said_of_the_step_of_a_job_that_sends_in_every_nth_step_is_o
     assert html.split(found).title.endswith("mean of all steps)")
     silent = replace(found, parts={**found.parts, NULL: parts})
     assert silent.averaged == "all steps of stock, and the middle half of the others"
+
+
+class Alternating(Clockwork):
+    """A job whose even steps send the first half of its buckets, and whose odd steps the other half."""
+
+    def step(self, arm, block, level):
+        whole, half = self.job, len(self.job.buckets) // 2
+        first = half * (self.index % 2)
+        self.job = replace(whole, buckets=whole.buckets[first : first + half])
+        steps, calls = len(self.steps), len(self.collectives)
+        super().step(arm, block, level)
+        self.job = whole
+        for at in range(steps, len(self.steps)):
+            ready = tuple((index + first, ns) for index, ns in self.steps[at].grad_ready)
+            self.steps[at] = replace(self.steps[at], grad_ready=ready)
+        for at in range(calls, len(self.collectives)):
+            one = self.collectives[at]
+            self.collectives[at] = replace(one, key=one.key + first, bucket=one.bucket + first)
+
+
+class Pausing(Averaging):
+    """A job that does not send in every `every`-th step."""
+
+    def step(self, arm, block, level):
+        silent = self.index % self.every == 0
+        Clockwork.step(self, NULL if silent else arm, block, level)
+        self.steps[-self.job.ranks :] = [replace(step, arm=arm) for step in self.steps[-self.job.ranks :]]
+
+
+def run_of(job, kind, **fields):
+    """The trace of a job whose steps are those of a kind of clockwork."""
+    work = kind(job, 0)
+    vars(work).update(fields)
+    work.run()
+    return replace(trace_of(job), steps=tuple(work.steps), collectives=tuple(work.collectives))
+
+
+@pytest.mark.parametrize(("kind", "fields"), [(Alternating, {}), (Pausing, {"every": 3})])
+def test_nothing_is_predicted_if_the_steps_do_not_send_the_same(kind, fields):
+    job = Job(blocks=3, jitter=0.01, buckets=(2 * MIB, 1 * MIB, 8 * MIB, 8 * MIB), link_bps=1e9)
+    trace, free = (run_of(replace(job, link_bps=bps), kind, **fields) for bps in (1e9, 1e15))
+    predicted = savings(trace, STOCK, 1e9)
+    assert (dict(predicted.savings_ns), predicted.refused[:15]) == ({}, "no prediction: ")
+    assert predicted.refused.endswith(" of the steps do not send all gradients")
+    assert what_if.curve(findings.find(trace)).missing == predicted.refused
+    assert any("do not send all gradients: simulated steps do" in note for note in questions.job(trace, STOCK).notes)
+    _, decided = judged(trace)
+    truth = sum(s.duration_ns for s in trace.steps) / len(trace.steps) - sum(s.duration_ns for s in free.steps) / len(
+        free.steps
+    )
+    saved = rule(decided, "link").saving
+    assert decided.code == "LINK_LIMITED"
+    assert saved.low <= truth <= saved.high
+
+
+def test_a_seldom_silent_step_or_a_new_set_of_buckets_leaves_the_prediction():
+    job = Job(blocks=1, block_steps=31, buckets=(4 * MIB, 4 * MIB, 8 * MIB, 8 * MIB), link_bps=1e9)
+    assert savings(run_of(job, Pausing, every=10), STOCK, 1e9).savings_ns["link"].value > 0
+    trace = trace_of(job)
+    others = tuple(replace(one, name=f"new/{place}") for place, one in enumerate(trace.buckets))
+    later = tuple(replace(c, bucket=c.bucket + 4) if c.step > 15 else c for c in trace.collectives)
+    rebuilt = replace(trace, buckets=(*trace.buckets, *others), collectives=later)
+    assert savings(rebuilt, STOCK, 1e9).savings_ns["link"].value > 0
 
 
 def test_arms_of_a_job_that_sends_in_every_fourth_step_differ_by_the_mean_of_their_steps():

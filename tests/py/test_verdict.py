@@ -88,14 +88,17 @@ def test_an_inconclusive_verdict_has_the_number_of_steps_that_its_advice_names(t
     assert few.more == 2  # the first step of a block does not count
 
 
-def test_no_saving_is_larger_than_the_step(tmp_path):
+def test_no_saving_of_the_network_is_larger_than_exposed_communication_and_waiting(tmp_path):
     numbers = findings_of(tmp_path, blocks=9)
     facts = rule_facts.Facts(numbers, numbers.base, rule_facts.Predicted(), ())
-    step = facts.step_ns
-    assert facts.bounded(Estimate(1.6 * step, 0.8 * step, 1.7 * step)) == (Estimate(step, 0.8 * step, step), "")
-    assert facts.bounded(Estimate(0.6 * step, 0.5 * step, 0.7 * step))[0] == Estimate(
-        0.6 * step, 0.5 * step, 0.7 * step
-    )
+    idle = numbers.parts_ns["idle"]
+    most = idle.value
+    assert 0 < idle.value <= idle.high < facts.step_ns
+    assert facts.bounded(Estimate(1.6 * most, 0.8 * most, 1.7 * most)) == (Estimate(most, 0.8 * most, idle.high), "")
+    inside = Estimate(0.6 * most, 0.5 * most, 0.7 * most)
+    assert facts.bounded(inside) == (inside, "")
+    wide = replace(numbers, parts_ns={**numbers.parts_ns, "idle": Estimate(most, 0.0, 2 * facts.step_ns)})
+    assert replace(facts, f=wide).bounded(Estimate(most, most, 3 * facts.step_ns))[0].high == facts.step_ns
 
 
 def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_it_out(tmp_path):
@@ -1196,7 +1199,7 @@ def test_no_cause_in_the_network_saves_more_than_steps_without_traffic(tmp_path,
     if code == "LATENCY_LIMITED":
         numbers = replace(numbers, latency_share=Estimate(0.8, 0.7, 0.9))
     causes = {"LINK_LIMITED": "link", "LATENCY_LIMITED": "latency", "BUCKET_SIZES": "buckets"}
-    engine = rule_facts.Predicted({causes[code]: Estimate(30e6, 28e6, 32e6)})
+    engine = rule_facts.Predicted({causes[code]: Estimate(29e6, 27e6, 30e6)})
 
     def found(low_ms, value_ms, high_ms, pairs=6, script_ns=0.0):
         less = Estimate(-value_ms * 1e6, -high_ms * 1e6, -low_ms * 1e6)
@@ -1212,5 +1215,5 @@ def test_no_cause_in_the_network_saves_more_than_steps_without_traffic(tmp_path,
     assert found(-3, -1, 3).saving == Estimate(0.0, 0.0, 3e6)
     assert found(5, 8, 11, script_ns=4e6).saving == Estimate(12e6, 9e6, 15e6)  # null leaves the script's own calls
     for bound in (found(33, 35, 37), found(5, 8, 11, pairs=2)):
-        assert bound.saving == Estimate(30e6, 28e6, 32e6)
+        assert bound.saving == Estimate(29e6, 27e6, 30e6)
         assert "without traffic" not in bound.rests

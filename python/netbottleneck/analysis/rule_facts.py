@@ -286,10 +286,12 @@ class Facts:
     def bounded(self, saving: Estimate) -> tuple[Estimate, str]:
         """A predicted saving of the network, and if steps without traffic bound it, a note on that, else "".
 
-        The bound is what these steps save, as far as measured, and the exposed time of the script's own calls.
+        The bound is what these steps save, as far as measured, and the exposed time of the script's own calls. No
+        saving is above the exposed communication and waiting of the step.
         """
-        pair = self.f.headroom
-        saving = within_step(saving, self.step_ns)
+        pair, idle = self.f.headroom, self.f.parts_ns["idle"]
+        ends = (min(saving.value, idle.value), min(saving.low, idle.value), min(saving.high, idle.high))
+        saving = within_step(Estimate(*ends), self.step_ns)
         if pair is None or not pair.enough:
             return saving, ""
         less, script_ns = pair.difference_ns, self.f.script_ns

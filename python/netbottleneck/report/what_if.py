@@ -313,7 +313,7 @@ def curve(findings: Findings) -> Curve:
         job = questions.job(findings.trace, findings.base)
     except ValueError as error:
         return Curve(missing=str(error))
-    why = "no run was fitted" if job.fit is None else job.fit.reason or job.misfit
+    why = questions.refusal(job) or job.misfit
     if why:
         return Curve(missing=f"no prediction: {why}")
     rate_bps = job.cost.link.rate_bps

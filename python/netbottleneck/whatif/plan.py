@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from netbottleneck.analysis.intervals import counted
 from netbottleneck.trace.model import Collective, Parameter, Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, PSEUDO, SINGLE, Arm
 
@@ -18,6 +19,7 @@ BUCKET_BYTES = 25 << 20
 FUSION_BYTES = 64 << 20
 CYCLE_NS = 5_000_000
 RULES = ("explicit", "ddp", "horovod", "paper2020")
+NO_TENSOR = -1  # in place of the tensors of an operation that are not known
 # Most operations that may share the link at once.
 IN_FLIGHT_MAX = 16
 
@@ -204,6 +206,23 @@ def _buckets_of_steps(trace: Trace, arm: Arm) -> list[int]:
     steps = {step for step, _ in placed}
     later = steps - {min(steps, default=-1)} or steps
     return sorted({bucket for step, bucket in placed if step in later})
+
+
+def _tensors(trace: Trace, bucket: int | None) -> tuple[int, ...]:
+    """The tensors of a bucket; (NO_TENSOR,) if they are not known."""
+    known = bucket is not None and 0 <= bucket < len(trace.buckets)
+    return trace.buckets[bucket or 0].parameters if known else (NO_TENSOR,)
+
+
+def part_lacking(trace: Trace, arm: Arm) -> float:
+    """Part of an arm's counted steps, or of all if none counts, that do not send all gradients that others send."""
+    steps = [step for step in counted(trace) if step.arm == arm] or [step for step in trace.steps if step.arm == arm]
+    sent: dict[int, set[int]] = {step.index: set() for step in steps}
+    for one in trace.collectives:
+        if one.arm == arm and one.kind == "allreduce" and not one.by_script and one.step in sent:
+            sent[one.step].update(_tensors(trace, one.bucket))
+    every = set[int]().union(*sent.values())
+    return sum(own != every for own in sent.values()) / max(len(sent), 1)
 
 
 def _least_in_flight(operations: Sequence[Collective]) -> int:

@@ -16,7 +16,7 @@ from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, sends_in_some, step_times, widened
 from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
-from netbottleneck.analysis.thresholds import MISFIT_MAX
+from netbottleneck.analysis.thresholds import MISFIT_MAX, SILENT_PART
 from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
@@ -24,7 +24,7 @@ from netbottleneck.units import listed, ms, percent
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.fit import Fit, fit
-from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.plan import Plan, part_lacking
 from netbottleneck.whatif.simulate import Workload, simulate, workload
 
 __all__ = ["Answer", "Job", "LeastValue", "Setting", "job"]
@@ -334,11 +334,7 @@ def job(
     one_host = host_count(trace) == 1 < trace.size
     fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
     notes = [*trace.incomplete, *([f"the fit is poor: {fitted.reason}"] if fitted.reason else [])]
-    times = rounds(trace, fitted.transport)
-    if times > 1:
-        notes.append(
-            f"a step reduces its buckets {times} times: only the last time is simulated, so steps are too short"
-        )
+    notes += unlike_simulated(trace, fitted.transport)
     kept_ns, step_ns = _kept_ns(trace, fitted.transport)
     if kept_ns >= KEPT_SHARE * step_ns:
         notes.append(
@@ -371,6 +367,27 @@ def _with_misfit(made: Job, recorded: Plan) -> Job:
         return made
     poor = f"the fit is poor: {why}, more than {percent(MISFIT_MAX, digits=0)} of the measured one"
     return replace(made, misfit=why, notes=(poor, *made.notes)) if why else made
+
+
+def unlike_simulated(trace: Trace, arm: Arm) -> list[str]:
+    """How the steps of an arm are unlike simulated ones, which send every bucket once."""
+    times, lacking = rounds(trace, arm), part_lacking(trace, arm)
+    found = []
+    if times > 1:
+        found.append(
+            f"a step reduces its buckets {times} times: only the last time is simulated, so steps are too short"
+        )
+    if lacking > SILENT_PART:
+        found.append(f"{percent(lacking)} of the steps do not send all gradients: simulated steps do, and are too long")
+    return found
+
+
+def refusal(made: Job) -> str:
+    """Why a report predicts nothing from a job, beside its misfit; "" if it does."""
+    if made.fit is None:
+        return "no run was fitted"
+    unlike = unlike_simulated(made.trace, made.fit.transport)
+    return made.fit.reason or (unlike[0].partition(":")[0] if unlike else "")
 
 
 def _kept_ns(trace: Trace, transport: Arm) -> tuple[float, float]:

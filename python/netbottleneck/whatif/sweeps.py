@@ -12,7 +12,6 @@ from types import MappingProxyType
 from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.analysis.rule_facts import Predicted
 from netbottleneck.analysis.thresholds import GAIN_MIN
-from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
@@ -367,12 +366,9 @@ def savings(
     """
     try:
         found = questions.job(trace, arm)
-        if found.fit is None or found.fit.reason:
-            why = "no run was fitted" if found.fit is None else found.fit.reason
+        why = questions.refusal(found)
+        if why:
             return Predicted(refused=f"no prediction: {why.partition(';')[0].partition(':')[0]}")
-        times = rounds(trace, found.fit.transport)
-        if times > 1:
-            return Predicted(refused=f"no prediction: a step reduces its buckets {times} times")
         changes: dict[str, Callable[[Cost], Cost]] = {"latency": _without_latency, "free": lambda _: Cost.free()}
         if link_bps is not None:
             changes["link"] = lambda cost: _without_link(cost, link_bps)

@@ -12,13 +12,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
 from scenario.job import MIB, MS, Clockwork, Job, connected_of, trace_of
 
-from netbottleneck.analysis import findings, traffic, usage, verdict
+from netbottleneck.analysis import findings, intervals, traffic, usage, verdict
 from netbottleneck.analysis.rule_facts import Predicted
-from netbottleneck.report import html, summary, text, what_if
+from netbottleneck.report import caveats, html, summary, text, what_if
 from netbottleneck.trace.model import Collective, NcclOperation, Network, Probe, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import ms, percent
-from netbottleneck.whatif import questions
+from netbottleneck.whatif import fit, questions
 from netbottleneck.whatif.sweeps import savings
 
 
@@ -490,6 +490,66 @@ def test_input_that_hides_behind_the_wait_for_a_rank_costs_nothing(ranks):
     assert not rule(decided, "input").fired
     without = findings.find(trace_of(replace(job, input_of_ms={}))).whole.step_ns
     assert found.parts_ns["input"].value == pytest.approx(found.whole.step_ns - without, abs=1 * MS)
+
+
+def kept(trace, rank, steps=(), calls=()):
+    """The trace with only some steps of a rank, and the operations of some; all others have theirs."""
+    return replace(
+        trace,
+        steps=tuple(one for one in trace.steps if one.rank != rank or one.index in steps),
+        collectives=tuple(one for one in trace.collectives if one.rank != rank or one.step in calls),
+    )
+
+
+@pytest.mark.parametrize("arm", ["stock", "tcp"])
+@pytest.mark.parametrize(
+    ("steps", "calls", "words"),
+    [
+        ((), (), "rank 3 recorded 0 of 28 steps of communication over {}"),
+        (range(28), (), "rank 3 recorded 0 of 28 steps of communication over {}"),
+        (range(4), range(4), "rank 3 recorded 4 of 28 steps of communication over {}, the last is step 3"),
+    ],
+    ids=["nothing", "no operation", "the first steps"],
+)
+def test_waiting_for_a_rank_with_too_few_steps_is_no_transfer(arm, steps, calls, words):
+    job = Job(ranks=4, arms=(arm,), slower={3: 1.6}, probe=True, buckets=(1 * MIB, 8 * MIB, 8 * MIB, 8 * MIB))
+    trace, words = trace_of(job), words.format(arm)
+    assert judged(trace)[1].code == "STRAGGLER"
+    part = kept(trace, 3, steps, calls)
+    found, decided = judged(part)
+    assert (decided.code, decided.next) == ("INCONCLUSIVE", verdict.ALL_RECORDS)
+    assert f"R{words[1:]}: waiting for the last rank cannot be told from transfer" in decided.why
+    assert not any(one.applies for one in decided.evidence)
+    assert not found.achieved
+    assert f"{words}." in caveats.warnings(found)
+    with pytest.raises(ValueError, match=f"^{words}: waiting for the last rank cannot be told from the time of an op"):
+        questions.job(part, arm)
+
+
+def test_a_cost_is_fitted_to_operations_of_all_ranks():
+    trace = trace_of(Job(ranks=4, blocks=1, block_steps=20))
+    assert fit.fit(kept(trace, 3, range(20), range(9)), STOCK).count == 4 * (9 - 1)  # the first step is not counted
+    with pytest.raises(ValueError, match="no all-reduce over stock that all ranks finished"):
+        fit.fit(kept(trace, 3, range(20)), STOCK)
+    pairs = tuple(replace(one, ranks=2, comm=one.rank // 2) for one in trace.collectives)
+    assert fit.fit(replace(trace, collectives=pairs), STOCK).count > 0
+
+
+@pytest.mark.parametrize(("steps", "least"), [(5, 4), (4, 0), (28, 5), (28, 27)])
+def test_a_rank_that_is_a_step_behind_or_leaves_later_is_not_missing(steps, least):
+    """As in a run in progress, or where a rank has no more data."""
+    trace = trace_of(Job(ranks=4, blocks=1, block_steps=steps))
+    assert intervals.unheard(kept(trace, 3, range(least), range(least)), STOCK) == ""
+
+
+def test_ranks_that_reduce_in_groups_or_seldom_are_not_missing():
+    trace = trace_of(Job(ranks=4, blocks=1, block_steps=20))
+    pairs = tuple(replace(one, ranks=2, comm=one.rank // 2) for one in trace.collectives)
+    assert intervals.unheard(replace(trace, collectives=pairs), STOCK) == ""
+    assert intervals.unheard(replace(trace, collectives=pairs[: len(pairs) // 2]), STOCK) == ""
+    seldom = run_of(Job(ranks=4, blocks=1, block_steps=20), Averaging)
+    assert intervals.unheard(seldom, STOCK) == ""
+    assert intervals.unheard(kept(seldom, 3), STOCK) == "rank 3 recorded 0 of 20 steps of communication over stock"
 
 
 def test_without_the_record_of_a_rank_no_rate_in_transfer_is_claimed():

@@ -965,7 +965,8 @@ def test_without_the_record_of_a_rank_no_rule_judges_transfers(tmp_path, unexpla
     unrecorded = "o record of rank 1: waiting for the last rank cannot be told from transfer"
 
     def alone(numbers, **changes):
-        return replace(numbers, trace=replace(numbers.trace, ranks=numbers.trace.ranks[:1]), **changes)
+        trace = replace(numbers.trace, ranks=numbers.trace.ranks[:1])
+        return replace(numbers, trace=trace, unheard={numbers.base: intervals.unheard(trace, numbers.base)}, **changes)
 
     did = unexplained.achieved["stock"].active_bps
     faster = Achievable("tcp", ((1, 0.5 * did), (4, 2 * did)), (4, 2 * did))

@@ -356,9 +356,9 @@ def known(tmp_path: Path) -> Trace:
 
 
 def test_a_run_that_lacks_a_rank_is_refused_because_waiting_for_it_is_no_cost(known: Trace) -> None:
-    with pytest.raises(ValueError, match="rank 1 left no record"):
+    with pytest.raises(ValueError, match="no record of rank 1: waiting for the last rank cannot be told"):
         questions.job(replace(known.of_rank(0), size=2), "stock")
-    assert "rank 1 left no record" in sweeps.savings(replace(known.of_rank(0), size=2), Arm("stock"), None).refused
+    assert "no record of rank 1" in sweeps.savings(replace(known.of_rank(0), size=2), Arm("stock"), None).refused
 
 
 def test_other_buckets_are_no_remedy_where_the_simulation_misses_the_step_by_as_much(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -59,6 +59,7 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
     typical_lengths,
+    unheard,
     within_hosts,
 )
 from netbottleneck.analysis.joins import Join, joins
@@ -162,6 +163,7 @@ class Findings:
     parts of the mean of all recorded steps, not of the middle half; without the first ones of blocks where transports
     alternate. mean_ns: of the same steps, with those of the untouched script where it takes turns. nccl: split of the
     operations that NCCL reported within steps. joins: the operations of a flight recorder's dumps.
+    unheard: by arm, the ranks that recorded too little of it to tell waiting for them from transfer.
     """
 
     trace: Trace
@@ -204,6 +206,7 @@ class Findings:
     mean_ns: float = 0.0
     nccl: tuple[nccl.NcclMean, ...] = ()
     joins: tuple[Join, ...] = ()
+    unheard: Mapping[Arm, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -545,6 +548,11 @@ def _of_others(splits: Sequence[Split], late: Lateness | None) -> Sequence[Split
     return splits if late is None else [split for split in splits if split.rank not in late.ranks]
 
 
+def _lateness(common: Findings, base: Arm, splits: Sequence[Split]) -> Lateness | None:
+    """Lateness of the ranks; None if it is not known which rank waits for which."""
+    return None if common.not_matched or base in common.unheard else lateness(common.trace, base, splits)
+
+
 def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Findings:
     """`common` plus the numbers of `base`, whose counted steps are `rows`."""
     trace = common.trace
@@ -553,7 +561,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     steps = {(step.rank, step.index) for step, _, _ in rows}
     own = [c for c in trace.collectives if c.arm == base and not c.by_script and (c.rank, c.step) in steps]
     sampled = [step for step in trace.steps if step.arm == base]
-    late = None if common.not_matched else lateness(trace, base, splits)
+    late = _lateness(common, base, splits)
     others = _of_others(splits, late)
     phases = _phases(splits, late)
     slowed, within = _slowed(trace, base, warmup), within_hosts(trace)
@@ -632,18 +640,32 @@ def _no_forward(trace: Trace, base: Arm | None) -> str:
     )
 
 
+def _unheard(trace: Trace, arms: Iterable[Arm]) -> dict[Arm, str]:
+    """Findings.unheard, of the arms that move gradients."""
+    found = {arm: unheard(trace, arm) for arm in arms if arm.real}
+    return {arm: ranks for arm, ranks in found.items() if ranks}
+
+
+def _achieved(
+    trace: Trace, splits: Mapping[Arm, Sequence[Split]], short: Collection[Arm]
+) -> dict[Arm, Achieved | None]:
+    """The bandwidth of each arm; None where transfer cannot be told from waiting for the last rank, as for `short`."""
+    told = not (not_matched(trace) or missing_ranks(trace))
+    return {
+        arm: achieved_bandwidth(arm, typical(own, lambda split: split), own) if told and arm not in short else None
+        for arm, own in splits.items()
+    }
+
+
 def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     """Compute the findings of a trace."""
     trace = aligned(trace)
     rows, every = _by_arm(trace, warmup)
     arms = list(dict.fromkeys([*trace.arms, *rows]))
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
-    told = not (not_matched(trace) or missing_ranks(trace))  # transfer from waiting for the last rank
+    short = _unheard(trace, arms)
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
-    achieved = {
-        arm: achieved_bandwidth(arm, typical(own, lambda split: split), own) if told else None
-        for arm, own in splits.items()
-    }
+    achieved = _achieved(trace, splits, short)
     factors = {arm: _scaling(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split)) for arm, own in splits.items()}
     base = _base(trace, parts, times)
@@ -664,6 +686,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         travels=travels(trace),
         nccl=nccl.means(trace),
         joins=joins(trace),
+        unheard=short,
     )
     if base is None:
         return common

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.thresholds import SILENT_PART, SMALL_BYTES
+from netbottleneck.analysis.thresholds import SILENT_PART, SMALL_BYTES, STEPS_MIN
 from netbottleneck.trace.model import NOT_MATCHED, Collective, Parameter, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
+from netbottleneck.units import listed
 
 Intervals = NDArray[np.int64]
 T = TypeVar("T")
@@ -142,6 +143,43 @@ class Split:
 def missing_ranks(trace: Trace) -> tuple[int, ...]:
     """The ranks of a run that have no record."""
     return tuple(sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks}))
+
+
+def _communicating(trace: Trace, arm: Arm) -> dict[int, set[int]]:
+    """By rank: the steps of an arm in which it recorded a gradient of all ranks; all its steps if such are too few."""
+    steps: dict[int, set[int]] = defaultdict(set)
+    for step in trace.steps:
+        if step.arm == arm:
+            steps[step.rank].add(step.index)
+    sending: dict[int, set[int]] = defaultdict(set)
+    for one in trace.collectives:
+        if one.arm == arm and one.step is not None and not one.by_script and one.ranks in (None, trace.size):
+            sending[one.rank].add(one.step)
+    found = {rank: own & sending[rank] for rank, own in steps.items()}
+    return found if max(map(len, found.values()), default=0) >= STEPS_MIN else steps
+
+
+def unheard(trace: Trace, arm: Arm) -> str:
+    """The ranks that recorded too little of an arm to tell waiting for them from transfer, as text; "" if none.
+
+    They have no record, or fewer than STEPS_MIN of its steps while others have as many. One step less than the others
+    is none: the ranks of a run in progress are not at the same place.
+    """
+    missing = missing_ranks(trace)
+    if missing:
+        return f"no record of rank {listed(missing)}"
+    steps = _communicating(trace, arm)
+    most = max(map(len, steps.values()), default=0)
+    short: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in range(trace.size if most >= STEPS_MIN else 0):
+        own = steps.get(rank, set())
+        if len(own) < min(STEPS_MIN, most - 1):
+            short[len(own), max(own, default=0)].append(rank)
+    return "; ".join(
+        f"rank {listed(ranks)} recorded {count} of {most} steps of communication over {arm}"
+        + (f", the last is step {last}" if count else "")
+        for (count, last), ranks in short.items()
+    )
 
 
 def not_matched(trace: Trace) -> str:

@@ -11,12 +11,11 @@ from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import BY_OPERATIONS, transfer_error_ns
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, stock_is_as_good
-from netbottleneck.analysis.intervals import missing_ranks
 from netbottleneck.analysis.traffic import Unseen, unequal_mtus
 from netbottleneck.analysis.usage import LOOPBACK, NO_CONNECTIONS, Connected, HostUse, packet_loss
 from netbottleneck.trace.model import TransportInfo
 from netbottleneck.trace.transports import SINGLE, Arm
-from netbottleneck.units import listed, ms, percent
+from netbottleneck.units import ms, percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +209,9 @@ class Facts:
     @property
     def missing(self) -> str:
         """Why waiting for the last rank cannot be told from transfer; "" if it can."""
-        ranks = listed(missing_ranks(self.f.trace))
+        ranks = self.f.unheard.get(self.base, "")
         if ranks:
-            return f"no record of rank {ranks}: waiting for the last rank cannot be told from transfer"
+            return f"{ranks}: waiting for the last rank cannot be told from transfer"
         return self.f.not_matched.rstrip(".")
 
     @property

@@ -349,7 +349,7 @@ def _small(facts: Facts, evidence: tuple[RuleResult, ...], lost: str) -> Verdict
 
 def _whole_record(f: Findings) -> str:
     """What to do so that waiting for the last rank can be told from transfer."""
-    return ALL_RECORDS if missing_ranks(f.trace) else SAME_STEPS
+    return SAME_STEPS if f.not_matched and not missing_ranks(f.trace) else ALL_RECORDS
 
 
 def _sentence(reason: str) -> str:

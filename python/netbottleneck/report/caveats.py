@@ -118,6 +118,8 @@ def warnings(findings: Findings) -> list[str]:
     missing = missing_ranks(trace)
     if missing:
         found.append(f"no record of rank {listed(missing)}.")
+    else:
+        found += [f"{ranks}." for ranks in findings.unheard.values()]
     found += _faults(trace)
     found += _changes(findings)
     for pair in findings.comparisons:

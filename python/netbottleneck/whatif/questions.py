@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from netbottleneck.analysis.arrivals import aligned
 from netbottleneck.analysis.bandwidth import achievable_bandwidth
 from netbottleneck.analysis.comparisons import Estimate, sends_in_some, step_times, widened
-from netbottleneck.analysis.intervals import host_count, intervals, missing_ranks, not_matched, total
+from netbottleneck.analysis.intervals import host_count, intervals, not_matched, total, unheard
 from netbottleneck.analysis.thresholds import MISFIT_MAX, SILENT_PART
 from netbottleneck.analysis.traffic import rounds
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import listed, ms, percent
+from netbottleneck.units import ms, percent
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.fit import Fit, fit
@@ -325,10 +325,10 @@ def job(
             cost,
             ("no cost was fitted to a run: answers follow the formulas alone, without intervals",),
         )
-    missing = missing_ranks(trace)
-    if missing:
-        who = listed(missing)
-        raise ValueError(f"rank {who} left no record: waiting for it cannot be told from the time of an operation")
+    arms = [arm for arm in trace.arms if arm.real] if transport is None else [Arm.parse(transport)]
+    without = unheard(trace, arms[0]) if arms else ""
+    if without:
+        raise ValueError(f"{without}: waiting for the last rank cannot be told from the time of an operation")
     if not_matched(trace):
         raise ValueError(not_matched(trace))
     one_host = host_count(trace) == 1 < trace.size

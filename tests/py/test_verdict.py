@@ -912,7 +912,7 @@ def test_input_and_optimizer_save_at_most_their_part_of_the_step(tmp_path):
     v = verdict.decide(numbers)
     assert v.why.endswith(": a step saves that at most.")
     assert saving_text(v.evidence[0]).startswith("at most 60.")
-    assert "input costs 60." in verdict_line(v)
+    assert "input costs at most 60." in verdict_line(v)
     assert [one.code for one in v.evidence if one.at_most] == ["INPUT_LIMITED", "OPTIMIZER_LIMITED"]
 
 

@@ -12,7 +12,7 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.usage import HostUse, Use
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report.text import bandwidth_table, core_cells, interval_text, make_table, put_row, retransmitted
+from netbottleneck.report.text import bandwidth_table, core_cells, make_table, put_row, retransmitted, saving_text
 from netbottleneck.trace.files import printable
 from netbottleneck.trace.model import Trace, TransportInfo
 from netbottleneck.trace.transports import PSEUDO, Arm
@@ -80,7 +80,7 @@ def verdict_line(verdict: Verdict) -> str:
     first = verdict.evidence[0] if verdict.evidence else None
     if first is None or not first.fired or first.saving is None:
         return f"{verdict.code}: {verdict.why}"
-    return f"{verdict.code}: {first.cause} costs {interval_text(first.saving)} a step; rests on: {first.rests}"
+    return f"{verdict.code}: {first.cause} costs {saving_text(first)} a step; rests on: {first.rests}"
 
 
 def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:

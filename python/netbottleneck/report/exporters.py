@@ -176,7 +176,7 @@ FAMILIES = (
     Family("bandwidth_bits_per_second", "bit/s", "busbw, one way, in transfer or over the step.", _bandwidth),
     Family("link_utilization_ratio", "1", "Bandwidth over the rate of the link.", _utilization),
     Family("probe_bits_per_second", "bit/s", "Achievable bandwidth by number of network streams.", _probe),
-    Family("saving_seconds", "s", "What a step would save without a cause; of input and optimizer, at most.", _savings),
+    Family("saving_seconds", "s", "What a step would save without a cause; at most, where at_most is true.", _savings),
     Family("gain_ratio", "1", "Part of the base's step that an arm saves, from paired blocks.", _gains),
     Family("scaling_factor", "1", "T_1 / T_n for equal work per rank.", _scaling),
     Family("late_seconds", "s", "How long the mean other rank waits for a rank in a step.", _late),

@@ -559,10 +559,10 @@ def _variables() -> list[tuple[Field[Any], Variable]]:
 def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings in force.
 
-    overrides: arguments by field name (`streams`, `transports`, …), as text or as the field's own type; None values
-    count as not given. An empty variable counts as unset. Raises ValueError naming the variable, its value and the
-    allowed values. SECRET_FILE is not read yet: see Settings.with_secret. Logs a warning, once in a process, for each
-    unknown name that begins with NETBOTTLENECK.
+    overrides: arguments by field name (`streams`, `transports`, …), as text or as the field's own type, and with the
+    values that the variable may have; None values count as not given. An empty variable counts as unset. Raises
+    ValueError naming the variable, its value and the allowed values. SECRET_FILE is not read yet: see
+    Settings.with_secret. Logs a warning, once in a process, for each unknown name that begins with NETBOTTLENECK.
     """
     arguments = {key: value for key, value in (overrides or {}).items() if value is not None}
     rows = _variables()
@@ -590,6 +590,8 @@ def _argument(name: str, variable: Variable, arguments: Mapping[str, Any]) -> tu
     value = arguments[name]
     if isinstance(value, bytes):
         value = value.hex()
+    elif type(value) is int:  # 0 streams are as wrong here as in the variable, though 0 stands for auto in Settings
+        value = str(value)
     text = value if isinstance(value, str) else _show(value, variable.kind)
     return _parse(name, text, variable.kind), "argument"
 

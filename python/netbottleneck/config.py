@@ -249,6 +249,7 @@ RANKS = integer(1, RANKS_MAX)
 
 
 PREFIX = "NETBOTTLENECK"
+ARGUMENT = "argument"  # source of a setting
 
 # Variables of Horovod that are set by its launcher: places, and how its own ranks meet.
 HOROVOD = "HOROVOD_"
@@ -303,17 +304,21 @@ def without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 @dataclass(frozen=True)
 class Variable:
-    """One row. `fallbacks`: other programs' variables that apply if ours is unset, each with its kind of value."""
+    """One row. `fallbacks`: other programs' variables that apply if ours is unset, each with its kind of value.
+
+    argument: the name of the same setting as an argument; "": the name of the field.
+    """
 
     name: str
     kind: Kind
     text: str
     fallbacks: tuple[tuple[str, Kind], ...] = ()
+    argument: str = ""
 
 
-def _row(name: str, kind: Kind, default: Any, text: str, *fallbacks: tuple[str, Kind]) -> Any:
-    full = f"{PREFIX}_{name}" if name else PREFIX
-    return field(default=default, repr=kind is not SECRET, metadata={"variable": Variable(full, kind, text, fallbacks)})
+def _row(name: str, kind: Kind, default: Any, text: str, *fallbacks: tuple[str, Kind], argument: str = "") -> Any:
+    variable = Variable(f"{PREFIX}_{name}" if name else PREFIX, kind, text, fallbacks, argument)
+    return field(default=default, repr=kind is not SECRET, metadata={"variable": variable})
 
 
 def _stall_off(text: str) -> float | None:
@@ -331,6 +336,7 @@ class Settings:
         (STOCK,),
         "transport of the gradients; the arms of a list alternate by blocks of steps; bare: the untouched script; "
         "auto: stock and ours take turns in short blocks of steps, then the fastest stays",
+        argument="transport",
     )
     strict: bool = _row("STRICT", BOOLEAN, False, "1: raise an error for training that would be left alone")
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
@@ -521,6 +527,12 @@ class Settings:
         """Seconds after which a stalled rank ends the job; 0 (never) if stalls are not reported before that."""
         return self.stall_end_s if 0 < self.stall_s <= self.stall_end_s else 0.0
 
+    def source_of(self, name: str) -> str:
+        """Return the name of the argument or of the variable that set a field, or else of the variable that would."""
+        variable = next(variable for row, variable in _variables() if row.name == name)
+        source = self.sources.get(name, variable.name)
+        return (variable.argument or name) if source == ARGUMENT else source
+
     def with_secret(self) -> "Settings":
         """Return the settings of a job that starts, whose secret is that in SECRET_FILE if SECRET is not set.
 
@@ -593,7 +605,7 @@ def _argument(name: str, variable: Variable, arguments: Mapping[str, Any]) -> tu
     elif type(value) is int:  # 0 streams are as wrong here as in the variable, though 0 stands for auto in Settings
         value = str(value)
     text = value if isinstance(value, str) else _show(value, variable.kind)
-    return _parse(name, text, variable.kind), "argument"
+    return _parse(variable.argument or name, text, variable.kind), ARGUMENT
 
 
 def _from_environment(variable: Variable, environ: Mapping[str, str]) -> tuple[Any, str] | None:

@@ -235,6 +235,21 @@ def test_a_wrong_argument_is_refused_whatever_its_type() -> None:
         settings({"stream": 4}, {})
 
 
+@pytest.mark.parametrize("value", ["quic", "stock,stock", ("stock", "quic"), ""])
+def test_a_wrong_transport_is_refused_by_the_name_of_the_argument(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^transport=.*: must be auto"):
+        settings({"transports": value}, {})
+
+
+def test_the_source_of_a_setting_is_the_argument_or_the_variable() -> None:
+    environ = {"NETBOTTLENECK_TRANSPORT": "tcp", "HOROVOD_LOG_LEVEL": "INFO"}
+    chosen = settings({"transports": "ofi", "streams": 4}, environ)
+    assert [chosen.source_of(name) for name in ("transports", "streams")] == ["transport", "streams"]
+    assert settings(environ=environ).source_of("transports") == "NETBOTTLENECK_TRANSPORT"
+    assert settings(environ=environ).source_of("log_level") == "HOROVOD_LOG_LEVEL"
+    assert settings(environ={}).source_of("transports") == "NETBOTTLENECK_TRANSPORT"  # where it may be set
+
+
 def test_arguments_may_be_text_or_of_the_fields_type() -> None:
     assert settings({"streams": "auto"}, {"NETBOTTLENECK_STREAMS": "4"}).streams == 0
     assert settings({"streams": 2}, {"NETBOTTLENECK_STREAMS": "4"}).streams == 2

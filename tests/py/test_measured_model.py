@@ -656,6 +656,17 @@ for _ in range(20):
     assert "(NETBOTTLENECK_TRACE_EVENTS)" in results[0].stderr
 
 
+@pytest.mark.parametrize("source", ["transport", "NETBOTTLENECK_TRANSPORT"])
+def test_an_untouched_arm_of_a_plain_model_is_refused_by_the_name_of_its_source(
+    monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    monkeypatch.setenv("NETBOTTLENECK_TRANSPORT", "stock,bare")
+    given = {source: "stock,bare"} if source == "transport" else {}
+    with pytest.raises(ValueError, match=f"^{source}=stock,bare: netbottleneck alone moves the gradients"):
+        loop.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), **given).__enter__()
+
+
 def test_an_exception_without_a_message_is_recorded_by_its_type() -> None:
     assert words(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert words(RuntimeError("boom")) == "RuntimeError: boom"

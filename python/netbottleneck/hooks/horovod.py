@@ -61,7 +61,7 @@ class Measuring(job.Observer):
         if self._refused:
             return
         settings = job.current().settings
-        refuse_bare(settings.transports)
+        refuse_bare(settings.transports, settings)
         # Without a choice, gradients travel as they would without a measurement: over our own transport.
         own = None if "transports" in settings.sources else (connect.native(settings),)
         session = open_on_all(settings, arms=own, model=type(optimizer).__name__)

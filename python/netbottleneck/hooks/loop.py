@@ -69,7 +69,10 @@ def profile(
         found = attach_sharded(model, optimizer, settings=settings)
     else:
         check_plain(model)
-        refuse_bare(settings.transports if session is None else session.blocks.arms)
+        if session is None:
+            refuse_bare(settings.transports, settings)
+        else:
+            refuse_bare(session.blocks.arms, session.settings)
         chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
         found = measure(chosen, model, optimizer)
     of = session if found is None else found.session
@@ -344,7 +347,7 @@ def attach_sharded(
         if not chosen.observes:
             raise ValueError(
                 "FSDP2 communicates by its own process groups, which no transport replaces: leave out "
-                "NETBOTTLENECK_TRANSPORT, or set it to stock"
+                f"{chosen.source_of('transports')}, or set it to stock"
             )
         places = {p.device for p in model.parameters()} | {group.device for group in _groups(model)}
         if len(places) > 1:

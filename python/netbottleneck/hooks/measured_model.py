@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
+from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES, Error, HorovodInternalError, of_handler
 from netbottleneck.hooks.calls import Calls, EachCall, watched
 from netbottleneck.hooks.collectives import Collectives
@@ -54,12 +55,12 @@ def _in_function(passes: set[CodeType]) -> bool:
     return frame is not None
 
 
-def refuse_bare(arms: Sequence[Arm]) -> None:
+def refuse_bare(arms: Sequence[Arm], settings: Settings) -> None:
     """Raise ValueError if an arm is the script's own path, where gradients have none."""
     if BARE in arms:
         raise ValueError(
-            f"NETBOTTLENECK_TRANSPORT={','.join(arms)}: netbottleneck alone moves the gradients of this training, so "
-            "there is no untouched path: leave bare out"
+            f"{settings.source_of('transports')}={','.join(arms)}: netbottleneck alone moves the gradients of this "
+            "training, so there is no untouched path: leave bare out"
         )
 
 
@@ -122,7 +123,7 @@ class Measured:
         on_forward: Callable[[], None] | None = None,
     ) -> None:
         if bare is None:
-            refuse_bare(session.blocks.arms)
+            refuse_bare(session.blocks.arms, session.settings)
         self.session = session
         self.gradients = gradients
         self.between: Callable[[], None] = _nothing  # called between two steps

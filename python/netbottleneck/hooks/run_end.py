@@ -104,9 +104,6 @@ def _at_most(limit_s: float) -> Generator[None, None, None]:
         signal.signal(signal.SIGALRM, before)
 
 
-OBSERVE = "leave out NETBOTTLENECK_TRANSPORT to observe this script"
-
-
 def _write(session: Session, show: bool) -> None:
     from netbottleneck.report import Run
     from netbottleneck.report.text import beside_script
@@ -119,7 +116,8 @@ def _write(session: Session, show: bool) -> None:
             steps = f"{session.step} step{'s' * (session.step > 1)}"
             why = f"the run has {steps}, and NETBOTTLENECK_START_STEP={session.settings.start_step}"
         if session.stays is not None:
-            why = f"{STAYS} {session.stays}: {session.why_stays}; {OBSERVE}"
+            given = session.settings.source_of("transports")
+            why = f"{STAYS} {session.stays}: {session.why_stays}; leave out {given} to observe this script"
         if session.followed:
             why = "its model was measured in another run from then on, by netbottleneck.profile or netbottleneck.attach"
         logger.warning("%s: no step was recorded: %s", session.folder, why)

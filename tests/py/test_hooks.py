@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import Ranks, checks
 
+from netbottleneck.trace.ring_reader import load
+
 pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_loops.py"
@@ -143,6 +145,94 @@ print("refused")
 def test_a_model_whose_gradients_other_code_moves_is_refused_and_stays_as_it_is(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, OTHERS_MOVE, ENV):
         assert "refused" in result.stdout
+
+
+UNFIT = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inside):  # calls no other, as Accelerate's
+        self.inside = inside
+
+
+def train():
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad.tolist() == [[2.0] * 4] * 4, model.weight.grad  # of this rank alone
+        optimizer.step()
+
+
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+for wrong in (scheduler, "sgd", torch.optim.SGD, Wrapper(optimizer), model):
+    before = model.weight.clone()
+    try:
+        with netbottleneck.profile(model, wrong, transport="tcp"):
+            raise AssertionError(wrong)
+    except TypeError as error:
+        assert str(error).startswith(f"optimizer: {type(wrong).__name__} takes no step hooks"), error
+    assert torch.equal(before, model.weight)
+    train()
+assert netbottleneck.attach(DistributedDataParallel(model), scheduler) is None  # the log says why
+assert not os.path.exists(os.environ["NETBOTTLENECK_DIR"])
+print("refused")
+"""
+
+
+def test_an_optimizer_without_step_hooks_is_refused_before_anything_changes(warm_ranks: Ranks, tmp_path: Path) -> None:
+    for result in warm_ranks(2, UNFIT, {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert "refused" in result.stdout
+        assert "is left alone: optimizer: StepLR takes no step hooks" in result.stderr
+
+
+FAILING = """
+import torch
+import torch.distributed as dist
+import netbottleneck
+from netbottleneck.hooks import measured_model
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def failing(*_, **__):
+    raise RuntimeError("no hooks")
+
+
+measured_model.Updates = failing
+try:
+    with netbottleneck.profile(model, optimizer, transport="tcp"):
+        raise AssertionError
+except RuntimeError as error:
+    assert str(error) == "no hooks", error
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    assert model.weight.grad.tolist() == [[2.0 + 2.0 * dist.get_rank()] * 4] * 4, model.weight.grad
+    optimizer.step()
+print("trained alone")
+"""
+
+
+def test_a_measurement_that_cannot_begin_leaves_no_hook_and_ends_its_run_with_the_error(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    for result in warm_ranks(2, FAILING, {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert "trained alone" in result.stdout
+    assert [rank.error for rank in load(tmp_path / "run").ranks] == ["RuntimeError: no hooks"] * 2
 
 
 COMPILED = """

@@ -20,6 +20,7 @@ from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Crosscheck, Measured, follow_device, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.hooks.run_end import finish, finish_at_exit, report_at_exit
+from netbottleneck.hooks.updates import unfit
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job, nccl
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
@@ -240,7 +241,7 @@ def _attach(
         if earlier.session.joining is None:  # else it ends at process exit, as it may wait for other ranks
             finish(earlier.session, show=False)
     _end_of_same_parameters(ddp)
-    reason = _refusal(ddp, settings)
+    reason = unfit(optimizer) or _refusal(ddp, settings)
     if session is None:
         session = _open(ddp, settings, reason or _not_the_only_one(ddp))
         finish_at_exit(session)

@@ -27,6 +27,7 @@ from netbottleneck.hooks.left_alone import held, left_alone, spread_as
 from netbottleneck.hooks.measured_model import Measured, follow_device, refuse_bare, uncompiled
 from netbottleneck.hooks.reducer_group import OwnGroup
 from netbottleneck.hooks.run_end import finish, finish_at_exit
+from netbottleneck.hooks.updates import check_fit, unfit
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import fitted
@@ -58,23 +59,12 @@ def profile(
     module must be the same on all ranks: its parameters and buffers are broadcast from rank 0 at the start, as DDP
     does, and the log says if other ranks had others. A DDP model keeps its own reducer, and FSDP2 its communication.
     Arguments override the environment's variables. At the end rank 0 writes the report into the run folder. Yields None
-    for a model that is left alone. Raises ValueError for a plain module whose gradients other code moves.
+    for a model that is left alone. Raises ValueError for a plain module whose gradients other code moves, and TypeError
+    for an optimizer without step hooks, before anything else is done.
     """
+    check_fit(optimizer)
     settings = config.settings({"transports": transport, "streams": streams, "directory": directory})
-    if isinstance(uncompiled(model), DistributedDataParallel):
-        found = ddp_hooks.attach(model, optimizer, session=session, settings=settings)
-    elif is_sharded(model):
-        if session is not None:
-            raise ValueError("session: a model that FSDP2 shards is observed in a session of its own; leave it out")
-        found = attach_sharded(model, optimizer, settings=settings)
-    else:
-        check_plain(model)
-        if session is None:
-            refuse_bare(settings.transports, settings)
-        else:
-            refuse_bare(session.blocks.arms, session.settings)
-        chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
-        found = measure(chosen, model, optimizer)
+    found = _begun(model, optimizer, session, settings)
     of = session if found is None else found.session
     try:
         yield of
@@ -93,8 +83,30 @@ def profile(
         finish(of)
 
 
+def _begun(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, session: Session | None, settings: config.Settings
+) -> Measured | None:
+    """Begin to measure a model; None if it is left alone."""
+    if isinstance(uncompiled(model), DistributedDataParallel):
+        return ddp_hooks.attach(model, optimizer, session=session, settings=settings)
+    if is_sharded(model):
+        if session is not None:
+            raise ValueError("session: a model that FSDP2 shards is observed in a session of its own; leave it out")
+        return attach_sharded(model, optimizer, settings=settings)
+    check_plain(model)
+    if session is None:
+        refuse_bare(settings.transports, settings)
+        session = open_session(settings, model=type(model).__name__)
+    else:
+        refuse_bare(session.blocks.arms, session.settings)
+    return measure(session, model, optimizer)
+
+
 def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
-    """Attach the hooks to a DDP model or a plain one. Raises ValueError for a model that cannot be measured."""
+    """Attach the hooks to a DDP model or a plain one. A failure for a plain one ends the session, and no hook stays.
+
+    Raises ValueError for a model that cannot be measured, and TypeError for an optimizer without step hooks.
+    """
     inside = uncompiled(model)
     if isinstance(inside, DistributedDataParallel):
         measured = ddp_hooks.attach(model, optimizer, session=session)
@@ -102,6 +114,15 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
             raise ValueError(f"the DDP model of {type(inside.module).__name__} is left alone: the log says why")
         return measured
     check_plain(model)
+    check_fit(optimizer)
+    try:
+        return _measure_plain(session, model, optimizer)
+    except BaseException as error:
+        session.fail(error)
+        raise
+
+
+def _measure_plain(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
     _compare(session.control, model)
     broadcast(session.control, model)
     follow_device(session, model.parameters())
@@ -115,7 +136,11 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
         flagged=True,
         limit_s=limit_s,
     )
-    return Measured(session, gradients, optimizer, model=model)
+    try:
+        return Measured(session, gradients, optimizer, model=model)
+    except BaseException:
+        gradients.close()
+        raise
 
 
 def check_plain(model: torch.nn.Module) -> None:
@@ -344,6 +369,8 @@ def attach_sharded(
     place = connect.Place(distributed.get_rank(), distributed.get_world_size())
     try:
         job.set_up_log(chosen, place)
+        if reason := unfit(optimizer):
+            raise ValueError(reason)
         if not chosen.observes:
             raise ValueError(
                 "FSDP2 communicates by its own process groups, which no transport replaces: leave out "
@@ -416,6 +443,7 @@ class Run:
             found = ddp_hooks.attach(model, inner(optimizer), settings=settings)
         else:
             check_plain(model)
+            check_fit(inner(optimizer))
             found = measure(open_session(settings, model=type(model).__name__), model, inner(optimizer))
             finish_at_exit(found.session)
         self.session = None if found is None else found.session

@@ -22,6 +22,27 @@ class _Other(NamedTuple):
     version: int
 
 
+def unfit(optimizer: Any) -> str:
+    """Return why the steps of an optimizer cannot be followed, with the remedy; "" if they can be. None is fit."""
+    if optimizer is None:
+        return ""
+    try:
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            register(lambda *_: None).remove()
+    except Exception:  # such a wrapper may have torch's methods, but not what they need
+        return (
+            f"optimizer: {type(optimizer).__name__} takes no step hooks (register_step_pre_hook and "
+            "register_step_post_hook): pass the torch.optim.Optimizer whose step() updates the weights"
+        )
+    return ""
+
+
+def check_fit(optimizer: Any) -> None:
+    """Raise TypeError if the steps of an optimizer cannot be followed."""
+    if reason := unfit(optimizer):
+        raise TypeError(reason)
+
+
 class Updates:
     """Calls `before` and `after` once each around every update of one optimizer.
 

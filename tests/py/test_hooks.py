@@ -235,6 +235,33 @@ def test_a_measurement_that_cannot_begin_leaves_no_hook_and_ends_its_run_with_th
     assert [rank.error for rank in load(tmp_path / "run").ranks] == ["RuntimeError: no hooks"] * 2
 
 
+OTHER = """
+import torch
+import torch.distributed as dist
+import netbottleneck
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with netbottleneck.profile(model, torch.optim.AdamW(other.parameters()), transport="tcp"):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        assert model.weight.grad.tolist() == [[3.0] * 4] * 4, model.weight.grad
+        optimizer.step()
+print("trained")
+"""
+
+
+def test_an_optimizer_that_never_steps_is_named_as_the_reason_for_a_run_without_steps(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    results = warm_ranks(2, OTHER, {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")})
+    assert ["trained" in result.stdout for result in results] == [True, True]
+    assert "the measured optimizer, AdamW, updates weights, and it made no update" in results[0].stderr
+
+
 COMPILED = """
 import torch
 import torch.distributed as dist

@@ -620,6 +620,10 @@ def test_an_exception_ends_the_process_only_if_it_is_not_interactive(monkeypatch
     ("known", "reason"),
     [
         ({"step": 0}, "a step ends where a torch optimizer updates weights"),
+        (
+            {"step": 0, "optimizer": "AdamW"},
+            "a step ends where the measured optimizer, AdamW, updates weights, and it made no update: measure the one",
+        ),
         ({"step": 8}, "the run has 8 steps, and NETBOTTLENECK_START_STEP=10"),
         ({"step": 1}, "the run has 1 step, and NETBOTTLENECK_START_STEP=10"),
         (
@@ -633,7 +637,7 @@ def test_a_run_without_steps_names_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, known: dict[str, Any], reason: str
 ) -> None:
     folder, chosen = FakeRun(tmp_path, blocks=0).write(), config.settings(environ={})
-    every = {"step": 9, "stays": None, "why_stays": "ranks differ", "followed": False, **known}
+    every = {"step": 9, "stays": None, "why_stays": "ranks differ", "followed": False, "optimizer": "", **known}
     session: Any = SimpleNamespace(folder=folder, settings=chosen, **every)
     run_end._write(session, show=False)
     assert f": no step was recorded: {reason}" in caplog.text

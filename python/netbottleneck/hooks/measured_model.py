@@ -155,6 +155,8 @@ class Measured:
         followed = next((p.device for p in gradients.parameters), None) if self._on_device else None
         streams = getattr(torch, followed.type) if followed is not None and gradients.own_streams else None
         self._collectives = Collectives(session.recorder, self.failed, followed, streams)
+        if optimizer is not None:
+            session.optimizer = type(getattr(optimizer, "wraps", optimizer)).__name__
         hooks = (self._before_step, self._after_step, self._beside)
         self._updates = Updates(gradients.parameters, optimizer, *hooks, waits=step_waits)
         if own_sync:

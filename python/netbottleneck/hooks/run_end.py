@@ -112,6 +112,11 @@ def _write(session: Session, show: bool) -> None:
     if not run.trace.steps:
         unread = next((note for note in run.trace.notes if "left out" in note), "")
         why = unread or "a step ends where a torch optimizer updates weights"
+        if session.step == 0 and session.optimizer and not unread:
+            why = (
+                f"a step ends where the measured optimizer, {session.optimizer}, updates weights, and it made no "
+                "update: measure the one that trains the model"
+            )
         if 0 < session.step <= session.settings.start_step:
             steps = f"{session.step} step{'s' * (session.step > 1)}"
             why = f"the run has {steps}, and NETBOTTLENECK_START_STEP={session.settings.start_step}"

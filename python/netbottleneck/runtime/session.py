@@ -93,6 +93,7 @@ class Session:
     stays: Arm | None = None  # the arm of all further steps
     why_stays: str = ""
     followed: bool = False  # another run measures its model from now on
+    optimizer: str = ""  # class of the one whose updates end the steps; "": the first one that updates the model
     started_wall_ns: int = field(default_factory=time.time_ns)
     joining: "Joining | None" = None  # for a run that began without the other ranks
     begun_ns: int = 0  # of the current step

@@ -262,6 +262,96 @@ def test_an_optimizer_that_never_steps_is_named_as_the_reason_for_a_run_without_
     assert "the measured optimizer, AdamW, updates weights, and it made no update" in results[0].stderr
 
 
+GENERATOR = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.hooks import loop
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+how, end = sys.argv[1:]
+model = torch.nn.Linear(4, 4)
+model = DistributedDataParallel(model) if how == "accelerate" else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+measured = {"accelerate": loop._measured_loop, "profile": netbottleneck.profile}[how]
+
+
+def steps():
+    with measured(model, optimizer):
+        while True:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            yield
+
+
+for count, _ in enumerate(steps()):
+    if count == 9 and end == "break":
+        break
+    if count == 9:
+        raise KeyError("mine")
+optimizer.step()  # belongs to no step of the run
+print("after the loop")
+"""
+
+
+@pytest.mark.parametrize("how", ["profile", "accelerate"])
+@pytest.mark.parametrize(("end", "error"), [("break", None), ("raise", "KeyError: 'mine'")])
+def test_a_generator_that_is_left_ends_its_run_without_an_error_of_its_own(
+    ranks: Ranks, tmp_path: Path, how: str, end: str, error: str | None
+) -> None:
+    env = {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    (tmp_path / "train.py").write_text(GENERATOR)
+    results = ranks(2, tmp_path / "train.py", env, args=[how, end], check=False)
+    assert ["after the loop" in result.stdout for result in results] == [error is None] * 2
+    assert any("ended by an exception" in result.stderr for result in results) == (error is not None)
+    run = load(tmp_path / "run")
+    assert [(rank.finished, rank.error) for rank in run.ranks] == [(error is None, error)] * 2
+    assert {step.index for step in run.steps} == set(range(10))
+    assert error is not None or (tmp_path / "run" / "report.txt").exists()
+
+
+AGAIN = """
+import torch
+import torch.distributed as dist
+import netbottleneck
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def steps():
+    with netbottleneck.profile(model, optimizer, transport="stock,tcp") as session:
+        while True:
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+            assert model.weight.grad.tolist() == [[3.0] * 4] * 4, model.weight.grad
+            optimizer.step()
+            yield session
+
+
+runs = []
+for _ in range(3):
+    for count, session in enumerate(steps()):
+        if count == 4:
+            break
+    runs.append(session)
+print("closed", [run.closed for run in runs], [run.error for run in runs])
+"""
+
+
+def test_a_generator_that_is_left_again_and_again_keeps_one_run_open(warm_ranks: Ranks, tmp_path: Path) -> None:
+    for result in warm_ranks(2, AGAIN, {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert "closed [True, True, False] [None, None, None]" in result.stdout, result.stderr
+    for folder in ("run", "run/2", "run/3"):
+        assert (tmp_path / folder / "report.txt").exists()
+
+
 COMPILED = """
 import torch
 import torch.distributed as dist

@@ -69,13 +69,12 @@ def profile(
     try:
         yield of
     except BaseException as error:
-        ended = isinstance(error, SystemExit) and not error.code  # the script exits with success
-        if of is not None and not ended:
+        if of is not None and not _ends(error):
             of.fail(error)
+        elif found is not None and session is None:
+            _leave(found)
         elif found is not None:
             found.close()
-            if session is None:
-                finish_at_exit(found.session)
         raise
     if found is not None:
         found.close()
@@ -83,10 +82,36 @@ def profile(
         finish(of)
 
 
+def _ends(error: BaseException) -> bool:
+    """Return True if a loop is left without a failure: the script exits with success, or its generator is closed."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+
+
+_left: list[Session] = []  # of loops that were left, whose reports are not written yet
+
+
+def _leave(measured: Measured) -> None:
+    """Stop measuring a loop that was left. Its run finishes with the next one, or at process exit.
+
+    Ranks may be at different places now, as garbage collection closes a generator. An exception that closed it is not
+    known yet.
+    """
+    measured.close()
+    finish_at_exit(measured.session)
+    _left.append(measured.session)
+
+
+def _finish_left() -> None:
+    """Finish the runs of loops that were left. Every rank calls it."""
+    while _left:
+        finish(_left.pop())
+
+
 def _begun(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, session: Session | None, settings: config.Settings
 ) -> Measured | None:
     """Begin to measure a model; None if it is left alone."""
+    _finish_left()
     if isinstance(uncompiled(model), DistributedDataParallel):
         return ddp_hooks.attach(model, optimizer, session=session, settings=settings)
     if is_sharded(model):
@@ -422,9 +447,11 @@ class Run:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        _finish_left()
         wrapped = uncompiled(model)
         earlier = ddp_hooks.measured_by(wrapped)
         self.session: Session | None
+        self._measured = earlier
         if earlier is not None:  # measured since it was built, by an environment variable
             self.session = earlier.session
             if isinstance(optimizer, Marks):
@@ -446,16 +473,19 @@ class Run:
             check_fit(inner(optimizer))
             found = measure(open_session(settings, model=type(model).__name__), model, inner(optimizer))
             finish_at_exit(found.session)
-        self.session = None if found is None else found.session
+        self.session, self._measured = None if found is None else found.session, found
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the records on this rank, with the error if there is one. Without an error, rank 0 writes the report.
 
         Rank 0 also shows the report. A second call does nothing.
         """
-        if self.session is None:
+        measured, self._measured = self._measured, None
+        if self.session is None or measured is None:
             return
-        if error is not None:
+        if error is not None and _ends(error):
+            _leave(measured)
+        elif error is not None:
             self.session.fail(error)
         else:
             finish(self.session)
@@ -602,7 +632,8 @@ def _measured_loop(model: torch.nn.Module, optimizer: Any) -> Generator[Run, Non
     """Measure the loop inside; model and optimizer are the results of `Accelerator.prepare`.
 
     A step ends with the optimizer's step and includes the batches inside `Accelerator.accumulate`. The report is
-    written at the end. After an exception the records contain the error. Raises the errors of Run.
+    written at the end. After an exception the records contain the error; a generator that is closed, and an exit with
+    success, are no failure. Raises the errors of Run.
     """
     run = Run(model, optimizer)
     try:

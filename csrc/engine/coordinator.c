@@ -184,9 +184,6 @@ static void entry_add(struct nb_job *job, struct entry *entry, int rank, const s
     } else if (!entry->refused) {
         nb_desc_differ(&entry->desc, entry->first_rank, desc, rank, entry->refusal, sizeof entry->refusal);
         entry->refused = entry->refusal[0] != 0;
-        if (desc->limit_ms > 0 && (entry->desc.limit_ms == 0 || desc->limit_ms < entry->desc.limit_ms)) {
-            entry->desc.limit_ms = desc->limit_ms;
-        }
     }
     nb_bits_set(entry->have, (size_t)rank);
     if (nb_group_has(entry->group, 0)) { // else this rank's ring does not have its name

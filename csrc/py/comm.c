@@ -344,7 +344,7 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "shape: a number that stands for the shape of what is in `memory`; ranks whose numbers differ are refused.\n"
          "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for an\n"
          "operation that no rank could run, or while one of this name is pending here. limit_s: after which it fails\n"
-         "and names the ranks that have not submitted it; 0: never."},
+         "and names the ranks that have not submitted it; 0: never. That of the rank that submits it first counts."},
         {"group", WITH_KEYWORDS(core_comm_group),
          "group($self, number, ranks)\n--\n\n"
          "Create a group of some ranks, this one included, for submit(group=number).\n\n"

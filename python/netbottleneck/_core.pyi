@@ -362,7 +362,8 @@ class Comm:
         so that no thread has to be woken. ValueError for an operation that no rank could run, or while one of this
         name is pending here. group: only the ranks of this group take part; root is a rank of the group. shape: a
         64-bit hash of the shape of `memory`; ranks with different hashes are refused. limit_s: after which the
-        operation fails, and its error names the ranks that have not submitted it; 0: never."""
+        operation fails, and its error names the ranks that have not submitted it; 0: never. That of the rank that
+        submits it first counts."""
 
     def group(self, number: int, ranks: Sequence[int]) -> None:
         """Creates a group of some ranks, in ascending order and including this one. All its ranks use the same

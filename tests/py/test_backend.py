@@ -183,6 +183,23 @@ assert value[0] == 2
 """
 
 
+TIMEOUT = """
+from datetime import timedelta
+import netbottleneck.torch
+import torch
+import torch.distributed as dist
+from netbottleneck.hooks.ddp import timeout_of
+
+dist.init_process_group("nb", timeout=timedelta(seconds=7))
+print("timeout", timeout_of(dist.group.WORLD, torch.device("cpu")))
+dist.destroy_process_group()
+"""
+
+
+def test_a_measured_model_over_it_waits_no_longer_than_its_group(warm_ranks: Ranks) -> None:
+    assert ["timeout 7.0" in result.stdout for result in warm_ranks(2, TIMEOUT, {})] == [True, True]
+
+
 def test_the_backend_is_registered_if_the_environment_enables_measuring(ranks: Ranks) -> None:
     script = """
 import netbottleneck

@@ -725,20 +725,6 @@ def test_an_exchange_with_a_name_that_ends_at_its_limit_leaves_the_others_in_ord
         assert found == [[b"0", b"1"]] * 2
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_shortest_limit_of_the_ranks_ends_an_operation(first: int) -> None:
-    comms = join(3)
-    values = [np.ones(2, np.float32) for _ in comms]
-    works = []
-    for rank, limit in ((first, {}), (1 - first, {"limit_s": 0.2})):  # rank 2 submits nothing
-        works.append(comms[rank].submit("sum", _core.ALLREDUCE, values[rank], _core.FLOAT32, **limit))
-        on_ranks(comms, lambda comm: comm.exchange(b""))  # until all know of it
-    for work in works:
-        with pytest.raises(TimeoutError, match="'sum' has waited"):
-            work.wait(LIMIT_S)
-    on_ranks(comms, lambda comm: comm.close())
-
-
 def test_a_limit_below_a_millisecond_is_a_limit(pair: list[_core.Comm]) -> None:
     with pytest.raises(TimeoutError, match="'alone' has waited"):
         pair[0].exchange(b"", limit_s=1e-6, name="alone")

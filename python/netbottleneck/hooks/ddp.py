@@ -377,7 +377,8 @@ def timeout_of(group: Any, device: Any) -> float:
     """Return the timeout of a process group in s; 0 for a backend that does not report one, such as MPI."""
     try:
         backend = group._get_backend(device)
-        limit = getattr(backend, "wrapped_pg", backend).options._timeout
+        backend = getattr(backend, "wrapped_pg", backend)
+        limit = backend.options._timeout if hasattr(backend, "options") else backend.timeout
     except (AttributeError, RuntimeError):
         return 0.0
     return float(min(limit.total_seconds(), LONGEST_S))

@@ -399,6 +399,11 @@ class NbGroup(Plain):
         """Return the store that torch.distributed gave this group."""
         return self._store
 
+    @property
+    def timeout(self) -> timedelta:
+        """The deadline of operations that begin now."""
+        return timedelta(seconds=self._limit_s)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of operations that begin from now on."""
         self._limit_s = timeout.total_seconds()

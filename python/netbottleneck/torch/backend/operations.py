@@ -1,6 +1,7 @@
 """Operations of the backend: the moves of each collective, their progress, and the engine's communicator."""
 
 import contextlib
+import errno
 import functools
 import logging
 import math
@@ -395,7 +396,9 @@ class About:
         """Return the error for a wait of limit_s; it names the missing ranks if they are known."""
         missing = self.link.missing(self.names)
         text = f"{self.what} of ranks {list(self.ranks)} is not complete after {limit_s:g} s"
-        error = DeadlineError(0, f"{text}; missing: rank {', '.join(map(str, missing))}" if missing else text)
+        error = DeadlineError(
+            errno.ETIMEDOUT, f"{text}; missing: rank {', '.join(map(str, missing))}" if missing else text
+        )
         error.peer = missing[0] if missing else -1
         return error
 

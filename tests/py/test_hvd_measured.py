@@ -111,6 +111,7 @@ def test_a_rank_that_joins_ends_the_use_of_stock_on_all_ranks(
     assert output.count("WARNING: all further steps use tcp") == 2  # on two ranks
     assert "a rank has joined (hvd.join())" in output
     trace = Run(tmp_path / "run").trace
+    assert not [note for note in trace.notes if "cannot be read" in note]
     assert {(step.rank, step.index) for step in trace.steps} == {
         (rank, index) for rank, count in enumerate(steps) for index in range(count)
     }
@@ -306,6 +307,40 @@ def test_a_second_optimizer_is_an_error_in_strict_mode(warm_ranks: Ranks, tmp_pa
     for result in job.wait(check=False):
         assert result.code not in {0, None}
         assert "ValueError: NETBOTTLENECK_STRICT=1, and the distributed optimizer SGD" in result.stderr
+
+
+LATE = """
+import time
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(8, 4)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+train(2)
+hvd.shutdown()
+hvd.init()
+train(3 - 3 * hvd.rank())
+hvd.join()
+train(3)
+print("trained")
+"""
+
+
+def test_a_rank_that_joins_before_a_run_begins_leaves_it_alone_on_all_ranks(warm_ranks: Ranks, tmp_path: Path) -> None:
+    """The others cannot open the run without it, and it must not wait for them later."""
+    long = {"NETBOTTLENECK_START_TIMEOUT_S": "1000"}
+    env = {**ENV, "NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), **long}
+    first, second = warm_ranks(2, LATE, env)
+    assert "the training is left alone: no run can be measured on all ranks" in first.stderr
+    assert "the training is left alone: hvd.join() came before its run had begun" in second.stderr
 
 
 def test_a_list_with_the_untouched_path_is_refused_before_a_run_begins(warm_ranks: Ranks, tmp_path: Path) -> None:

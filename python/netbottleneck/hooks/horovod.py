@@ -51,6 +51,7 @@ class Measuring(job.Observer):
         self._session: Session | None = None
         self._joins: Joins | None = None
         self._refused = False
+        self._joined_before = False  # this rank has joined before a run began, which another rank cannot open then
         self._about = ""  # the measured optimizer
         self._others: list[tuple[weakref.ref[Any], str]] = []  # later optimizers, which are left alone
 
@@ -58,6 +59,9 @@ class Measuring(job.Observer):
         if self._session is not None:
             self._leave_alone(self._session, optimizer)
             return
+        if self._joined_before and not self._refused:
+            self._refused = True
+            left_alone("the training", "hvd.join() came before its run had begun: make a step on all ranks before it")
         if self._refused:
             return
         settings = job.current().settings
@@ -101,13 +105,14 @@ class Measuring(job.Observer):
                 self._session.notes.append(note)
 
     def joining(self, joining: job.Job) -> "Sequence[_core.Comm]":
+        self._joined_before |= self._joins is None
         return () if self._joins is None else self._joins.begin()
 
     def joined(self, joined: job.Job, last: int) -> int:
         return last if self._joins is None else self._joins.end(last)
 
     def stopping(self, stopping: job.Job) -> None:
-        self._refused = False
+        self._refused = self._joined_before = False
         self._joins = None
         if self._session is not None:
             try:

@@ -298,6 +298,7 @@ class Session:
             "transports": {
                 arm.transport: {**communicator.info(), **self.wires.get(arm.transport, {})}
                 for arm, communicator in self.arms.items()
+                if arm in self.blocks.arms  # not the one that a run turns to at its end, and does not record
             },
             **(self.blocks.described() if isinstance(self.blocks, Deciding) else {}),
             **self.described,

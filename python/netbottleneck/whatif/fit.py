@@ -82,8 +82,9 @@ def _operations(trace: Trace, transport: Arm) -> tuple[str, list[list[Collective
     groups: dict[tuple[str, int, int, int], list[Collective]] = defaultdict(list)
     for row in _rows(trace, transport):
         groups[row.match].append(row)
-    members = max((rows[0].ranks or trace.size for rows in groups.values()), default=0)
-    whole = [rows for rows in groups.values() if len(rows) == (rows[0].ranks or trace.size) == members]
+    recorded = len(trace.ranks)  # a simulated trace has one rank, which stands for all
+    members = max((min(rows[0].ranks or recorded, recorded) for rows in groups.values()), default=0)
+    whole = [rows for rows in groups.values() if len(rows) == min(rows[0].ranks or recorded, recorded) == members]
     weight: Counter[str] = Counter()
     for rows in whole:
         weight[formula(rows[0].algorithm)] += rows[0].known_bytes

@@ -238,6 +238,26 @@ def test_values_are_sent_and_received_not_what_a_view_negates(view: Any) -> None
     assert tensor.tolist() == [2 * value for value in wanted]
 
 
+EXPANDED = """
+import torch, torch.distributed as dist
+import netbottleneck.torch
+dist.init_process_group("nb")
+root = dist.get_rank() == 0
+value = torch.full((1,), 3.0).expand(4) if root else torch.zeros(4)
+dist.broadcast(value, 0)
+assert value.tolist() == [3.0] * 4
+try:
+    dist.all_reduce(torch.ones(1).expand(4))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_an_expanded_tensor_can_be_sent_but_is_not_received_into(warm_ranks: Ranks) -> None:
+    refusal = "a tensor of shape [4] with expanded dimensions cannot be received into"
+    assert [result.stdout.strip() for result in warm_ranks(2, EXPANDED)] == [refusal] * 2
+
+
 def taken(names: collectives.Names, nbytes: int, operation: Operation, **more: Any) -> str:
     return names.take([Move("ALLREDUCE", [(0, nbytes)], 6, **more)], operation)[0][0]
 

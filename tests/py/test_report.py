@@ -491,7 +491,8 @@ def test_a_rank_that_left_before_another_failed_is_named(tmp_path):
     found = [line for line in caveats.warnings(Run(run).findings) if line.startswith("rank")]
     assert found == [
         "rank 0 failed: peer lost",
-        "rank 1 ended without an exception: it reached its end, or called sys.exit.",
+        "rank 1 ended without an uncaught exception: it reached its end, called sys.exit or shutdown(), "
+        "or elastic training restarted its job.",
     ]
 
 

@@ -32,7 +32,8 @@ def _about_rank(rank: Rank, trace: Trace) -> list[str]:
     if rank.error:
         found.append(failure(rank))
     elif rank.finished and any(other.error for other in trace.ranks):
-        found.append(f"rank {rank.rank} ended without an exception: it reached its end, or called sys.exit.")
+        how = "it reached its end, called sys.exit or shutdown(), or elastic training restarted its job"
+        found.append(f"rank {rank.rank} ended without an uncaught exception: {how}.")
     elif not rank.finished and trace.origin == "measured" and not trace.in_progress:
         found.append(f"rank {rank.rank} did not finish cleanly.")
     return found + _about_clock(rank)

@@ -41,10 +41,11 @@ def broadcast(ranks: Ranks, tensors: Sequence[torch.Tensor], root: int) -> Round
     """Broadcast the root's tensors, in place."""
     check_root("broadcast", root, ranks.size)
     touched = Touched()
+    taken = touched.read if ranks.rank == root else touched.written
     place = list(ranks.order).index(root)
     moves = []
     for tensor in tensors:
-        found = touched.written(tensor)
+        found = taken(tensor)
         moves.append(ranks.move("BROADCAST", [memory_of(found)], bytes_code(), root=place, keep=found))
     yield nonempty(moves)
     touched.settle()

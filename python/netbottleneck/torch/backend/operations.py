@@ -458,8 +458,10 @@ class Touched:
         return plain if plain.is_contiguous() else plain.contiguous()
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to receive into."""
+        """Return the tensor to receive into. ValueError for an expanded one, whose elements share memory."""
         found = self.read(tensor)
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} with expanded dimensions cannot be received into")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._copies.append((tensor.detach(), found))
         return found

@@ -105,7 +105,8 @@ def test_what_cannot_be_measured_is_refused_and_an_error_is_recorded(warm_ranks:
     env = {**MEASURED, "LOOP": "failing", "OUT": str(tmp_path), "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     for result in warm_ranks(2, SCRIPT, env):
         assert result.stdout.splitlines() == [
-            "refused: a Sequential on 2 ranks: netbottleneck measures models that DistributedDataParallel wraps",
+            "refused: a Sequential on 2 ranks: netbottleneck measures models of DistributedDataParallel, FSDP2, FSDP "
+            "and DeepSpeed",
             "refused: 2 optimizers: netbottleneck measures loops with one",
             "left with KeyError: 'mine'",
         ]

@@ -17,7 +17,7 @@ import torch
 
 from netbottleneck import config
 from netbottleneck.analysis import intervals
-from netbottleneck.hooks import left_alone, loop, run_end
+from netbottleneck.hooks import left_alone, loop, observed, run_end
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import words
 from netbottleneck.torch.optimizer import _Adasum, remade
@@ -727,7 +727,7 @@ class _Refusing(torch.nn.Sequential):
 
 def test_a_module_that_refuses_questions_about_it_runs_while_a_model_is_sought() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    stop = loop.attach_when_known(optimizer)
+    stop = observed.attach_when_known(optimizer)
     try:
         assert _Refusing(torch.nn.ReLU())(torch.ones(2)).tolist() == [1.0, 1.0]
     finally:

@@ -573,6 +573,11 @@ def inner_ddp(model: torch.nn.Module) -> tuple[str, DistributedDataParallel | No
     return next(((name, part) for name, part in parts if isinstance(part, DistributedDataParallel)), ("", None))
 
 
+def has_ddp(model: torch.nn.Module) -> bool:
+    """Return whether a model, or a part of it, is a DDP model."""
+    return inner_ddp(uncompiled(model))[1] is not None
+
+
 def _name(ddp: DistributedDataParallel) -> str:
     return f"the DDP model of {type(ddp.module).__name__}"
 

@@ -201,13 +201,13 @@ class _Warnings(ModuleType):
 
 
 def _patch_optimizer(module: ModuleType) -> None:
-    left_alone.Unmeasured(vars(module)["register_optimizer_step_post_hook"], _attach_sharded)
+    left_alone.Unmeasured(vars(module)["register_optimizer_step_post_hook"], _attach_observed)
 
 
-def _attach_sharded(optimizer: Any) -> Callable[[], None]:
-    from netbottleneck.hooks import loop
+def _attach_observed(optimizer: Any) -> Callable[[], None]:
+    from netbottleneck.hooks import observed
 
-    return loop.attach_when_known(optimizer)
+    return observed.attach_when_known(optimizer)
 
 
 def _patch_horovod(module: ModuleType) -> None:
@@ -338,13 +338,14 @@ def attach(model: Any = None, optimizer: Any = None) -> Any:
     """Measure an existing model or the installed Horovod, and move its gradients by the environment's transports.
 
     model: a DistributedDataParallel, or the result of torch.compile on one; hooks.ddp.attach documents model and
-    optimizer. Or a model that FSDP2 shards, which keeps its communication. None: the installed Horovod, whose next
+    optimizer. Any other model is observed, and its communication stays as it is: that of FSDP2, FSDP, DeepSpeed or
+    tensor parallelism, or the script's own calls; see hooks.observed.attach. None: the installed Horovod, whose next
     distributed optimizer is measured. Every rank calls it. Raises ImportError if Horovod is not installed.
     """
     if model is not None:
-        from netbottleneck.hooks import ddp, loop
+        from netbottleneck.hooks import ddp, observed
 
-        return loop.attach_sharded(model, optimizer) if loop.is_sharded(model) else ddp.attach(model, optimizer)
+        return ddp.attach(model, optimizer) if ddp.has_ddp(model) else observed.attach(model, optimizer)
     from netbottleneck.hooks import horovod
 
     return horovod.attach()

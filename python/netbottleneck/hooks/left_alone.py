@@ -14,6 +14,7 @@ from netbottleneck import config
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
 
+DEEPSPEED = "deepspeed"
 STEPS = 3  # optimizer steps before the warning that nothing is measured
 
 logger = logging.getLogger("netbottleneck")
@@ -33,13 +34,13 @@ def left_alone(what: str, why: str) -> None:
 class Unmeasured:
     """Warns at the third step of an optimizer if nothing is measured.
 
-    register: torch's register_optimizer_step_post_hook. sharded: called after the first step of each optimizer whose
-    parameters are DTensors, such as those of FSDP2; what it returns is called after the second. With
-    NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
+    register: torch's register_optimizer_step_post_hook. observed: called after the first step of each optimizer whose
+    gradients other code moves, such as FSDP2; what it returns is called after the second. With NETBOTTLENECK_STRICT=1
+    the step raises ValueError instead.
     """
 
-    def __init__(self, register: Callable[[Any], Any], sharded: Callable[[Any], Callable[[], None]]) -> None:
-        self._sharded = sharded
+    def __init__(self, register: Callable[[Any], Any], observed: Callable[[Any], Callable[[], None]]) -> None:
+        self._observed = observed
         self._seeking: dict[int, Callable[[], None]] = {}  # by the optimizer that has stepped once
         self._steps = 0
         self._known: dict[int, weakref.ref[Any]] = {}  # the optimizers that have stepped
@@ -57,8 +58,8 @@ class Unmeasured:
 
     def _first_step(self, optimizer: Any) -> None:
         self._known[id(optimizer)] = weakref.ref(optimizer)
-        if any(type(parameter).__name__ == "DTensor" for parameter in held(optimizer)):
-            self._seeking[id(optimizer)] = self._sharded(optimizer)
+        if are_spread(held(optimizer)) or DEEPSPEED in sys.modules:
+            self._seeking[id(optimizer)] = self._observed(optimizer)
 
     @staticmethod
     def _say(why: str) -> None:
@@ -90,28 +91,21 @@ def held(optimizer: Any) -> list[Any]:
         return []
 
 
-def spread_as(parameters: Iterable[Any]) -> str:
-    """Return the kind of tensor in which other code spreads parameters over the ranks, "" if they are plain."""
-    kinds = set()
-    for parameter in parameters:
-        kinds.add("FlatParameter" if getattr(parameter, "_fsdp_flattened", False) else type(parameter).__name__)
-    return next((kind for kind in ("DTensor", "FlatParameter") if kind in kinds), "")
+def are_spread(parameters: Iterable[Any]) -> bool:
+    """Return whether other code spreads parameters over the ranks: DTensors, or the flat parameters of FSDP."""
+    return any(
+        getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ in ("DTensor", "FlatParameter")
+        for parameter in parameters
+    )
 
 
 def why_not(optimizer: Any) -> str:
     """Return why the training with this optimizer is not measured."""
-    parameters = held(optimizer)
-    spread = spread_as(parameters)
-    if spread == "DTensor":
+    if are_spread(held(optimizer)):
         return (
-            "its parameters are sharded, and no call of an FSDP2 module that holds them all was seen: only DDP and "
-            "FSDP2 are measured. If the script calls another method of such a module than forward, call "
-            "netbottleneck.attach(model, optimizer)"
+            "its parameters are sharded, and no call of a module that holds them all was seen. If the script calls "
+            "another method of it than forward, call netbottleneck.attach(model, optimizer)"
         )
-    if spread:
-        return "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
-    if type(optimizer).__module__.partition(".")[0] == "deepspeed":
-        return "DeepSpeed moves its gradients, which is not measured yet: use DDP"
     if any("Adasum" in cls.__name__ for cls in type(optimizer).__mro__):
         return "Horovod's Adasum combines steps, not gradients, which is not measured yet: use op=hvd.Average"
     among = getattr(getattr(optimizer, "_wanted", None), "process_set", None)
@@ -123,6 +117,7 @@ def why_not(optimizer: Any) -> str:
             "all ranks is measured"
         )
     return (
-        "it has no DistributedDataParallel model and no Horovod optimizer: wrap the model, or, if all ranks train the "
-        "same one, call netbottleneck.profile(model, optimizer), which averages their gradients"
+        "it has no DistributedDataParallel model and no Horovod optimizer. If the script averages gradients itself, "
+        "call netbottleneck.attach(model, optimizer), which observes it; else wrap the model, or, if all ranks train "
+        "the same one, call netbottleneck.profile(model, optimizer), which averages their gradients"
     )

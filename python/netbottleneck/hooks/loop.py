@@ -1,20 +1,18 @@
-"""Ways into a training loop: `with netbottleneck.profile(model, optimizer): …`, FSDP2, and the callbacks of frameworks.
+"""Ways into a training loop: `with netbottleneck.profile(model, optimizer): …`, and the callbacks of frameworks.
 
 netbottleneck.callbacks documents the callbacks' public names. The first use of a name creates its class, because the
 base class belongs to the framework (Lightning, the Hugging Face Trainer, Accelerate).
 """
 
-import functools
 import gc
 import hashlib
 import importlib
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -22,20 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.calls import EachCall
-from netbottleneck.hooks.left_alone import held, left_alone, spread_as
+from netbottleneck.hooks import observed
 from netbottleneck.hooks.measured_model import Measured, follow_device, refuse_bare, uncompiled
-from netbottleneck.hooks.reducer_group import OwnGroup
 from netbottleneck.hooks.run_end import finish, finish_at_exit
-from netbottleneck.hooks.updates import check_fit, unfit
+from netbottleneck.hooks.updates import check_fit
 from netbottleneck.launch import connect
-from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import fitted
-from netbottleneck.runtime.session import Session, observe, open_session
-from netbottleneck.torch.gradients import Bucket, Gradients, GradientSink, Stamps, bucket_limits
-
-if TYPE_CHECKING:
-    from netbottleneck import _core
+from netbottleneck.runtime.session import Session, open_session
+from netbottleneck.torch.gradients import Gradients, bucket_limits
 
 COMPARED = 1024  # elements of each tensor, at most
 SAID = 8  # ranks
@@ -55,14 +47,14 @@ def profile(
 ) -> Generator[Session | None, None, None]:
     """Measure the loop inside, and average its gradients over all ranks by the named transports.
 
-    model: a plain module, a DDP model, one that FSDP2 shards, or the result of torch.compile on one of them. A plain
-    module must be the same on all ranks: its parameters and buffers are broadcast from rank 0 at the start, as DDP
-    does, and the log says if other ranks had others. A DDP model keeps its own reducer, and FSDP2 its communication.
-    Arguments override the environment's variables. At the end rank 0 writes the report into the run folder. Yields None
-    for a model that is left alone. Raises ValueError for a plain module whose gradients other code moves, and TypeError
-    for an optimizer without step hooks, before anything else is done.
+    model: a plain module, a DDP model, one of FSDP2, FSDP, DeepSpeed or tensor parallelism, or the result of
+    torch.compile on one of them. A plain module must be the same on all ranks: its parameters and buffers are broadcast
+    from rank 0 at the start, as DDP does, and the log says if other ranks had others. A DDP model keeps its own
+    reducer, and other models their communication. Arguments override the environment's variables. At the end rank 0
+    writes the report into the run folder. Yields None for a model that is left alone. Raises ValueError for a plain
+    module that contains a DDP model, and TypeError for an optimizer without step hooks, before anything else is done.
     """
-    check_fit(optimizer)
+    check_fit(inner(optimizer) if observed.is_moved(uncompiled(model)) else optimizer)
     settings = config.settings({"transports": transport, "streams": streams, "directory": directory})
     found = _begun(model, optimizer, session, settings)
     of = session if found is None else found.session
@@ -114,10 +106,10 @@ def _begun(
     _finish_left()
     if isinstance(uncompiled(model), DistributedDataParallel):
         return ddp_hooks.attach(model, optimizer, session=session, settings=settings)
-    if is_sharded(model):
+    if observed.is_moved(uncompiled(model)):
         if session is not None:
-            raise ValueError("session: a model that FSDP2 shards is observed in a session of its own; leave it out")
-        return attach_sharded(model, optimizer, settings=settings)
+            raise ValueError("session: a model whose gradients other code moves has one of its own; leave it out")
+        return observed.attach(model, inner(optimizer), settings=settings)
     check_plain(model)
     if session is None:
         refuse_bare(settings.transports, settings)
@@ -169,17 +161,12 @@ def _measure_plain(session: Session, model: torch.nn.Module, optimizer: torch.op
 
 
 def check_plain(model: torch.nn.Module) -> None:
-    """Raise ValueError if other code moves gradients of a module: a DDP model or FSDP in it, or tensor parallelism."""
+    """Raise ValueError if a module contains a DDP model, which moves its gradients."""
     name, ddp = ddp_hooks.inner_ddp(model)
     if ddp is not None:
         raise ValueError(
             f"{type(model).__name__} contains a DistributedDataParallel, {name}, which averages its gradients: "
             f"pass that model instead, netbottleneck.profile(model.{name}, optimizer)"
-        )
-    if spread := spread_as(model.parameters()):
-        raise ValueError(
-            f"the model of {type(model).__name__} cannot be measured: other code spreads its parameters over the ranks "
-            f"({spread}). DDP, FSDP2 and plain modules can be"
         )
 
 
@@ -235,215 +222,16 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
             data.copy_(flat)
 
 
-# FSDP2. Its all-gathers and reduce-scatters stay as they are, and are observed at its process groups.
-
-
-class Sharded(GradientSink):
-    """The gradients of a model that FSDP2 shards: they are stamped when they are ready, and FSDP2 moves them.
-
-    Autograd accumulates into the unsharded parameters, which exist from the first forward pass on. On a GPU, a step
-    that is not sampled has the time of one gradient of each group: of its first trained parameter, as backward reaches
-    that last.
-    """
-
-    buckets: Sequence[Bucket] = ()
-    own_streams = True
-
-    def __init__(self, model: torch.nn.Module, recorder: "_core.Recorder") -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names = tuple(name for name, _ in named)
-        self._tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in named]
-        # No reference to a parameter: torch swaps a sharded one in model.to(), and refuses if one has a weak reference.
-        self._model = weakref.ref(model)
-        self._forwards = 0
-        self._on_device = recorder.device_stream is not None
-        self._stamps = Stamps(recorder, len(named))
-        self._all = True  # are stamped
-        self._complete = True  # all parts of the model have run
-
-    @property
-    def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
-        """Name, bytes and type of each gradient, whole."""
-        return self._tensors
-
-    @property
-    def parameters(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """The parameters that the model still has under their names."""
-        model = self._model()
-        return () if model is None else tuple(p for p in self._named(model) if p is not None)
-
-    def _named(self, model: torch.nn.Module) -> list[torch.nn.Parameter | None]:
-        """Return the parameter of each name; None if the model has none of that name by now."""
-        found = dict(model.named_parameters())
-        return [found.get(name) for name in self.names]
-
-    @property
-    def pending(self) -> int:
-        """Return 0: FSDP2 waits for its own operations."""
-        return 0
-
-    def to_own_group(self) -> None:
-        """Do nothing: FSDP2 alone moves the gradients."""
-
-    def rest(self, on: bool) -> None:
-        """Stop stamping, or allow it again at the next forward pass."""
-        if on:
-            self.close()
-
-    def forward_begins(self) -> None:
-        """Stamp the gradients of this step, if it is not the first. AttributeError: this torch is not known."""
-        self._forwards += 1
-        model = self._model()
-        if self.paused or model is None or self._forwards == 1:
-            return
-        each = self.detailed or not self._on_device
-        if each != self._all or not self._complete:
-            self.close()
-        if self._stamps.on:
-            return
-        self._all = each
-        self._stamps.start(self._stamped(model, each))
-
-    def _stamped(self, model: torch.nn.Module, each: bool) -> list[torch.Tensor | None]:
-        """Return what autograd accumulates into, of every parameter or of each group's first; None for the others.
-
-        None too for a part of the model that has not run yet.
-        """
-        whole: dict[int, torch.Tensor | None] = {}
-        firsts: set[int] = set()
-        for group in _groups(model):
-            whole |= {key: getattr(one, "_unsharded_param", None) for one in group.fsdp_params for key in _ids(one)}
-            firsts |= set(next((_ids(one) for one in group.fsdp_params if one.sharded_param.requires_grad), ()))
-        self._complete = all(parameter is not None for parameter in whole.values())
-        return [whole.get(id(p), p) if each or id(p) in firsts else None for p in self._named(model)]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._stamps.stop()
-
-
-_sharded: list[Measured] = []  # the one that was measured last
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Return True if FSDP2's fully_shard has changed a model or a part of it."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and any(isinstance(module, kind) for module in model.modules())
-
-
-def _groups(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters."""
-    for module in model.modules():
-        state: Any = getattr(type(module), "_get_fsdp_state", lambda _: None)(module)
-        if hasattr(state, "_fsdp_param_groups"):  # one for each mesh
-            yield from state._fsdp_param_groups
-        elif (group := getattr(state, "_fsdp_param_group", None)) is not None:  # of an earlier torch
-            yield group
-
-
-def _ids(parameter: Any) -> list[int]:
-    """Return the ids of the tensors that stand for a parameter of FSDP2's between its passes.
-
-    With a number as reshard_after_forward, that is another one after a forward pass without a backward pass.
-    """
-    kept = (parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None))
-    return [id(one) for one in kept if one is not None]
-
-
-def _measures() -> bool:
-    """Return True if a model is measured that DDP synchronises, or that FSDP2 shards."""
-    return ddp_hooks.measures() or any(not measured.closed for measured in _sharded)
-
-
-def attach_when_known(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Measure the FSDP2 model of an optimizer from its next forward pass on, if no model is measured.
-
-    Returns what ends the search for the model. While it goes on, each forward pass of a module is looked at.
-    """
-    if _measures():
-        return lambda: None
-    own = {id(parameter) for parameter in held(optimizer)}
-    chosen = weakref.ref(optimizer)
-
-    def holds_all(module: torch.nn.Module) -> bool:
-        of_groups = (key for group in _groups(module) for one in group.fsdp_params for key in _ids(one))
-        return own <= {*(id(parameter) for parameter in module.parameters()), *of_groups}
-
-    def found(module: torch.nn.Module) -> None:
-        seeking.remove()
-        alive = chosen()
-        # Another optimizer of the model may have been first.
-        if alive is not None and is_sharded(module) and not _measures():
-            attach_sharded(module, alive)
-
-    seeking = EachCall(holds_all, found)
-    return seeking.remove
-
-
-def attach_sharded(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, settings: config.Settings | None = None
-) -> Measured | None:
-    """Measure a model that FSDP2 shards: its steps, and its communication, which stays on its process groups.
-
-    optimizer: its updates end the steps; None: the first one that steps parameters of the model. Every rank calls it,
-    between two steps. If the model cannot be measured, logs one line with the reason and returns None; with
-    NETBOTTLENECK_STRICT=1, raises the error.
-    """
-    chosen = settings or config.settings()
-    name = type(model).__name__.removeprefix("FSDP")
-    place = connect.Place(distributed.get_rank(), distributed.get_world_size())
-    try:
-        job.set_up_log(chosen, place)
-        if reason := unfit(optimizer):
-            raise ValueError(reason)
-        if not chosen.observes:
-            raise ValueError(
-                "FSDP2 communicates by its own process groups, which no transport replaces: leave out "
-                f"{chosen.source_of('transports')}, or set it to stock"
-            )
-        places = {p.device for p in model.parameters()} | {group.device for group in _groups(model)}
-        if len(places) > 1:
-            raise ValueError(
-                f"it is on {' and '.join(sorted(map(str, places)))}, and one clock is read: leave out the"
-                " CPUOffloadPolicy, or record it with torch.profiler, and call netbottleneck report on the traces"
-            )
-        return _observe_sharded(model, optimizer, chosen, place, name)
-    except Exception as error:
-        if chosen.strict:
-            raise
-        left_alone(f"the FSDP2 model of {name}", str(error))
-        return None
-
-
-def _observe_sharded(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: config.Settings,
-    place: connect.Place,
-    name: str,
-) -> Measured:
-    own = OwnGroup(cast(distributed.ProcessGroup, distributed.group.WORLD))
-    session = observe(settings, place, stock=own, arms=settings.arms, model=name)
-    finish_at_exit(session)
-    follow_device(session, model.parameters())
-    session.stamps_gradients = session.recorder.device_stream is not None
-    gradients = Sharded(model, session.recorder)
-    measured = Measured(session, gradients, optimizer, model=model, own_sync=False, bare=gradients.rest)
-    measured.on_forward = functools.partial(measured.guarded, gradients.forward_begins)
-    _sharded[:] = [measured]
-    weakref.finalize(model, measured.close, in_finalizer=True).atexit = False
-    return measured
-
-
 # Callbacks of frameworks, and the measured run that they share.
 
 
 class Run:
     """A measured run of a framework's model and optimizer. The environment's transports move the gradients until `end`.
 
-    model: the model that the framework trains: a DistributedDataParallel, or a plain module in a job of one rank.
-    optimizer: a torch optimizer, or a framework's wrapper around one. Every rank creates a Run before its first
-    backward pass. session: None if the model is left alone. Raises ValueError for a model without DDP on several ranks.
+    model: the model that the framework trains: a DistributedDataParallel, one of FSDP2, FSDP or DeepSpeed, or a plain
+    module in a job of one rank. optimizer: a torch optimizer, or a framework's wrapper around one. Every rank creates a
+    Run before its first backward pass. session: None if the model is left alone. Raises ValueError for a plain module
+    on several ranks.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -458,16 +246,19 @@ class Run:
                 earlier.begun_by(optimizer)
             return
         spread = distributed.is_initialized() and distributed.get_world_size() > 1
-        if spread and not isinstance(wrapped, DistributedDataParallel):
+        moved = not isinstance(wrapped, DistributedDataParallel) and observed.is_moved(wrapped)
+        if spread and not moved and not isinstance(wrapped, DistributedDataParallel):
             raise ValueError(
-                f"a {type(model).__name__} on {distributed.get_world_size()} ranks: netbottleneck measures models that "
-                "DistributedDataParallel wraps"
+                f"a {type(model).__name__} on {distributed.get_world_size()} ranks: netbottleneck measures models of "
+                "DistributedDataParallel, FSDP2, FSDP and DeepSpeed"
             )
         place = {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()} if spread else {}
         settings = config.settings(place)
         found: Measured | None
         if isinstance(wrapped, DistributedDataParallel):
             found = ddp_hooks.attach(model, inner(optimizer), settings=settings)
+        elif moved:
+            found = observed.attach(model, inner(optimizer), settings=settings)
         else:
             check_plain(model)
             check_fit(inner(optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from warm import WarmPair
 
 pytest.importorskip("torch")
 
-from netbottleneck.analysis.intervals import split_steps
+from netbottleneck.analysis.intervals import backward_intervals, split_steps
 from netbottleneck.report import Run
 from netbottleneck.report.caveats import warnings
 from netbottleneck.trace import ring_file, ring_reader
@@ -132,6 +133,29 @@ def test_auto_waits_for_the_device_at_the_ends_of_a_block(
             assert 4 <= drained < STEPS if transports == "auto" else drained == 0
 
 
+def test_auto_does_not_wait_for_a_stream_that_is_captured(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
+) -> None:
+    env = measured(tmp_path / "run", device, "auto")
+    for result in warm_ranks(2, SCRIPT, env, args=["fakecuda", str(STEPS), "capturing"]):
+        assert result.stdout.splitlines()[:2] == [on_cpu, "drained 0"]
+
+
+@pytest.mark.parametrize("transports", ["stock", "tcp"])
+def test_passes_without_a_reduction_have_the_time_of_their_last_gradient(
+    warm_ranks: Ranks, device: dict[str, str], tmp_path: Path, transports: str
+) -> None:
+    env = measured(tmp_path / "run", device, transports)
+    warm_ranks(2, SCRIPT, env, args=["fakecuda", str(STEPS), "accumulate"])
+    steps = [step for step in Run(tmp_path / "run").trace.steps if step.arm != BARE]
+    assert {step.sampled for step in steps} == {False, True}
+    for step in steps:
+        assert len(step.forward) == 4
+        assert len(backward_intervals(step)) == 4
+        others = 4 if step.sampled else 1
+        assert Counter(index for index, _ in step.grad_ready) == {0: 4, **dict.fromkeys(range(1, PARAMETERS), others)}
+
+
 def test_a_failed_stamp_ends_the_measuring_and_not_the_training(
     warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
 ) -> None:
@@ -140,6 +164,25 @@ def test_a_failed_stamp_ends_the_measuring_and_not_the_training(
     assert trained(warm_ranks, "fakecuda", env) == on_cpu
     notes = Run(folder).trace.notes
     assert any("measuring ended at step" in note and "CUDA: cuStreamIsCapturing" in note for note in notes), notes
+
+
+OLD_ON_ONE_RANK = f"""
+import os, runpy, sys
+if os.environ["RANK"] == "1":
+    os.environ["FAKE_CUDA_VERSION"] = "11080"
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+def test_a_clock_that_opens_on_one_rank_only_leaves_the_model_alone_on_all(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
+) -> None:
+    env = measured(tmp_path / "run", device, "tcp")
+    results = warm_ranks(2, OLD_ON_ONE_RANK, env, args=["fakecuda", str(STEPS)])
+    assert [result.stdout.splitlines()[0] for result in results] == [on_cpu] * 2
+    assert ["is left alone: " in result.stderr for result in results] == [True, True]
+    assert "driver 11.8 is too old" in results[1].stderr
 
 
 @pytest.mark.parametrize("captured", [("0", "1"), ("0",), ("1",)])

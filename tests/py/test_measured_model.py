@@ -534,10 +534,12 @@ from netbottleneck.runtime.session import open_session
 
 class Ranges:
     open, seen = [], []
-    def range_push(self, name):
+    def range_start(self, name):
         self.open.append(name)
-    def range_pop(self):
-        self.seen.append(self.open.pop())
+        return name
+    def range_end(self, which):
+        self.open.remove(which)
+        self.seen.append(which)
 
 session = open_session(config.settings({"transports": "null", "directory": "run", "progress_s": 0}))
 session.ranges = Ranges()

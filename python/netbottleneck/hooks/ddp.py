@@ -260,9 +260,14 @@ def _use_own_group(session: Session, ddp: DistributedDataParallel) -> None:
         session.arms = {**session.arms, arm: own}
 
 
+def _follow_device(ddp: DistributedDataParallel, session: Session) -> None:
+    follow_device(session, (parameter for _, parameter in reduced_parameters(ddp)))
+    session.stamps_gradients = session.recorder.device_stream is not None  # in passes that send no bucket
+
+
 def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, called: torch.nn.Module) -> Measured:
     failures: list[Exception] = []
-    follow_device(session, (parameter for _, parameter in reduced_parameters(ddp)))
+    _follow_device(ddp, session)
     group = ReducerGroup(ddp, session.recorder, failures.append, _limit_of(ddp, session.settings))
     swaps = session.switches
     process_group, model = ddp.process_group, weakref.ref(ddp)
@@ -360,7 +365,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
     try:
-        return open_together(settings, stock=own, model=model)
+        return open_together(settings, ready=functools.partial(_follow_device, ddp), stock=own, model=model)
     finally:
         own.close()  # the arms are open: it needs the model's group no longer
 

@@ -68,12 +68,15 @@ class Measuring(job.Observer):
         refuse_bare(settings.transports, settings)
         # Without a choice, gradients travel as they would without a measurement: over our own transport.
         own = None if "transports" in settings.sources else (connect.native(settings),)
-        session = open_on_all(settings, arms=own, model=type(optimizer).__name__)
+
+        def ready(session: Session) -> None:
+            follow_device(session, gradients.parameters)
+
+        session = open_on_all(settings, ready, arms=own, model=type(optimizer).__name__)
         if session is None:
             self._refused = True
             return
         self._session, self._about, self._others = session, _contents(optimizer), []
-        follow_device(session, gradients.parameters)
         gradients.record(session.recorder)
         joins = self._joins = Joins(session, gradients)
         joins.measured = Measured(session, gradients, optimizer, own_sync=False, step_waits=True, agree=joins.agree)
@@ -143,13 +146,13 @@ def _at_end_of(optimizer: Any, *calls: Callable[[], None]) -> None:
         weakref.finalize(optimizer, call).atexit = False
 
 
-def open_on_all(settings: Settings, **options: Any) -> Session | None:
+def open_on_all(settings: Settings, ready: Callable[[Session], None], **options: Any) -> Session | None:
     """Return the session of open_together; if a rank fails, log one line and return None.
 
     With NETBOTTLENECK_STRICT=1 the exception propagates.
     """
     try:
-        return open_together(settings, **options)
+        return open_together(settings, ready=ready, **options)
     except Exception as error:
         if settings.strict:
             raise
@@ -566,12 +569,15 @@ class Attached:
         route = Route([(name, p) for name, p in named if _can_travel(name, p, settings.strict)], size)
         stock = Stock(self._mpi_ops, route)
         model = type(optimizer).__name__
-        session = open_on_all(settings, arms=settings.arms, model=model, stock=stock) if route.names else None
+
+        def ready(session: Session) -> None:
+            route.open(session.recorder)
+
+        session = open_on_all(settings, ready, arms=settings.arms, model=model, stock=stock) if route.names else None
         if session is None:
             self._refused = True
             return None
         route.stock_only = all(arm.own_path for arm in session.arms)
-        route.open(session.recorder)
         measured = Measured(session, route, optimizer, own_sync=False, step_waits=True, bare=route.rest)
         _at_end_of(optimizer, measured.forget, route.forget)
         session.on_close.append(route.close)

@@ -74,7 +74,12 @@ def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
         session.recorder.follow(torch.empty(1, device=device), session.settings.cuda_library)
         session.ranges = torch.cuda.nvtx if device.type == "cuda" else None
         module = getattr(torch, device.type)
-        session.runs_ahead(lambda: module.current_stream(device).synchronize())
+
+        def drain() -> None:
+            if not module.is_current_stream_capturing():  # a wait would end the capture
+                module.current_stream(device).synchronize()
+
+        session.runs_ahead(drain)
 
 
 def _nothing() -> None:
@@ -217,8 +222,7 @@ class Measured:
     def resume(self, step: int) -> None:
         """Leave the current step unrecorded, and begin `step`. Every rank calls it, with the same number."""
         session = self.session
-        if session.running and session.ranges is not None:
-            session.ranges.range_pop()
+        session.end_range()
         self._late = session.running = False
         session.step = step
         self._choose()
@@ -323,6 +327,8 @@ class Measured:
         self._stop_sampling()
         if self._arm != BARE:
             self.guarded(self._forward_end)
+            if self._on_device and self.session.sampled:  # its times fill the queue of the clock soon
+                self.guarded(self.session.recorder.read)
 
     def _sample(self) -> None:
         """Stamp every module of this forward pass that Python calls."""

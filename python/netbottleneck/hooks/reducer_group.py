@@ -241,7 +241,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             return
         reducer_of(ddp)._update_process_group(self)
         self._inside = True
-        self._use_hooks(self.unseen and self._stream is None)
+        self._use_hooks(len(self.names) if self.unseen and self._stream is None else 0)
         self.new_pass()
 
     def leave(self) -> None:
@@ -285,7 +285,11 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             return
         synchronises = bool(ddp.require_backward_grad_sync)
         on_device = self._stream is not None
-        self._use_hooks(self.detailed if on_device else self.unseen or not synchronises)
+        if self.detailed if on_device else self.unseen or not synchronises:
+            self._use_hooks(len(self.names))
+        else:
+            # On a device a pass without buckets has the time of one gradient: that which it reaches last, as a rule.
+            self._use_hooks(0 if synchronises else 1)
         if synchronises:
             self._forward_ns = self._now_ns()
             self.new_pass()
@@ -294,12 +298,13 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         """Handle the begin of a pass: the next bucket has index 0."""
         self._index = 0
 
-    def _use_hooks(self, on: bool) -> None:
-        """Stamp ready gradients by hooks on the parameters, in passes that the reducer does not time for us."""
-        if not on:
+    def _use_hooks(self, first: int) -> None:
+        """Stamp so many of the first gradients by hooks, in passes that the reducer does not time for us."""
+        if self._stamps.on != first:
             self._stamps.stop()
-        elif self._recorder is not None and len(self.parameters) == len(self._parameters):
-            self._stamps.start(self.parameters)
+        stamped = self.parameters
+        if first and self._recorder is not None and len(stamped) == len(self._parameters):
+            self._stamps.start([*stamped[:first], *[None] * len(stamped[first:])])
 
     @eager
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:

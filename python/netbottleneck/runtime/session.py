@@ -100,6 +100,7 @@ class Session:
     mixed_step: int = -1  # the step whose gradients began over one path, and ended over another
     stamps_gradients: bool = False  # in every step, on a GPU too
     ranges: Any = None  # torch.cuda.nvtx, if steps are NVTX ranges
+    range: Any = None  # of the current step
     drain: Callable[[], None] | None = None  # waits for the device's work of the training's stream; see runs_ahead
     until: float = float("inf")  # deadline of the run's end for other ranks, by time.monotonic
 
@@ -163,7 +164,8 @@ class Session:
                 ring.step = self.step
         self.running = True
         if self.ranges is not None:
-            self.ranges.range_push(f"step {self.step} over {self.arm}")
+            # Not one that nests: the step may begin inside a range of the script.
+            self.range = self.ranges.range_start(f"step {self.step} over {self.arm}")
         if self.counted:
             self.recorder.put(EVENTS["STEP_BEGIN"], 0, block, arm, int(self.sampled), monitor.processor_ns())
 
@@ -173,14 +175,18 @@ class Session:
             if self.running and self.counted and recorded and self.step != self.mixed_step:
                 self.recorder.put(EVENTS["STEP_END"], d=monitor.processor_ns())
         finally:
-            if self.running and self.ranges is not None:
-                self.ranges.range_pop()
+            self.end_range()
             if self.running and self.stays is None:
-                if self.drain is not None and self.blocks.exact_after(self.step):
+                if recorded and self.drain is not None and self.blocks.exact_after(self.step):
                     self.drain()
                 self.blocks.took(time.monotonic_ns() - self.begun_ns)
             self.running = False
             self.step += 1
+
+    def end_range(self) -> None:
+        """End the NVTX range of the step, if there is one."""
+        if self.running and self.ranges is not None:
+            self.ranges.range_end(self.range)
 
     def runs_ahead(self, drain: Callable[[], None]) -> None:
         """Note that the host runs ahead of the device: `drain` waits for it where the time of a block is needed."""
@@ -565,11 +571,12 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     return opened
 
 
-def open_together(settings: Settings, **options: Any) -> Session:
-    """Return open_session's result on all ranks or on none: if one fails, all raise."""
+def open_together(settings: Settings, *, ready: Callable[[Session], None], **options: Any) -> Session:
+    """Return open_session's result on all ranks or on none: if one fails, or `ready` with its session, all raise."""
     session = None
     try:
         session = open_session(settings, **options)
+        ready(session)
         together(session.control, READY, settings.start_timeout_s)
         return session
     except Exception as error:

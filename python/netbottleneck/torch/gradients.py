@@ -63,9 +63,9 @@ class Stamps:
         self._hooks: list[dict[Any, Any]] = []
 
     @property
-    def on(self) -> bool:
-        """Return whether the hooks are on the parameters."""
-        return bool(self._hooks)
+    def on(self) -> int:
+        """Return on how many parameters the hooks are."""
+        return len(self._hooks)
 
     def start(self, parameters: Sequence[torch.Tensor | None]) -> None:
         """Put a hook on each parameter that is not None. Does nothing while it is on."""

@@ -343,21 +343,21 @@ def device_clock(events: Iterable[Event], steps: Sequence[tr.Step]) -> tuple[int
 def with_bucket_times(
     steps: Iterable[tr.Step], collectives: Iterable[tr.Collective], buckets: Sequence[tr.Bucket]
 ) -> list[tr.Step]:
-    """Return steps of a device: gradients without times of their own are ready when their bucket is handed over.
+    """Return steps of a device: gradients that are not stamped are ready when their bucket is handed over.
 
-    With our transports that time is the host's: it is moved into the step where the clocks differ.
+    Outside sampled steps only passes without buckets have stamps. A time of the host is moved into the step.
     """
     handed: dict[int, list[tuple[int, int]]] = {}
     for one in collectives:
         if one.step is not None and one.bucket is not None and not one.by_script:
             members = buckets[one.bucket].parameters
             handed.setdefault(one.step, []).extend((index, one.submit_ns) for index in members)
-    return [step if step.grad_ready else _with_times(step, handed.get(step.index, ())) for step in steps]
+    return [one if one.sampled and one.grad_ready else _with_times(one, handed.get(one.index, ())) for one in steps]
 
 
 def _with_times(step: tr.Step, handed: Iterable[tuple[int, int]]) -> tr.Step:
     inside = [(index, min(max(at_ns, step.begin_ns), step.end_ns)) for index, at_ns in handed]
-    return replace(step, grad_ready=tuple(sorted(inside, key=lambda row: row[1])))
+    return replace(step, grad_ready=tuple(sorted((*step.grad_ready, *inside), key=lambda row: row[1])))
 
 
 def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:

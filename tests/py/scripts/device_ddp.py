@@ -2,9 +2,11 @@
 
 Arguments: where (cpu, fakecuda), steps, and optionally ranks: on these, buckets are sent from a stream that is captured
 into a graph, as in a backward pass inside torch.cuda.graph. With "count" instead, the number of recorded events is
-printed for each bucket. The script's own process group copies tensors to the host and sums them by gloo, and its
-futures are complete at once, as NCCL's are. As there, it uses a stream of its own, except for a call that is not
-asynchronous: the current one.
+printed for each bucket. With "accumulate", three backward passes without a reduction come before each one with it. With
+"capturing", the current stream counts as captured.
+
+The script's own process group copies tensors to the host and sums them by gloo, and its futures are complete at once,
+as NCCL's are. As there, it uses a stream of its own, except for a call that is not asynchronous: the current one.
 """
 
 import atexit
@@ -135,8 +137,13 @@ def main() -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, init_sync=False)
     KEPT.append(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    if "capturing" in sys.argv[3:]:
+        torch.fakecuda.is_current_stream_capturing = lambda: True
     for step in range(steps):
         optimizer.zero_grad()
+        for _ in range(3 if "accumulate" in sys.argv[3:] else 0):
+            with ddp.no_sync():
+                loss_of(ddp, where, step, dist.get_rank()).backward()
         loss_of(ddp, where, step, dist.get_rank()).backward()
         optimizer.step()
         work = dist.all_reduce(torch.ones(1000, device=where), async_op=True)

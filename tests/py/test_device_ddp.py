@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from conftest import Ranks
@@ -12,7 +14,10 @@ from warm import WarmPair
 
 pytest.importorskip("torch")
 
+import torch
+
 from netbottleneck.analysis.intervals import backward_intervals, split_steps
+from netbottleneck.hooks.measured_model import follow_device
 from netbottleneck.report import Run
 from netbottleneck.report.caveats import warnings
 from netbottleneck.trace import ring_file, ring_reader
@@ -183,6 +188,24 @@ def test_a_clock_that_opens_on_one_rank_only_leaves_the_model_alone_on_all(
     assert [result.stdout.splitlines()[0] for result in results] == [on_cpu] * 2
     assert ["is left alone: " in result.stderr for result in results] == [True, True]
     assert "driver 11.8 is too old" in results[1].stderr
+    assert "no step was recorded" not in results[0].stderr + results[1].stderr
+
+
+def test_a_model_that_cannot_be_observed_is_not_said_to_make_no_steps(
+    warm_ranks: Ranks, device: dict[str, str], on_cpu: str, tmp_path: Path
+) -> None:
+    env = {**measured(tmp_path / "run", device, "stock"), "FAKE_CUDA_VERSION": "11080"}
+    for result in warm_ranks(2, SCRIPT, env, args=["fakecuda", str(STEPS)]):
+        assert result.stdout.splitlines()[0] == on_cpu
+        assert result.stderr.count("driver 11.8 is too old") == 1
+        assert "no step was recorded" not in result.stderr
+
+
+def test_a_model_on_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    parameter = SimpleNamespace(device=torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="it is on an AMD GPU"):
+        follow_device(cast(Any, None), [cast(Any, parameter)])
 
 
 @pytest.mark.parametrize("captured", [("0", "1"), ("0",), ("1",)])

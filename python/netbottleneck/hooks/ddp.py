@@ -249,7 +249,11 @@ def _attach(
         raise LeftAlone(reason)
     else:
         _use_own_group(session, ddp)
-    return _measure(ddp, optimizer, session, called)
+    try:
+        return _measure(ddp, optimizer, session, called)
+    except Exception:
+        session.reported = True  # the log says why it has no step
+        raise
 
 
 def _use_own_group(session: Session, ddp: DistributedDataParallel) -> None:

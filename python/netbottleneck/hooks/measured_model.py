@@ -65,11 +65,16 @@ def refuse_bare(arms: Sequence[Arm], settings: Settings) -> None:
 
 
 def follow_device(session: Session, parameters: Iterable[torch.Tensor]) -> None:
-    """Stamp with the time of the device that holds the parameters, if they are not in host memory.
+    """Stamp with the time of the device that holds the parameters, if they are not in host memory. It is no AMD GPU.
 
     On a GPU each step is an NVTX range on the training thread, so that a profiler shows steps and their arms.
     """
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+    if device.type == "cuda" and torch.version.hip is not None:
+        raise ValueError(
+            "it is on an AMD GPU, and only those of NVIDIA can be measured: record it with torch.profiler, and call "
+            "netbottleneck report on the traces"
+        )
     if device.type != "cpu" and session.recorder.device_stream is None:
         session.recorder.follow(torch.empty(1, device=device), session.settings.cuda_library)
         session.ranges = torch.cuda.nvtx if device.type == "cuda" else None

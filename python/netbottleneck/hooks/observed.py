@@ -276,8 +276,12 @@ def _observe(
 ) -> Measured:
     own = OwnGroup(cast(distributed.ProcessGroup, distributed.group.WORLD))
     session = observe(settings, place, stock=own, arms=settings.arms, model=name)
+    try:
+        follow_device(session, model.parameters())
+    except Exception:
+        session.reported = True  # the log says why it has no step
+        raise
     finish_at_exit(session)
-    follow_device(session, model.parameters())
     session.stamps_gradients = session.recorder.device_stream is not None
     gradients = Observed(model, session.recorder)
     measured = Measured(session, gradients, optimizer, model=model, own_sync=False, bare=gradients.rest)

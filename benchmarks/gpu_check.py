@@ -168,7 +168,8 @@ def absent(device: str) -> list[str]:
     """Return what is missing for the checks; empty: nothing is."""
     missing = []
     try:
-        _core.cuda(config.settings().cuda_library)
+        _, _, devices = _core.cuda(config.settings().cuda_library)
+        missing += [why for name, why, _ in devices[:1] if not name]  # the checks use the first one alone
     except (OSError, ValueError) as error:
         missing.append(str(getattr(error, "strerror", None) or error))
     try:
@@ -206,7 +207,7 @@ def gathered(rows: Sequence[Mapping[str, Any]], why: str) -> dict[str, Any]:
     """
     found = {"condition": "NETBOTTLENECK_CUDA_GATHER_BYTES that these times suggest", "unit": "bytes"}
     _, _, devices = _core.cuda(config.settings().cuda_library)
-    if why := why or next((kernels for _, _, kernels in devices if kernels), ""):
+    if why := why or next((kernels for _, _, kernels in devices[:1] if kernels), ""):
         return {**found, "value": f"not known: {why}", "unit": ""}
     by_name = {str(row["condition"]): row for row in rows}
     sizes = [name.removeprefix("copies: ") for name in by_name if name.startswith("copies: ")]
@@ -221,7 +222,7 @@ def gpus(device: str) -> dict[str, Any]:
     _, version, devices = _core.cuda(config.settings().cuda_library)
     found = {
         "CUDA of the driver": f"{version // 1000}.{version % 1000 // 10}",
-        "devices": [name for name, *_ in devices],
+        "devices": [name or "cannot be used" for name, *_ in devices],
     }
     query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
     if device == CUDA and shutil.which(query[0]):
@@ -528,7 +529,7 @@ def main() -> int:
     """Check, and return the exit code."""
     options = arguments()
     if missing := absent(options.device):
-        print("gpu-check: nothing was checked, because this machine has no GPU to check:")
+        print("gpu-check: nothing was checked, because this machine has no GPU that can be checked:")
         print("".join(f"  {why}\n" for why in missing), end="")
         return ABSENT
     _, most = resource.getrlimit(resource.RLIMIT_CORE)

@@ -19,9 +19,20 @@ can_build() {
     return 1
 }
 
+# Whether the package's dependencies are there, as nothing is downloaded; says what is missing.
+has_dependencies() {
+    "$1" -c '
+import importlib.util, re, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    needed = [re.match("[a-z0-9]+", each)[0] for each in tomllib.load(file)["project"]["dependencies"]]
+if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    sys.exit(f"gpu-check: {sys.executable} needs {chr(32).join(missing)}: pip install them there")'
+}
+
 place=build/gpu_check
 for python in "${PYTHON:-python3}" .venv/bin/python; do
     has_cuda "$python" || continue
+    has_dependencies "$python"
     if [ "$python" != .venv/bin/python ]; then
         if source=$("$python" tools/fresh_wheel.py); then
             export CHECKED_BUILD=${source##*/}

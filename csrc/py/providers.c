@@ -56,7 +56,7 @@ PyObject *core_libfabric(PyObject *module, PyObject *args, PyObject *kwargs) {
     return rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : Py_BuildValue("(ss)", found.path, found.version);
 }
 
-// What works on a device; the texts are empty where it does.
+// What works on a device; the texts are empty where it does. A device that cannot be opened has no name.
 struct gpu {
     char name[NB_CUDA_NAME];
     struct nb_error pinning;
@@ -76,19 +76,20 @@ static void pin(const struct nb_cuda_device *device, struct nb_error *err) {
     nb_arena_close(&arena);
 }
 
-static int gpu_inspect(const struct nb_cuda_driver *driver, int ordinal, struct gpu *gpu, struct nb_error *err) {
+static void gpu_inspect(const struct nb_cuda_driver *driver, int ordinal, struct gpu *gpu) {
     struct nb_cuda_device device = {0};
     struct nb_cuda_kernels kernels = {0};
-    int rc = nb_cuda_device_open(&device, driver, ordinal, err);
-    if (rc == 0 && (rc = nb_cuda_enter(&device, err)) == 0) {
+    if (nb_cuda_device_open(&device, driver, ordinal, &gpu->pinning) == 0 &&
+        nb_cuda_enter(&device, &gpu->pinning) == 0) {
         (void)snprintf(gpu->name, sizeof gpu->name, "%s", device.name);
         pin(&device, &gpu->pinning);
         (void)nb_cuda_kernels_open(&kernels, &device, nb_cuda_image(), &gpu->kernels);
         nb_cuda_kernels_close(&kernels);
         nb_cuda_leave(&device);
+    } else {
+        gpu->kernels = gpu->pinning;
     }
     nb_cuda_device_close(&device);
-    return rc;
 }
 
 // Returns the number of devices.
@@ -100,7 +101,7 @@ static int gpus_inspect(const char *library, struct nb_cuda_driver *driver, stru
     }
     count = count < GPUS_MAX ? count : GPUS_MAX;
     for (int i = 0; rc == 0 && i < count; i++) {
-        rc = gpu_inspect(driver, i, &gpus[i], err);
+        gpu_inspect(driver, i, &gpus[i]);
     }
     return rc < 0 ? rc : count;
 }

@@ -56,7 +56,7 @@ def cuda(library: str | None = None) -> tuple[str, int, list[tuple[str, str, str
     """(path, version, devices) of the CUDA driver: 12040 is CUDA 12.4. Opens each device's primary context.
 
     A device is (name, pinning, kernels): why it cannot pin memory and why it cannot load the kernels, "" if it can.
-    Raises Error without a driver.
+    One that cannot be opened has no name, and that reason for both. Raises Error without a driver.
     """
 
 def libfabric(library: str | None = None) -> tuple[str, str]:

@@ -320,11 +320,13 @@ static struct CUctx_st *current_context(void) {
     return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
 }
 
+static bool is_selected(const char *symbol) {
+    return fake.fail_symbol != NULL && strncmp(symbol, fake.fail_symbol, strlen(fake.fail_symbol)) == 0;
+}
+
 // True for the call selected by fail_named: by name without `_v2`, in the context of its device.
 static bool fails_by_name(const char *symbol) {
-    const char *named = fake.fail_symbol;
-    return named != NULL && strncmp(symbol, named, strlen(named)) == 0 &&
-           current_context() == &fake.contexts[fake.fail_device];
+    return is_selected(symbol) && current_context() == &fake.contexts[fake.fail_device];
 }
 
 static unsigned enter_counted(const char *symbol, int *calls, int *fail_in) {
@@ -525,6 +527,9 @@ unsigned cuDevicePrimaryCtxRetain(struct CUctx_st **context, int device) {
     ENTER(enter_initialized);
     if (device < 0 || device >= FAKE_DEVICES) {
         return leave(NB_CUDA_INVALID_DEVICE);
+    }
+    if (device == fake.fail_device && is_selected(__func__)) { // without a context, unlike the others
+        return leave(fake.fail_symbol_with);
     }
     fake.contexts[device].retained++;
     *context = &fake.contexts[device];

@@ -233,6 +233,13 @@ def test_the_driver_pinning_and_kernels_are_shown_for_each_device(fake_driver: P
     assert _driver(fake_driver, FAKE_CUDA_FAIL="cuMemHostRegister")["pinning"] == [UNPINNED, "memory can be pinned"]
 
 
+def test_a_device_that_cannot_be_opened_hides_no_other(fake_driver: Path) -> None:
+    found = _driver(fake_driver, FAKE_CUDA_FAIL="cuDevicePrimaryCtxRetain")
+    assert found["devices"] == ["cannot be used", "Fake GPU 1"]
+    assert "cuDevicePrimaryCtxRetain on device 0: CUDA_ERROR_OUT_OF_MEMORY" in found["pinning"][0]
+    assert found["pinning"][1] == "memory can be pinned"
+
+
 def test_an_old_driver_is_refused(fake_driver: Path) -> None:
     found = _driver(fake_driver, FAKE_CUDA_VERSION="11040")
     assert found == {"error": "CUDA: driver 11.4 is too old: 12.0 or later is needed"}

@@ -186,7 +186,7 @@ def _driver(environ: Mapping[str, str]) -> dict[str, Any]:
     path, version, devices = connect.core().cuda(config.settings(environ=environ).cuda_library)
     return {
         "driver": f"{path}, CUDA {version // 1000}.{version % 1000 // 10}",
-        "devices": [name for name, _, _ in devices],
+        "devices": [name or "cannot be used" for name, _, _ in devices],
         "pinning": [why or "memory can be pinned" for _, why, _ in devices],
         "kernels": [why or "loaded" for _, _, why in devices],
     }

@@ -775,3 +775,45 @@ def test_a_model_is_found_among_modules_that_refuse_questions(warm_ranks: Ranks,
         assert "trained" in result.stdout, result.stderr
         assert "measuring has ended" not in result.stderr
     assert load(tmp_path / "run").modules == ("0", "1")
+
+
+INNER = """
+import os
+import time
+import torch, torch.distributed as dist
+import netbottleneck
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+ddp = DistributedDataParallel(inner)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+for step in range(24):
+    optimizer.zero_grad()
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if step % 4 == 0:
+        with torch.no_grad():
+            for _ in range(3):
+                ddp.module(torch.ones(2, 4))
+                time.sleep(0.01)
+            ddp.module(torch.ones(2, 4))
+dist.destroy_process_group()
+"""
+
+
+def test_evaluation_by_the_module_inside_a_ddp_model_is_evaluation(warm_ranks: Ranks, tmp_path: Path) -> None:
+    names = {"DIR": str(tmp_path / "run"), "START_STEP": "0", "TRANSPORT": "stock,tcp", "BLOCK_STEPS": "4"}
+    warm_ranks(2, INNER, {f"NETBOTTLENECK_{name}": value for name, value in {**names, "SAMPLE_EVERY": "5"}.items()})
+    steps = load(tmp_path / "run").steps
+    assert any(step.sampled for step in steps)
+    for step in steps:
+        assert len(step.forward) == 1
+        assert len(step.evaluation) == (4 if step.index % 4 == 1 else 0)
+        assert all(begin < step.forward[0][0] for begin, _ in step.evaluation)
+        layers = {index for index, *_ in step.modules}
+        assert len(layers) == (3 if step.sampled else 0)
+    assert all(
+        evaluated >= 30_000_000
+        for evaluated in (step.evaluation[-1][1] - step.evaluation[0][0] for step in steps if step.evaluation)
+    )

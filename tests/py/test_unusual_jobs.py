@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -562,3 +562,16 @@ def test_without_the_record_of_a_rank_no_rate_in_transfer_is_claimed():
     )
     assert findings.find(trace).achieved
     assert not findings.find(kept).achieved
+
+
+@pytest.mark.parametrize("arms", [("stock", "tcp"), ("tcp", "stock")])
+def test_what_the_script_does_with_the_period_of_the_blocks_is_no_difference_of_the_arms(arms):
+    """The order of the arms is mirrored after 18 steps, so the second one has two of three long steps."""
+    job = Job(arms=arms, blocks=16, block_steps=9, every=12, input_of_ms={0: 300.0, 1: 300.0}, jitter=0.004)
+    trace = trace_of(job)
+    long = Counter(str(step.arm) for step in trace.steps if step.duration_ns > 300 * MS)
+    assert long[arms[1]] >= 1.8 * long[arms[0]]
+    (pair,) = findings.find(trace).comparisons
+    assert pair.enough
+    assert pair.gain.low < 0 < pair.gain.high
+    assert abs(pair.gain.value) < 0.01

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import stream_changes
 from netbottleneck.analysis.changes import CHANGE_VALUES, alike, last_change, level_of
-from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, are_mixed, counted, middle_half
+from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, are_mixed, counted, middle_half, script_ns
 from netbottleneck.analysis.thresholds import (
     DELAYED,
     FIT_ALONE_PART,
@@ -27,7 +27,7 @@ from netbottleneck.analysis.thresholds import (
     PAIRS_MIN,
 )
 from netbottleneck.trace.model import Collective, Step, Trace
-from netbottleneck.trace.transports import NULL, SINGLE, Arm
+from netbottleneck.trace.transports import BARE, NULL, SINGLE, Arm
 from netbottleneck.units import percent
 
 Floats = NDArray[np.float64]
@@ -461,6 +461,20 @@ def step_times(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> dict[int, 
     return {block: steps[:, 0] for block, steps in by_block((step, (step.duration_ns,)) for step in own).items()}
 
 
+def _own_times(trace: Trace, arm: Arm, warmup: int) -> dict[int, Floats]:
+    """As step_times, without what input, evaluation and checkpoints add to single steps: the script's, not the arm's.
+
+    In steps of the untouched script these are not known.
+    """
+    own = [step for step in counted(trace, warmup) if step.arm == arm]
+    script: dict[int, int] = defaultdict(int)
+    for step in own:
+        script[step.index] = max(script[step.index], script_ns(step))
+    usual = float(np.median([*script.values()])) if script else 0.0
+    rows = ((step, (step.duration_ns - max(script[step.index] - usual, 0.0),)) for step in own)
+    return {block: steps[:, 0] for block, steps in by_block(rows).items()}
+
+
 def compare_blocks(
     base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks, middle: Callable[..., Floats] = np.median
 ) -> Paired | None:
@@ -531,16 +545,19 @@ def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> 
     """Paired comparison of two arms of one run; None if they have no neighbouring blocks.
 
     By the median step of each block, or by its mean step if the steps of an arm `are_mixed`, or if single long steps
-    make the means differ from the medians. After a probe that changed the streams of an arm, by the blocks behind it;
-    by those before it if these are too few.
+    make the means differ from the medians. Evaluations may recur with the period of the blocks, and so fall to one arm:
+    what the script adds to a step is left out, and steps of the untouched script are compared by medians alone. After a
+    probe that changed the streams of an arm, by the blocks behind it; by those before it if these are too few.
     """
     mixed = any(sends_in_some(trace, arm, warmup) for arm in (base, other))
 
+    bare = BARE in (base, other)
+
     def among(steps: Iterable[Step]) -> Paired | None:
         part = replace(trace, steps=tuple(steps))
-        one, two = (step_times(part, arm, warmup) for arm in (base, other))
+        one, two = ((step_times if bare else _own_times)(part, arm, warmup) for arm in (base, other))
         pair = compare_blocks(base, other, one, two, np.mean if mixed else np.median)
-        return pair if pair is None or mixed else _with_long_steps(pair, one, two)
+        return pair if pair is None or mixed or bare else _with_long_steps(pair, one, two)
 
     changes = stream_changes(trace)
     until = max((changes[arm.transport].step for arm in (base, other) if arm.transport in changes), default=None)

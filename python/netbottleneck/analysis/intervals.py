@@ -255,6 +255,12 @@ def evaluation_intervals(step: Step) -> Intervals:
     return intervals(found)
 
 
+def script_ns(step: Step) -> int:
+    """Time of a step in which the script reads input, evaluates or writes a checkpoint, minus blocked time."""
+    found = [*before_forwards(step), *evaluation_intervals(step).tolist(), *step.checkpoints]
+    return total(subtraction(intervals(found), intervals((begin, end) for _, begin, end in step.waits)))
+
+
 def is_split(step: Step) -> bool:
     """True if the parts of a step are known. Never true for the untouched script, which records no operations."""
     return step.arm != BARE and bool(step.forward or step.grad_ready or step.optimizer)

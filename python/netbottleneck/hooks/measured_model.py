@@ -145,6 +145,9 @@ class Measured:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
+        self._inner_calls: Calls | None = None  # of the module inside a DDP model, by which scripts evaluate
+        self._depth = 0  # of the model's calls that are under way
+        self._evaluates = False  # by the inner module
         self._seeking: EachCall | None = None
         self._sampling: list[Callable[[], object]] = []  # what ends the stamps of the modules
         self._queued = False
@@ -291,14 +294,31 @@ class Measured:
         model = None if self._model is None else self._model()
         if on and self._calls is None and model is not None:
             self._calls = Calls(model, self._forward_begins, self._forward_ends)
+            inner = inside(model)
+            if inner is not None and not compiles():
+                self._inner_calls = Calls(inner, self._inner_begins, self._inner_ends)
         elif not on and self._calls is not None:
             self._calls.remove()
-            self._calls = None
+            if self._inner_calls is not None:
+                self._inner_calls.remove()
+            self._calls = self._inner_calls = None
         if not on:
             self._stop_sampling()
         self._collectives.watch(on and self._arm != BARE and not self.closed and not self._broken)
 
+    def _inner_begins(self) -> None:
+        """Stamp an evaluation that the script makes by the module inside its DDP model."""
+        if not (self._depth or torch.is_grad_enabled() or self.session.in_child):
+            self._evaluates = True
+            self.guarded(self._evaluation_begin)
+
+    def _inner_ends(self) -> None:
+        if self._evaluates:
+            self._evaluates = False
+            self.guarded(self._forward_end)
+
     def _forward_begins(self) -> None:
+        self._depth += 1
         if self.session.in_child:
             self.gradients.paused = True
             return
@@ -328,6 +348,7 @@ class Measured:
             self._next_step()
 
     def _forward_ends(self) -> None:
+        self._depth -= 1
         self._collectives.forward(False)
         self._stop_sampling()
         if self._arm != BARE:
@@ -347,10 +368,10 @@ class Measured:
         if self._compiles:
             self.session.notes.append("forward times by module are not recorded: the training uses torch.compile")
             return
-        put = self.session.recorder.stamper
+        put, inner = self.session.recorder.stamper, inside(model)
         for index, (_, module) in enumerate(found):
             begin, end = put(EVENTS["FORWARD_BEGIN"], index + 1), put(EVENTS["FORWARD_END"], index + 1)
-            if module is model:
+            if module is model or module is inner:  # they are watched already, and begin now
                 begin()
                 self._sampling.append(end)
             elif not (watched(module) or isinstance(module, torch.jit.ScriptModule)):
@@ -531,6 +552,11 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     except Exception:  # code of the script's class
         return model
     return inner
+
+
+def inside(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module inside a DDP model, None for any other model."""
+    return model.module if isinstance(model, DistributedDataParallel) else None
 
 
 def compiles() -> bool:

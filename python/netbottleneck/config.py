@@ -425,7 +425,8 @@ class Settings:
         "LINK_GBPS",
         GBPS,
         None,
-        "rate of each host's link, one way, read by the ranks of a run; default: what the interface states",
+        "rate of each host's link, one way, read by the ranks of a run; without effect if all are on one host; "
+        "default: what the interface states",
     )
     monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 2, "samples of a host's counters per second; 0: none")
     progress_s: float = _row(

@@ -393,11 +393,12 @@ def host(facts: Facts) -> RuleResult:
     slowed = None if pair is None else pair.difference_ns
     busy, rests = _busy_cores(facts, slowed)
     reasons = _host_reasons(f, slowed, busy)
-    sources = [] if pair is None else [f"{f.label}: {pair.pairs} pairs with {NULL}"]
-    sources += [rests] if rests else []
     lost, source = _host_saving(f, slowed, busy)
+    guessed = " (predicted)" if source == "predicted" and f.label != source else ""
+    sources = [] if pair is None else [f"{f.label}: {pair.pairs} pairs with {NULL}{guessed and ', saving predicted'}"]
+    sources += [rests] if rests else []
     saving = within_step(lost, facts.step_ns)
-    enough = f"With enough cores the step would be {facts.share(saving)} shorter.{as_good_sentence(f)}"
+    enough = f"With enough cores the step would be {facts.share(saving)} shorter{guessed}.{as_good_sentence(f)}"
     return facts.evidence(
         "host contention",
         "HOST_LIMITED",

@@ -87,7 +87,7 @@ def _apart(findings: Findings, parts: Parts) -> list[str]:
     of_step = {
         "evaluation": parts.evaluation_ns,
         "checkpoints": parts.checkpoint_ns,
-        "what is not recorded": _unrecorded_ns(parts),
+        "other code": _unrecorded_ns(parts),
     }
     large = {name: ns for name, ns in of_step.items() if ns >= LONGER_PART * parts.step_ns}
     return [f"{ms(ns)} of the step go to {name} ({findings.label})." for name, ns in large.items()]
@@ -105,7 +105,7 @@ def _single_steps(findings: Findings, usual: Parts) -> list[str]:
         "input": whole.input_ns - usual.input_ns,
         "compute": whole.compute_ns - usual.compute_ns,
         "exposed communication": whole.exposed_ns + whole.wait_ns - usual.exposed_ns - usual.wait_ns,
-        "what is not recorded": _unrecorded_ns(whole) - _unrecorded_ns(usual),
+        "other code": _unrecorded_ns(whole) - _unrecorded_ns(usual),
     }
     most = sorted(longer_ns, key=lambda name: -longer_ns[name])
     most = [name for name in most if longer_ns[name] >= LONGER_PART * whole.step_ns]

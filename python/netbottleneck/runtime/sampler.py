@@ -301,6 +301,7 @@ class Connections:
         self._owners: dict[int, int] = {}
         self._look_s = 0.0  # the next look, by time.monotonic
         self._read_s = 0.0  # the next reading
+        self._largest = 0  # bytes of the largest connection so far
         self.read()
 
     def _find_ranks(self) -> None:
@@ -373,7 +374,8 @@ class Connections:
                     rows.append([rank, one.inode, *one.ends, 0, *queues, *tcp_info(one.info)])
         sizes = [sum(row[column] for column in _TOTALS) for row in rows]
         order = sorted(range(len(rows)), key=lambda place: -sizes[place])
-        order = [place for place in order if sizes[place] >= int(LEAST_PART * sizes[order[0]])]
+        self._largest = max(self._largest, *sizes, 0)  # at the end of a run only idle connections are open
+        order = [place for place in order if sizes[place] >= int(LEAST_PART * self._largest)]
         left_out = max(0, len(order) - MOST_CONNECTIONS)
         return [[*rows[place][:8], left_out, *rows[place][9:]] for place in order[:MOST_CONNECTIONS]]
 

@@ -120,7 +120,11 @@ static void lanes_failed(void *ctx, const struct nb_error *why) {
 }
 
 static int not_opened(const struct nb_link *link, const struct nb_error *why, struct nb_error *err) {
-    return nb_fail(err, why->code, "no link %s %s: %.300s", link->outgoing ? "to" : "from", link->peer, why->text);
+    const char *remedy = why->code == -EMFILE       ? ": see `ulimit -n`"
+                         : why->code == -EADDRINUSE ? ": widen NETBOTTLENECK_PORTS"
+                                                    : "";
+    return nb_fail(err, why->code, "no link %s %s: %.300s%s", link->outgoing ? "to" : "from", link->peer, why->text,
+                   remedy);
 }
 
 // Opens the lanes, those over libfabric without the lock. Other threads handle the net's events meanwhile, so the net's

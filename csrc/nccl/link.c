@@ -602,6 +602,7 @@ void nb_links_progress(struct nb_net *net) {
         nb_lanes_progress(link->lanes);
         if (link->state == NB_LINK_LANES && nb_lanes_peer_missing(link->lanes, nb_link_other_rank(link)) == 0) {
             link->state = NB_LINK_READY;
+            nb_lanes_listen_end(link->lanes); // a lane that is lost later is not opened again
         }
     }
     if (now - net->ticked_ns >= TICK_NS) {

@@ -115,6 +115,8 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *address, st
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
 // The lanes that are not connected to an opened peer, a bit for each.
 uint64_t nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
+// Closes the listeners of the lanes: every peer is ready, and no other is opened later.
+void nb_lanes_listen_end(struct nb_lanes *lanes);
 // Why connecting peers could not be accepted, or 0.
 int nb_lanes_accept_error(const struct nb_lanes *lanes);
 // Number of lanes to an opened peer that are not lost.

@@ -204,6 +204,14 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addres
     return nb_credits_peer_open(lanes, peer_rank, err);
 }
 
+void nb_lanes_listen_end(struct nb_lanes *lanes) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (lanes->lane[i]->ops->listen_end != NULL) {
+            lanes->lane[i]->ops->listen_end(lanes->lane[i]);
+        }
+    }
+}
+
 int nb_lanes_accept_error(const struct nb_lanes *lanes) {
     int why = 0;
     for (int i = 0; i < lanes->config.lanes && why == 0; i++) {

@@ -209,6 +209,10 @@ static bool tcp_peer_ready(const struct nb_lane *base, int peer) {
     return conn->state == OPEN && conn->in_watch.fd >= 0;
 }
 
+static void tcp_listen_end(struct nb_lane *base) {
+    nb_tcp_listen_close(NB_CONTAINER(base, struct tcp_lane, base));
+}
+
 static void tcp_peer_close(struct nb_lane *base, int peer) {
     struct conn *conn = nb_tcp_conn(base, peer);
     struct nb_request *request = conn->request;
@@ -258,6 +262,7 @@ const struct nb_lane_ops nb_tcp_ops = {.name = "tcp",
                                        .address = tcp_address,
                                        .peer_open = tcp_peer_open,
                                        .peer_ready = tcp_peer_ready,
+                                       .listen_end = tcp_listen_end,
                                        .peer_close = tcp_peer_close,
                                        .map = tcp_map,
                                        .unmap = tcp_unmap,

@@ -93,7 +93,7 @@ struct tcp_lane {
     struct conn *conns;      // by rank
 };
 
-// Open the listener and accept connections from the loop; close it and all unauthenticated connections.
+// Open the listener and accept connections from the loop; close it and all unauthenticated connections, if it is open.
 int nb_tcp_listen(struct tcp_lane *lane, struct nb_error *err);
 void nb_tcp_listen_close(struct tcp_lane *lane);
 

@@ -111,6 +111,8 @@ struct nb_lane_ops {
     // Starts the flow to a peer; returns at once.
     int (*peer_open)(struct nb_lane *lane, int peer, const unsigned char *addr, size_t bytes, struct nb_error *err);
     bool (*peer_ready)(const struct nb_lane *lane, int peer);
+    // Gives up the listener: every peer is ready, and none is opened later. NULL: the lane has no listener of its own.
+    void (*listen_end)(struct nb_lane *lane);
     // Ends the flow at once: no byte of this peer lands after it returns. Requests in flight get `sent` with
     // NB_ECLOSED.
     void (*peer_close)(struct nb_lane *lane, int peer);

@@ -5,7 +5,7 @@
 #include "transport/lanes.h"
 
 static atomic_bool lanes_held;    // opening lanes does not return
-static atomic_bool lanes_fail;    // it fails
+static atomic_int lanes_code;     // it fails with this code; 0: it does not
 static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
 
 uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
@@ -20,8 +20,8 @@ uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
 int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err) {
     while (atomic_load(&lanes_held)) {
     }
-    return atomic_load(&lanes_fail) ? nb_fail(err, -EMFILE, "the lanes have no descriptors")
-                                    : __real_nb_lanes_open(lanes, config, err);
+    int code = atomic_load(&lanes_code);
+    return code != 0 ? nb_fail(err, code, "the lanes do not open") : __real_nb_lanes_open(lanes, config, err);
 }
 
 // Connects, and accepts, until that fails. Both logs name `text`.
@@ -39,9 +39,10 @@ static void expect_failed_link(struct side *side, struct pair *pair, const char 
 // The accepting side cannot open its lanes: both sides name the reason, and the connecting one does not try again.
 static void case_accept_fails(struct side *side) {
     struct pair pair;
-    atomic_store(&lanes_fail, side->index == 1);
+    atomic_store(&lanes_code, side->index == 1 ? -EMFILE : 0);
     open_listener(side, &pair);
-    expect_failed_link(side, &pair, "the lanes have no descriptors");
+    expect_failed_link(side, &pair,
+                       side->index == 1 ? "the lanes do not open: see `ulimit -n`" : "the lanes do not open");
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -49,10 +50,12 @@ static void case_accept_fails(struct side *side) {
 // The connecting side cannot: both name the reason and the peer.
 static void case_connect_fails(struct side *side) {
     struct pair pair;
-    atomic_store(&lanes_fail, side->index == 0);
+    atomic_store(&lanes_code, side->index == 0 ? -EADDRINUSE : 0);
     open_listener(side, &pair);
     expect_failed_link(side, &pair, "(process ");
-    CHECK(strstr(proxy_warning, "the lanes have no descriptors") != NULL, "no reason: %s", proxy_warning);
+    const char *reason =
+        side->index == 0 ? "the lanes do not open: widen NETBOTTLENECK_PORTS" : "the lanes do not open";
+    CHECK(strstr(proxy_warning, reason) != NULL, "no reason: %s", proxy_warning);
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
@@ -185,6 +188,35 @@ static void case_family(struct side *side) {
     }
 }
 
+// True if all links of a net are open.
+static bool all_ready(struct nb_net *net) {
+    bool ready = true;
+    pthread_mutex_lock(&net->lock);
+    NB_LIST_EACH(it, &net->links) {
+        ready = ready && NB_CONTAINER(it, const struct nb_link, at_net)->state == NB_LINK_READY;
+    }
+    pthread_mutex_unlock(&net->lock);
+    return ready;
+}
+
+// An open link has connections, and no listener of its own: the process keeps the one that takes new links.
+static void case_listeners(struct side *side) {
+    struct pair pair;
+    open_pair(side, &pair);
+    while (!all_ready(nb_net_current(NB_NET_PLAIN))) {
+        check_time(side, "opening all lanes");
+    }
+    int listeners = 0;
+    for (int fd = SOCKET + 1; fd < 1024; fd++) {
+        int listens = 0;
+        socklen_t bytes = sizeof listens;
+        listeners += getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) == 0 && listens != 0;
+    }
+    CHECK(listeners == 1, "%d listeners", listeners);
+    barrier();
+    close_pair(side, &pair);
+}
+
 static const struct test_case cases[] = {
     {.name = "accept_fails", .run = case_accept_fails, .timeout_s = "2"},
     {.name = "connect_fails", .run = case_connect_fails, .timeout_s = "2"},
@@ -193,6 +225,7 @@ static const struct test_case cases[] = {
     {.name = "comes_again", .run = case_comes_again},
     {.name = "not_there", .run = case_not_there},
     {.name = "family", .run = case_family},
+    {.name = "listeners", .run = case_listeners, .tcp_only = true},
 };
 
 int main(int argc, char **argv) {

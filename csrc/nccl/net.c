@@ -225,7 +225,8 @@ int nb_net_open(struct nb_net **out, enum nb_net_kind kind, const struct nb_link
         process.guarded = true;
         nb_fork_handler(in_child);
     }
-    if (*mine == NULL) {
+    bool is_new = *mine == NULL;
+    if (is_new) {
         rc = net_new(mine, kind, up, log, err);
     }
     struct nb_net *net = *mine;
@@ -242,6 +243,9 @@ int nb_net_open(struct nb_net **out, enum nb_net_kind kind, const struct nb_link
     if (rc < 0) {
         nb_net_close(net);
         return rc;
+    }
+    if (is_new) {
+        nb_net_log(net, NCCL_LOG_INFO, net->settings.tag);
     }
     *out = net;
     return 0;

@@ -29,25 +29,44 @@ static int copy(const char *name, char *to, size_t room, struct nb_error *err) {
     return n >= 0 && (size_t)n < room ? 0 : nb_variable_invalid(name, "a shorter text", err);
 }
 
+// Returns the name that the first `bytes` are, blanks around it aside; NULL: none. alone: they may be "auto". After that,
+// the names are SELECTABLE in python/netbottleneck/trace/transports.py.
+static const char *transport_name(const char *text, size_t bytes, bool alone) {
+    static const char *const names[] = {"auto", "stock", "tcp", "ofi", "nccl+tcp", "nccl+ofi", "null", "bare"};
+    while (bytes > 0 && strchr(NB_BLANKS, text[bytes - 1]) != NULL) {
+        bytes--;
+    }
+    size_t blanks = bytes > 0 ? strspn(text, NB_BLANKS) : 0;
+    text += blanks;
+    bytes -= blanks;
+    for (size_t i = alone ? 0 : 1; i < sizeof names / sizeof names[0]; i++) {
+        if (strlen(names[i]) == bytes && memcmp(names[i], text, bytes) == 0) {
+            return names[i];
+        }
+    }
+    return NULL;
+}
+
+// Of a list, the first name with nccl+ counts, else the first of tcp and ofi. The others say nothing about this plugin.
 static int transport_set(struct nb_net_settings *settings, enum nb_net_kind kind, struct nb_error *err) {
     static const char name[] = "NETBOTTLENECK_TRANSPORT";
-    const char *all = kind == NB_NET_PLAIN ? nb_variable(name) : NULL;
-    const char *over_nccl = all != NULL ? strstr(all, "nccl+") : NULL;
-    const char *at = over_nccl != NULL ? over_nccl : all;
-    settings->transport = nb_transport_find(kind == NB_NET_OFI ? "ofi" : "tcp");
-    while (at != NULL && *at != 0) {
-        at += strspn(at, NB_BLANKS);
-        at += strncmp(at, "nccl+", 5) == 0 ? 5 : 0;
-        size_t bytes = strcspn(at, ",");
-        char word[16] = "";
-        snprintf(word, sizeof word, "%.*s", (int)(bytes < sizeof word ? bytes : sizeof word - 1), at);
-        word[strcspn(word, NB_BLANKS)] = 0;
-        if (strcmp(word, "tcp") == 0 || strcmp(word, "ofi") == 0) { // the others say nothing about this plugin
-            settings->transport = nb_transport_find(word);
-            break;
+    static const char prefix[] = "nccl+";
+    const char *list = kind == NB_NET_PLAIN ? nb_variable(name) : NULL;
+    const char *over_nccl = NULL;
+    const char *plain = NULL;
+    for (const char *at = list; at != NULL; at = strchr(at, ',') != NULL ? strchr(at, ',') + 1 : NULL) {
+        const char *word = transport_name(at, strcspn(at, ","), strchr(list, ',') == NULL);
+        if (word == NULL) {
+            return nb_variable_invalid(name, "auto, or a list of stock, tcp, ofi, nccl+tcp, nccl+ofi, null, bare", err);
         }
-        at += bytes + (at[bytes] == ',');
+        if (strncmp(word, prefix, sizeof prefix - 1) == 0) {
+            over_nccl = over_nccl != NULL ? over_nccl : word + sizeof prefix - 1;
+        } else if (strcmp(word, "tcp") == 0 || strcmp(word, "ofi") == 0) {
+            plain = plain != NULL ? plain : word;
+        }
     }
+    const char *chosen = over_nccl != NULL ? over_nccl : plain != NULL ? plain : "tcp";
+    settings->transport = nb_transport_find(kind == NB_NET_OFI ? "ofi" : chosen);
     return settings->transport != NULL ? 0 : nb_variable_invalid(name, "a transport of this build: tcp", err);
 }
 
@@ -66,11 +85,12 @@ static int segment_set(struct nb_net_settings *settings, struct nb_error *err) {
     static const char units[] = "KMG";
     const char *text = nb_variable(name);
     char *end = NULL;
-    settings->segment_bytes = SEGMENT_DEFAULT;
+    settings->segment_bytes = SEGMENT_DEFAULT; // also for 0
     double value = text != NULL ? strtod(text, &end) : 0;
-    if (text == NULL || (value == 0 && end != text)) {
+    if (text == NULL) {
         return 0;
     }
+    bool is_default = value == 0 && end != text;
     end += *end == ' ';
     const char *unit = *end != 0 ? strchr(units, *end) : NULL;
     double base = unit != NULL && end[1] == 'i' ? 1024 : 1000;
@@ -79,10 +99,11 @@ static int segment_set(struct nb_net_settings *settings, struct nb_error *err) {
     }
     end += unit != NULL ? 1 + (end[1] == 'i') : 0;
     end += *end == 'B';
-    if (*end != 0 || !(value >= SEGMENT_LEAST) || !(value <= (double)NB_SEGMENT_MAX / 2)) {
-        return nb_variable_invalid(name, "16Ki to 2Mi", err);
+    bool is_size = value >= SEGMENT_LEAST && value <= (double)NB_SEGMENT_MAX / 2;
+    if (*end != 0 || !(is_default || is_size)) {
+        return nb_variable_invalid(name, "0, or 16Ki to 2Mi", err);
     }
-    settings->segment_bytes = (size_t)value;
+    settings->segment_bytes = is_default ? SEGMENT_DEFAULT : (size_t)value;
     return 0;
 }
 

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import nccl_gates
 from nccl_gates import PLUGIN
 
+from netbottleneck.trace.transports import SELECTABLE
+
 VERSIONS = (6, 8, 10, 11, 12)
 ADAPTED = (6, 8, 10, 11)  # NCCL 2.30 uses version 12 as it is
 LIMIT_S = 120
@@ -116,6 +118,12 @@ def test_a_library_without_the_symbols_is_not_run(measure: Measure) -> None:
         ("TIMEOUT_S", "soon"),
         ("TIMEOUT_S", "2147484"),
         ("SEGMENT_BYTES", "1"),
+        ("SEGMENT_BYTES", "0zzz"),
+        ("TRANSPORT", "offi"),
+        ("TRANSPORT", "nccl+OFI"),
+        ("TRANSPORT", "nccl+ofi,tpc"),
+        ("TRANSPORT", "auto,tcp"),
+        ("TRANSPORT", "tcp,"),
         ("PORTS", "9-8"),
         ("SECRET", "short"),
         ("SECRET_FILE", "/tmp/secret"),
@@ -144,6 +152,13 @@ def test_settings_are_read(measure: Measure) -> None:
             NETBOTTLENECK_TRANSPORT="stock,tcp",
         )
     assert result["gbit_per_s"] > 0
+
+
+@pytest.mark.parametrize("value", ["auto", " auto ", ",".join(SELECTABLE)])
+def test_all_transports_may_be_named(measure: Measure, value: str) -> None:
+    """The names are those that netbottleneck.config knows."""
+    variables = {"NETBOTTLENECK_TRANSPORT": value, "NETBOTTLENECK_SEGMENT_BYTES": "0"}
+    assert measure("--plugin", str(PLUGIN), *SMALL, **variables)["gbit_per_s"] > 0
 
 
 def test_interfaces_for_nccl_may_be_alternatives(measure: Measure) -> None:

@@ -76,7 +76,7 @@ WRAPPED = {
         *("nb_lanes_open", "nb_lanes_arm", "nb_lanes_map", "nb_links_leaving"),
         *("nb_loop_wait", "nanosleep"),
     ),
-    "test_nccl_open": ("nb_lanes_open", "nb_lanes_peer_missing"),
+    "test_nccl_open": ("nb_lanes_open", "nb_lanes_peer_missing", "nb_sock_interfaces"),
     "test_nccl_profiler": ("clock_gettime", "malloc", "calloc", "free", "pthread_mutex_lock"),
     "test_leave": (
         *("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),

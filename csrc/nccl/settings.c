@@ -193,8 +193,9 @@ int nb_net_settings_read(struct nb_net_settings *settings, enum nb_net_kind kind
     rc = rc == 0 ? copy("NETBOTTLENECK_LIBFABRIC", settings->library, sizeof settings->library, err) : rc;
     rc = rc == 0 ? copy("NETBOTTLENECK_CONGESTION", settings->congestion, sizeof settings->congestion, err) : rc;
     rc = rc == 0 ? binds_set(settings, err) : rc;
-    snprintf(settings->tag, sizeof settings->tag, "%s, %d lanes, segments of %zu bytes, version %s",
-             rc == 0 ? settings->transport->name : "", settings->lanes, settings->segment_bytes, NB_VERSION);
+    snprintf(settings->tag, sizeof settings->tag, "%s, %d lanes, interfaces: %d, segments of %zu bytes, version %s",
+             rc == 0 ? settings->transport->name : "", settings->lanes, settings->bind_count, settings->segment_bytes,
+             NB_VERSION);
     return rc;
 }
 

@@ -7,11 +7,27 @@
 static atomic_bool lanes_held;    // opening lanes does not return
 static atomic_int lanes_code;     // it fails with this code; 0: it does not
 static atomic_bool lanes_blocked; // lanes 2 and 3 do not connect
+static atomic_bool one_more;      // the variable selects one interface more
 
 uint64_t __real_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 int __real_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
 int __wrap_nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
+int __real_nb_sock_interfaces(const char *spec, unsigned choice, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
+                              int max, struct nb_error *err);
+int __wrap_nb_sock_interfaces(const char *spec, unsigned choice, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
+                              int max, struct nb_error *err);
+
+int __wrap_nb_sock_interfaces(const char *spec, unsigned choice, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],
+                              int max, struct nb_error *err) {
+    int count = __real_nb_sock_interfaces(spec, choice, addrs, names, max, err);
+    if (count > 0 && count < max && atomic_load(&one_more)) {
+        addrs[count] = addrs[0];
+        memcpy(names[count], names[0], IF_NAMESIZE);
+        count++;
+    }
+    return count;
+}
 
 uint64_t __wrap_nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
     return atomic_load(&lanes_blocked) ? 12 : __real_nb_lanes_peer_missing(lanes, peer);
@@ -60,19 +76,31 @@ static void case_connect_fails(struct side *side) {
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
 }
 
-// The sides have different settings: both name those of both.
-static void case_different_settings(struct side *side) {
+// The sides have different settings: both name those of both. The log of each has its own from the beginning.
+static void different(struct side *side, const char *first, const char *second) {
     struct pair pair;
-    if (side->index == 1) {
-        CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
-        setenv("NETBOTTLENECK_STREAMS", "2", 1);
-        CHECK(proxy_init(&side->proxy, 77) == 0, "init");
-    }
+    const char *mine = side->index == 0 ? first : second;
+    CHECK(proxy_finalize(&side->proxy) == 0, "finalize");
+    CHECK(proxy_init(&side->proxy, 77) == 0, "init");
+    CHECK(strstr(proxy_info, mine) != NULL, "the log has no '%s': %s", mine, proxy_info);
     open_listener(side, &pair);
-    expect_failed_link(side, &pair, "2 lanes");
-    CHECK(strstr(proxy_warning, "4 lanes") != NULL, "the log does not name both: %s", proxy_warning);
+    expect_failed_link(side, &pair, second);
+    CHECK(strstr(proxy_warning, first) != NULL, "the log does not name both: %s", proxy_warning);
     barrier();
     CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+static void case_different_settings(struct side *side) {
+    if (side->index == 1) {
+        setenv("NETBOTTLENECK_STREAMS", "2", 1);
+    }
+    different(side, "4 lanes", "2 lanes");
+}
+
+// Lane i goes from the i-th interface of one side to the i-th of the other.
+static void case_different_interfaces(struct side *side) {
+    atomic_store(&one_more, side->index == 1);
+    different(side, "interfaces: 1", "interfaces: 2");
 }
 
 // Two lanes do not connect in time: the log names them.
@@ -221,6 +249,7 @@ static const struct test_case cases[] = {
     {.name = "accept_fails", .run = case_accept_fails, .timeout_s = "2"},
     {.name = "connect_fails", .run = case_connect_fails, .timeout_s = "2"},
     {.name = "different_settings", .run = case_different_settings, .timeout_s = "2"},
+    {.name = "different_interfaces", .run = case_different_interfaces, .timeout_s = "2"},
     {.name = "lanes_blocked", .run = case_lanes_blocked, .timeout_s = "4"},
     {.name = "comes_again", .run = case_comes_again},
     {.name = "not_there", .run = case_not_there},

@@ -285,3 +285,21 @@ def test_a_profiler_that_the_user_has_gets_the_events(tmp_path: Path) -> None:
     assert result["plugin"] == str(PLUGIN)
     assert result["next"] == "inspector"
     assert netbottleneck.Run(tmp_path / "run").trace.nccl == ()
+
+
+def test_a_profiler_that_would_get_no_events_stays(tmp_path: Path) -> None:
+    """NCCL also loads profilers of versions 1 to 3, to which ours passes nothing on."""
+    library = compiled("other_profiler.c", tmp_path / "libother.so", *LIBRARY, "-DOTHER=3")
+    result = trained(tmp_path, NCCL_PROFILER_PLUGIN=str(library))
+    assert result == {"plugin": str(library), "hidden": "1", "next": None}
+    (note,) = (note for note in notes(tmp_path / "run") if "NCCL" in note)
+    assert note.startswith(f"NETBOTTLENECK_NCCL_EVENTS=1 has no effect: the profiler plugin {library} stays alone")
+
+
+@pytest.mark.parametrize("named", ["libother.so", "other"])
+def test_a_profiler_by_its_short_name_gets_the_events(tmp_path: Path, named: str) -> None:
+    """NCCL finds it by either name."""
+    name = named if named.endswith(".so") else f"libnccl-profiler-{named}.so"
+    compiled("other_profiler.c", tmp_path / name, *LIBRARY, "-DOTHER=4")
+    result = trained(tmp_path, LD_LIBRARY_PATH=str(tmp_path), NCCL_PROFILER_PLUGIN=named)
+    assert (result["plugin"], result["next"]) == (str(PLUGIN), named)

@@ -153,18 +153,17 @@ def _not_prepared(plugin: str) -> str:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return "torch.distributed was initialised first: import netbottleneck before that"
-    if not plugin and loads("libnccl-net.so"):  # which NCCL_NET_PLUGIN=none excludes
+    if not plugin and loaded("libnccl-net.so") is not None:  # which NCCL_NET_PLUGIN=none excludes
         return "NCCL loads libnccl-net.so here, and it uses one plugin in a process: compare in two runs"
     return ""
 
 
-def loads(name: str) -> bool:
-    """Return True if the loader finds a library by this name, as NCCL does. It stays loaded."""
+def loaded(name: str) -> ctypes.CDLL | None:
+    """Return the library that the loader finds by this name, as NCCL does; None: there is none. It stays loaded."""
     try:
-        ctypes.CDLL(name)
+        return ctypes.CDLL(name)
     except OSError:
-        return False
-    return True
+        return None
 
 
 def not_sockets(environ: Mapping[str, str], infiniband: Path = INFINIBAND, site: Path = SITE) -> str:

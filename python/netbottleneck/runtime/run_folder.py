@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings, describe
 from netbottleneck.launch import connect
 from netbottleneck.runtime.job import together
-from netbottleneck.runtime.nccl import loads
+from netbottleneck.runtime.nccl import loaded
 from netbottleneck.trace.ring_file import EVENT, RING_HEADER_BYTES, read_slots
 from netbottleneck.trace.ring_reader import NCCL
 
@@ -325,6 +325,7 @@ NCCL_EVENTS = "NETBOTTLENECK_NCCL_EVENTS"
 NCCL_HIDDEN = ".netbottleneck-nccl-"
 NCCL_PLUGIN = Path(__file__).parents[1] / "libnccl-profiler-netbottleneck.so"
 NCCL_DEFAULT = "libnccl-profiler.so"  # which NCCL loads if NCCL_PROFILER_PLUGIN is not set
+PASSED_ON = range(4, 8)  # versions of profilers to which ours passes events on
 # By hidden file, the ring that it became. The plugin opens one file in a process, for all runs.
 _taken: dict[Path, Path] = {}
 
@@ -332,11 +333,12 @@ _taken: dict[Path, Path] = {}
 def arrange_nccl_events(settings: Settings) -> None:
     """Make NCCL load our profiler plugin in this process, if NETBOTTLENECK_NCCL_EVENTS=1. Call before NCCL is used.
 
-    It passes events on to the plugin that NCCL would load until now. A process that this one starts has a file, too.
+    It passes events on to the plugin that NCCL would load until now. If it cannot, nothing changes, and
+    no_nccl_events() tells. A process that this one starts has a file, too.
     """
-    if settings.nccl_events == "1":
-        theirs = os.environ.get("NCCL_PROFILER_PLUGIN") or (NCCL_DEFAULT if loads(NCCL_DEFAULT) else "")
-        if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
+    if settings.nccl_events == "1" and not _kept_out():
+        theirs = _their_profiler()
+        if theirs:
             os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
         hidden = hidden_in(wanted(settings)) / f"{NCCL_HIDDEN}%h-%p.ring"
         with contextlib.suppress(OSError):  # no_nccl_events() tells
@@ -345,6 +347,24 @@ def arrange_nccl_events(settings: Settings) -> None:
         os.environ[NCCL_EVENTS] = str(hidden)
     if _nccl_name() is not None:
         atexit.register(_drop_nccl_events)
+
+
+def _their_profiler() -> str:
+    """Return the name of the plugin that NCCL loads if ours is not named, "" if it loads none."""
+    named = os.environ.get("NCCL_PROFILER_PLUGIN") or (NCCL_DEFAULT if loaded(NCCL_DEFAULT) is not None else "")
+    return "" if named.lower() in ("none", str(NCCL_PLUGIN).lower()) else named
+
+
+def _kept_out() -> str:
+    """Return why our plugin may not take the place of that one, "" if it may: a library that does not load has none."""
+    name = _their_profiler()
+    library = (loaded(name) or loaded(f"libnccl-profiler-{name}.so")) if name else None
+    if library is None or any(hasattr(library, f"ncclProfiler_v{version}") for version in PASSED_ON):
+        return ""
+    return (
+        f"the profiler plugin {name} stays alone, because events can be passed on to versions {PASSED_ON[0]} to "
+        f"{PASSED_ON[-1]} only: to record without it, set NCCL_PROFILER_PLUGIN=none"
+    )
 
 
 def _nccl_name() -> Path | None:
@@ -370,6 +390,9 @@ def _drop_nccl_events() -> None:
 def no_nccl_events(folder: Path, rank: int) -> str:
     """Return a note that a rank has no events of NCCL, although they are to be recorded; "" if it has."""
     path = _nccl_name()
+    if os.environ.get(NCCL_EVENTS) == "1":
+        why = _kept_out()
+        return f"{NCCL_EVENTS}=1 has no effect: {why}" if why else ""
     if path is None or path.exists() or ring_path(folder, rank, NCCL).exists():
         return ""
     if path in _taken:

@@ -617,6 +617,10 @@ static int ring_open(int rank, struct nb_error *err) {
                        VARIABLE "=1 is for scripts that import netbottleneck: name a file, such as "
                                 "/tmp/nccl-%%h-%%p.ring");
     }
+    size_t bytes = strlen(text);
+    if (strchr(text, '/') == NULL && (bytes < 5 || strcmp(text + bytes - 5, ".ring") != 0)) {
+        return nb_variable_invalid(VARIABLE, "0, or a path, such as /tmp/nccl-%h-%p.ring", err);
+    }
     int rc = path_fill(text, path, err);
     rc = rc == 0 ? nb_variable_number("NETBOTTLENECK_TRACE_EVENTS", 1, INT32_MAX, &events, err) : rc;
     if (rc < 0) {

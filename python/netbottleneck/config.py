@@ -218,6 +218,13 @@ def alternation(text: str) -> str:
     return text
 
 
+def events(text: str) -> str:
+    """Return 0, 1, or the path of a file: a name that has a folder, or ends in .ring."""
+    if text not in ("0", "1") and "/" not in text and not text.endswith(".ring"):
+        raise ValueError(text)
+    return text
+
+
 def cpus(text: str) -> tuple[int, ...]:
     """Return the CPUs of a list such as 2,3."""
     return tuple(CPU.parse(part) for part in text.split(","))
@@ -234,6 +241,7 @@ GATHER = sizes(1, MOST, "65536, 256Ki or 1M")
 TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
+EVENTS = Kind(events, "1, 0, or a path, such as /tmp/nccl-%h-%p.ring")
 ALTERNATION = Kind(alternation, f"{ALWAYS} or {UNTIL_KNOWN}")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")
 PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
@@ -441,7 +449,7 @@ class Settings:
     )
     nccl_events: str | None = _row(
         "NCCL_EVENTS",
-        TEXT,
+        EVENTS,
         None,
         "1: record NCCL's events with its profiler plugin; where no script imports netbottleneck, the file for them "
         "(%h: host, %p: process)",

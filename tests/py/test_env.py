@@ -183,6 +183,8 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
         ("NETBOTTLENECK_STREAMS", "1_0", "1 to 64"),
         ("NETBOTTLENECK_STREAMS", "\u0664", "1 to 64"),
         ("NETBOTTLENECK_TRACE_EVENTS", "1_000_000", "a whole number, 1 to 2147483647"),
+        ("NETBOTTLENECK_NCCL_EVENTS", "true", "1, 0, or a path"),
+        ("NETBOTTLENECK_NCCL_EVENTS", "2", "1, 0, or a path"),
         ("NETBOTTLENECK_PORTS", "9000", "LOW-HIGH"),
         ("NETBOTTLENECK_PORTS", "9001-9000", "LOW-HIGH"),
         ("NETBOTTLENECK_PORTS", "1-70000", "65535"),

@@ -127,6 +127,7 @@ def test_without_the_variable_nothing_is_reported(profile: Profile, tmp_path: Pa
     [
         ("NCCL_EVENTS", "/nonexistent/a.ring", "open /nonexistent/a.ring: No such file"),
         ("NCCL_EVENTS", "1", "name a file, such as /tmp/nccl-%h-%p.ring"),
+        ("NCCL_EVENTS", "true", "NETBOTTLENECK_NCCL_EVENTS='true' is not possible: expected 0, or a path"),
         ("TRACE_EVENTS", "many", "NETBOTTLENECK_TRACE_EVENTS='many' is not possible"),
         ("TRACE_EVENTS", "2147483648", "expected a whole number, 1 to 2147483647"),
         ("NCCL_PROFILER", "nonexistent", "NETBOTTLENECK_NCCL_PROFILER=nonexistent cannot be loaded"),

@@ -446,9 +446,12 @@ static void *pass_on(const struct nb_profile_comm *comm, int version, uint64_t t
     return nb_next_start(&process.next, comm->theirs, type, event, parent, group);
 }
 
-// The other profiler may change its mask while NCCL runs.
+// The other profiler may change its mask while NCCL runs. Without a ring that is NCCL's mask.
 static void mask_follow(void) {
-    int both = __atomic_load_n(&process.next.mask, __ATOMIC_RELAXED) | (process.ring.header != NULL ? OURS : 0);
+    if (process.ring.header == NULL) {
+        return;
+    }
+    int both = __atomic_load_n(&process.next.own_mask, __ATOMIC_RELAXED) | OURS;
     if (__atomic_load_n(process.mask, __ATOMIC_RELAXED) != both) {
         __atomic_store_n(process.mask, both, __ATOMIC_RELAXED);
     }
@@ -696,7 +699,8 @@ void nb_profile_open(void **ctx, const struct nb_profile_about *about, int *mask
     struct nb_profile_comm *comm = comm_new(&err);
     if (comm != NULL) {
         comm->theirs = NULL;
-        comm->passed_on = nb_next_open_comm(&process.next, &comm->theirs, about);
+        int *theirs = process.ring.header == NULL ? mask : NULL;
+        comm->passed_on = nb_next_open_comm(&process.next, &comm->theirs, about, theirs);
         put_comm(comm, about);
         process.comms++;
         if (process.mask != mask) {

@@ -46,13 +46,15 @@ void nb_profile_stop(void *handle);
 struct nb_next {
     int version; // 0: none
     int called;  // version of NCCL's calls
-    int mask;    // what it wants; it may change that at any time
+    int *mask;   // what it wants, which it may change at any time: NCCL's mask, or `own_mask`
+    int own_mask;
     const void *table;
 };
 
 // Loads the library as NCCL would: by `name` as it is, else as libnccl-profiler-<name>.so. Fails with a text.
 int nb_next_open(struct nb_next *next, const char *name, int called, struct nb_error *err);
-bool nb_next_open_comm(struct nb_next *next, void **ctx, const struct nb_profile_about *about);
+// nccl_mask: NCCL's, where all that NCCL reports is for the other profiler; NULL: it gets a mask of its own.
+bool nb_next_open_comm(struct nb_next *next, void **ctx, const struct nb_profile_about *about, int *nccl_mask);
 void nb_next_close_comm(const struct nb_next *next, void *ctx);
 // True if NCCL itself would report an event of this type to it.
 bool nb_next_wants(const struct nb_next *next, uint64_t type);

@@ -48,17 +48,21 @@ int nb_next_open(struct nb_next *next, const char *name, int called, struct nb_e
                    name, NCCL_PROFILER_OLDEST, called);
 }
 
-bool nb_next_open_comm(struct nb_next *next, void **ctx, const struct nb_profile_about *about) {
+bool nb_next_open_comm(struct nb_next *next, void **ctx, const struct nb_profile_about *about, int *nccl_mask) {
     const struct nb_profile_about *a = about;
+    int *mask = nccl_mask != NULL ? nccl_mask : &next->own_mask;
     if (next->version == 0) {
         return false;
     }
+    if (next->mask != mask) { // it is read without the lock
+        __atomic_store_n(&next->mask, mask, __ATOMIC_RELEASE);
+    }
     if (next->version == 4) {
         const struct nccl_profiler_v4 *table = next->table;
-        return table->init(ctx, &next->mask, a->name, a->id, a->hosts, a->ranks, a->rank, a->log) == NCCL_SUCCESS;
+        return table->init(ctx, mask, a->name, a->id, a->hosts, a->ranks, a->rank, a->log) == NCCL_SUCCESS;
     }
     const struct nccl_profiler_v5 *table = next->table;
-    return table->init(ctx, a->id, &next->mask, a->name, a->hosts, a->ranks, a->rank, a->log) == NCCL_SUCCESS;
+    return table->init(ctx, a->id, mask, a->name, a->hosts, a->ranks, a->rank, a->log) == NCCL_SUCCESS;
 }
 
 // The functions other than init have the same place and type in every version.
@@ -115,7 +119,8 @@ bool nb_next_wants(const struct nb_next *next, uint64_t type) {
     if (next->version == 0 || (type & known(next->version)) == 0) {
         return false;
     }
-    uint64_t mask = (uint64_t)__atomic_load_n(&next->mask, __ATOMIC_RELAXED);
+    const int *wanted = __atomic_load_n(&next->mask, __ATOMIC_ACQUIRE);
+    uint64_t mask = (uint64_t)__atomic_load_n(wanted, __ATOMIC_RELAXED);
     return (mask & known(next->version) & reported_for(type)) != 0;
 }
 

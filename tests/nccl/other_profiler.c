@@ -1,6 +1,6 @@
 // Another profiler plugin, with a table of version OTHER, to which ours forwards events. It logs each call to the file
 // OTHER_LOG. Its handles are numbers from 1 on. It requests Group, Coll and ProxyStep events, so NCCL also reports
-// ProxyOp events.
+// ProxyOp events. With OTHER_LATE it requests none before other_begin() is called.
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -15,6 +15,12 @@
 static FILE *out;
 static uintptr_t last;
 static int context;
+static int *wanted; // the mask of requested events
+
+EXPORT void other_begin(void);
+EXPORT void other_begin(void) {
+    __atomic_store_n(wanted, NCCL_PROFILE_GROUP | NCCL_PROFILE_COLL | NCCL_PROFILE_PROXY_STEP, __ATOMIC_RELAXED);
+}
 
 __attribute__((format(printf, 1, 2))) static void log_call(const char *fmt, ...) {
     va_list args;
@@ -28,7 +34,11 @@ __attribute__((format(printf, 1, 2))) static void log_call(const char *fmt, ...)
 static int init_common(void **ctx, int *mask, uint64_t comm, int rank) {
     out = out != NULL ? out : fopen(getenv("OTHER_LOG"), "w");
     *ctx = &context;
-    *mask = NCCL_PROFILE_GROUP | NCCL_PROFILE_COLL | NCCL_PROFILE_PROXY_STEP;
+    wanted = mask;
+    *wanted = 0;
+    if (getenv("OTHER_LATE") == NULL) {
+        other_begin();
+    }
     log_call("init %llx rank %d", (unsigned long long)comm, rank);
     return NCCL_SUCCESS;
 }

@@ -174,6 +174,32 @@ def test_another_profiler_alone(profile: Profile, tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_text(encoding="utf-8").splitlines()) == 21
 
 
+LATE = """
+import ctypes, sys
+other, plugin = ctypes.CDLL(sys.argv[1]), ctypes.CDLL(sys.argv[2])
+table = (ctypes.c_void_p * 6).in_dll(plugin, "ncclProfiler_v6")
+word, number = ctypes.c_void_p, ctypes.c_int
+init = ctypes.CFUNCTYPE(number, word, ctypes.c_uint64, word, ctypes.c_char_p, number, number, number, word)(table[1])
+context, mask = ctypes.c_void_p(), number(0)
+for _ in range(2):  # communicators
+    assert init(ctypes.addressof(context), 1, ctypes.addressof(mask), b"a", 2, 2, 0, None) == 0
+assert mask.value == 0
+other.other_begin()
+print(mask.value)
+"""
+
+
+def test_another_profiler_alone_may_begin_later(tmp_path: Path) -> None:
+    """No event arrives before it does: what it requests has to reach NCCL without one."""
+    library = compiled("other_profiler.c", tmp_path / "libother.so", *LIBRARY, "-DOTHER=6")
+    variables = {"NETBOTTLENECK_NCCL_PROFILER": str(library), "OTHER_LATE": "1", "OTHER_LOG": str(tmp_path / "log")}
+    argv = [sys.executable, "-c", LATE, str(library), str(PLUGIN)]
+    found = subprocess.run(
+        argv, capture_output=True, text=True, timeout=LIMIT_S, check=True, env={**os.environ, **variables}
+    )
+    assert int(found.stdout) == 1 | 2 | 16
+
+
 SCRIPT = """
 import json, os, subprocess, sys
 import netbottleneck

@@ -47,7 +47,7 @@ enum nb_event_kind {
     // NCCL's events (csrc/nccl/profiler.h). A task is a collective, or a send or receive, that NCCL has enqueued.
     NB_EV_NCCL_COMM = 25, // key: NCCL's id of a communicator, a: its number in this process, b: rank | ranks << 32,
                           // c: hosts, d, e: first 16 bytes of its name
-    NB_EV_NCCL_TASK = 26, // key: task, from 1 on, a: number of the communicator, b: count x bytes of an element,
+    NB_EV_NCCL_TASK = 26, // key: task, from 1 on, a: number of the communicator, b: NCCL's count x bytes of an element,
                           // c: function | type << 8 | algorithm << 16 | protocol << 24 | channels << 32 (codes:
                           // csrc/nccl/profiler.c), d: calls of this function before; of a send or receive the peer,
                           // e: caller's tag, 0: none

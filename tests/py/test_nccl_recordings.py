@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_calls
 from nccl_programs import LIBRARY, compiled
 
+from netbottleneck.trace import nccl_events
 from netbottleneck.trace.model import NcclOperation
 
 RESULTS = Path(gpu_calls.__file__).with_name("results") / "gpu-check.json"
@@ -123,7 +124,8 @@ def facts(operations: tuple[NcclOperation, ...]) -> Iterator[Facts]:
     for each in operations:
         network = [(s.sent, s.channel, s.peer, s.number, s.bytes, s.times_ns) for s in each.network]
         kernel = [(k.channel, k.start_gpu_ns, k.stop_gpu_ns, k.start_seen_ns, k.stop_seen_ns) for k in each.kernel]
-        yield {"at": each.submit_ns, "function": each.function, "bytes": each.bytes} | {
+        parts = each.comm_size if each.function in nccl_events.OF_ONE_RANK else 1  # a recording has NCCL's count
+        yield {"at": each.submit_ns, "function": each.function, "bytes": each.bytes // parts} | {
             "network": sorted(network),
             "kernel": sorted(kernel),
         }

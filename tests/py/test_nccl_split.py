@@ -12,7 +12,9 @@ import pytest
 from netbottleneck.analysis import nccl
 from netbottleneck.report import Run, summary
 from netbottleneck.trace import ring_file, ring_reader
-from netbottleneck.trace.model import Bucket, NcclKernel, NcclOperation, NcclStep, Step, Trace, read
+from netbottleneck.trace.events import Event
+from netbottleneck.trace.model import Bucket, Collective, NcclKernel, NcclOperation, NcclStep, Step, Trace, read
+from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.transports import STOCK
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
@@ -182,6 +184,18 @@ def test_calls_are_found_by_the_hosts_times(tmp_path: Path) -> None:
 
     assert known(trace) == known(on_host)
     assert sum(one.step is not None for one in trace.nccl) == 72
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "parts"), [(1, "allreduce", 1), (2, "allgather", 4), (3, "reducescatter", 4), (4, "broadcast", 1)]
+)
+def test_an_operation_has_the_bytes_of_its_call(code: int, kind: str, parts: int) -> None:
+    """NCCL counts one rank's part of an all-gather and of a reduce-scatter; the recorded call has the whole tensor."""
+    call = Collective(0, STOCK, 1, 0, 10, BYTES, kind=kind, bucket=3, start_ns=20)
+    opened = Event("NCCL_COMM", 0, 0, 0xC0FFEE, 0, 4 << 32, 1, 0, 0)
+    task = Event("NCCL_TASK", 15, 0, 1, 0, BYTES // parts, code, 0, 0)
+    (found,) = nccl_operations([opened, task], 0, lambda _: None, [call], ())
+    assert (found.function.lower(), found.bytes, found.bucket) == (kind, BYTES, 3)
 
 
 def test_a_tag_names_the_bucket(tmp_path: Path) -> None:

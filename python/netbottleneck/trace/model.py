@@ -356,11 +356,12 @@ class NcclStep:
 class NcclOperation:
     """A collective, or a send or receive, that NCCL enqueued on one rank, from its profiler's events.
 
-    comm: NCCL's id of the communicator, equal on its ranks; comm_rank, comm_size: this rank in it. bytes: count times
-    bytes of an element. sequence: calls of this function on the communicator before; None for a send or receive, which
-    has a peer instead. tag: the caller's own, 0: none. submit_ns: the kernel was launched shortly before. called_ns:
-    begin of the recorded call that enqueued it. step, bucket: of the training, where the operation belongs to one.
-    kernel, network: empty where NCCL reported none, as for messages between ranks of one host."""
+    comm: NCCL's id of the communicator, equal on its ranks; comm_rank, comm_size: this rank in it. bytes: of the whole
+    tensor, which an all-gather and a reduce-scatter have in comm_size parts. sequence: calls of this function on the
+    communicator before; None for a send or receive, which has a peer instead. tag: the caller's own, 0: none.
+    submit_ns: the kernel was launched shortly before. called_ns: begin of the recorded call that enqueued it. step,
+    bucket: of the training, where the operation belongs to one. kernel, network: empty where NCCL reported none, as for
+    messages between ranks of one host."""
 
     rank: int
     comm: Word

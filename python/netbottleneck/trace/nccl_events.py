@@ -20,6 +20,7 @@ NCCL_DTYPES = (
 )
 NCCL_ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 NCCL_PROTOCOLS = ("LL", "LL128", "SIMPLE")
+OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts one rank's part
 POINT_TO_POINT = ("Send", "Recv", "SendRecv")
 # What NCCL reserves of a caller's tag.
 TAG_BITS = (1 << 63) - 1
@@ -42,14 +43,15 @@ def _nccl_kernel(e: Event) -> tr.NcclKernel:
 def _nccl_task(e: Event, rank: int, comm: Event, step: tr.Step | None) -> tr.NcclOperation:
     function = _coded(NCCL_FUNCTIONS, e.c & 0xFF) or "other"
     alone = function in POINT_TO_POINT
+    ranks = comm.b >> 32
     return tr.NcclOperation(
         rank=rank,
         comm=comm.key,
         comm_rank=comm.b & 0xFFFFFFFF,
-        comm_size=comm.b >> 32,
+        comm_size=ranks,
         function=function,
         dtype=_coded(NCCL_DTYPES, e.c >> 8 & 0xFF) or "other",
-        bytes=e.b,
+        bytes=e.b * ranks if function in OF_ONE_RANK else e.b,
         submit_ns=e.time_ns,
         algorithm=_coded(NCCL_ALGORITHMS, e.c >> 16 & 0xFF),
         protocol=_coded(NCCL_PROTOCOLS, e.c >> 24 & 0xFF),

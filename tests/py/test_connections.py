@@ -348,6 +348,22 @@ def test_a_connection_with_few_bytes_beside_others_has_no_row(tmp_path: Path) ->
         assert {row["left_out"] for row in rows} == {0}
 
 
+def test_connections_with_few_bytes_have_no_row_after_the_large_ones_have_closed(tmp_path: Path) -> None:
+    with pair() as (less, least):
+        less.sendall(bytes(100))
+        wait_for(lambda: kernels(least)["received_bytes"] == 100, "the bytes")
+        read = reader(tmp_path)
+        with pair() as (out, came):
+            out.sendall(bytes(1 << 20))
+            left = 1 << 20
+            while left:
+                left -= len(came.recv(left))
+            wait_for(lambda: kernels(out)["acked_bytes"] > 1 << 20, "the acknowledgement")
+            read._look_s = 0.0  # look at once
+            assert len(read.read()) == 2
+        assert read.read() == []
+
+
 def open_lab(*args: Any) -> Lab:
     """Return a lab of namespaces, not yet entered; skips if this machine does not allow one."""
     try:

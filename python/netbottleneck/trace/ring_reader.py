@@ -9,25 +9,24 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.events import Event, missing_ranks, signed
+from netbottleneck.trace.gaps import Gap, gap_of, without
 from netbottleneck.trace.heartbeats import HEARTBEAT, clock_of
 from netbottleneck.trace.nccl_events import nccl_operations
 from netbottleneck.trace.ring_file import EVENT, EVENTS, LASTING, Ring, read_ring
-from netbottleneck.trace.run_steps import between
 from netbottleneck.trace.transports import NATIVE, STOCK, Arm, backends
 
 # Events of one rank by name, converted to steps, operations, faults and costs. Pure.
@@ -658,7 +657,7 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
     parts = [_part(head, files, reference, plan) for files in kept]
     known = _known(replace(tr.merge(parts), epoch_wall_ns=reference or 0), lacking)
     gaps = list(chain.from_iterable(map(_gaps, kept)))
-    return _without(known, gaps) if gaps else known
+    return without(known, gaps) if gaps else known
 
 
 def _part(run: tr.Trace, files: _RankFiles, reference_ns: int | None, plan: str | None) -> tr.Trace:
@@ -668,9 +667,9 @@ def _part(run: tr.Trace, files: _RankFiles, reference_ns: int | None, plan: str 
     return _rank_trace(run, files, clock, named, plan)
 
 
-def _gaps(files: _RankFiles) -> list[_Gap]:
+def _gaps(files: _RankFiles) -> list[Gap]:
     """Return the steps that are left out for gaps in a rank's files."""
-    return [_gap(files.rank, name, ring) for name, ring in files.rings.items() if ring.gap and name != NCCL]
+    return [gap_of(files.rank, name, ring) for name, ring in files.rings.items() if ring.gap and name != NCCL]
 
 
 def _instead(folder: Path, ranks: set[int], lacking: Sequence[tuple[int, str]]) -> tr.Trace | None:
@@ -703,53 +702,6 @@ def _known(trace: tr.Trace, lacking: Sequence[tuple[int, str]]) -> tr.Trace:
 def _dropped(name: str, ring: Ring) -> int:
     """Return the number of events that steps of the trace lack. Steps without NCCL's events are in it."""
     return ring.dropped + (ring.overwritten if name == NCCL else 0)
-
-
-class _Gap(NamedTuple):
-    """Steps, from the first to the last, that may lack events of one ring; text: what is said about them."""
-
-    first: int
-    last: float
-    text: str
-
-
-def _gap(rank: int, name: str, ring: Ring) -> _Gap:
-    """Return the steps that are left out for a ring with a gap.
-
-    Events of a step may be written after its end: one more step at each end is left out.
-    """
-    assert ring.gap is not None
-    first, last = ring.gap
-    kept = "is full" if last is None else "keeps only the first and the last events"
-    more = f"{ring.overwritten} others were only counted (NETBOTTLENECK_TRACE_EVENTS)"
-    return _Gap(
-        first - 1, math.inf if last is None else last + 1, f"rank {rank}'s file of events of {name} {kept}, and {more}"
-    )
-
-
-def _without(trace: tr.Trace, gaps: Sequence[_Gap]) -> tr.Trace:
-    """Return the trace without the steps of the gaps, and of what is between them."""
-    first, last = min(gap.first for gap in gaps), max(gap.last for gap in gaps)
-    out = [first <= step.index <= last for step in trace.steps]
-    begin_ns = min((step.begin_ns for step in compress(trace.steps, out)), default=0)
-    end_ns = min((step.begin_ns for step in trace.steps if step.index > last), default=math.inf)
-
-    def within(row: tr.Collective | tr.NcclOperation) -> bool:
-        return begin_ns <= row.submit_ns < end_ns if row.step is None else first <= row.step <= last
-
-    which = f"steps from {first} on" if last == math.inf else f"steps {first} to {last:g}"
-    widest = max(gaps, key=lambda gap: (gap.last - gap.first, -gap.first))
-    notes = [f"{which} are left out: {widest.text}"]
-    of_first = trace.ranks[0]
-    if mean := between(of_first.run_steps, first, last):
-        notes.append(f"{mean} on rank {of_first.rank}")
-    return replace(
-        trace,
-        steps=tuple(compress(trace.steps, (not one for one in out))),
-        collectives=tuple(one for one in trace.collectives if not within(one)),
-        nccl=tuple(one for one in trace.nccl if not within(one)),
-        notes=(*trace.notes, *notes),
-    )
 
 
 def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Trace:

@@ -811,3 +811,13 @@ def test_the_written_part_of_an_open_ring_is_copied_to_rank_0(tmp_path):
     assert copied.dropped == own.dropped == 0
     assert (ranks / "1.train.ring").read_bytes() == b"cut short"
     assert (ranks / "1.meta.json").read_text() == "{}"
+
+
+def test_a_description_that_cannot_be_opened_is_a_note(tmp_path):
+    folder = FakeRun(tmp_path, blocks=3).write()
+    meta = folder / "ranks" / "1.meta.json"
+    meta.unlink()
+    meta.mkdir()
+    trace = ring_reader.load(folder)
+    assert {step.rank for step in trace.steps} == {0, 1}
+    assert f"{meta}: Is a directory" in trace.notes

@@ -526,6 +526,8 @@ def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankF
         notes.append(f"rank {rank} left no description of itself")
     except ValueError as error:
         notes.append(str(error))
+    except OSError as error:
+        notes.append(f"{path}: {error.strerror}")
     rings: dict[str, Ring] = {}
     for path in sorted(folder.glob(f"{rank}.*.ring")):
         try:

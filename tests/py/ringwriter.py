@@ -82,7 +82,7 @@ class FakeRun:
     transfer_ms: by transport, of bucket.0 and bucket.1; late_ms: by rank, a pause before the forward; busy_cores: how
     many each rank keeps busy; costs_fs: of a step, a byte and a byte added, of two levels and a byte there,
     where a transport is native; meta, about: what a rank's description, and that of each transport in it, says too.
-    room: by name, how many events a ring holds. version: of the rings.
+    room: by name, how many events a ring holds. version: of the rings. begin_ns: of the run, on rank 0's clock.
     """
 
     def __init__(self, folder, size=2, transports=("bare", "stock", "ofi"), **settings):
@@ -111,6 +111,7 @@ class FakeRun:
         self.about = settings.pop("about", {})
         self.room = settings.pop("room", {})
         self.version = settings.pop("version", 4)
+        self.begin_ns = settings.pop("begin_ns", 0)
         assert not settings, settings
 
     def write(self):
@@ -120,12 +121,14 @@ class FakeRun:
         rings = []
         for rank in range(self.size):
             (ranks / f"{rank}.meta.json").write_text(json.dumps(self._meta(rank)))
+            begin = self._clock(rank, self.begin_ns)
             own = {
                 name: RingWriter(
                     ranks / f"{rank}.{name}.ring",
                     rank,
                     self.room.get(name, 1 << 16),
-                    mono_ns=self._clock(rank, 0),
+                    mono_ns=begin,
+                    wall_ns=10**18 + self.begin_ns,
                     version=self.version,
                 )
                 for name in ("train", *self.transports)
@@ -133,11 +136,13 @@ class FakeRun:
             }
             for name in self.transports:
                 if name in NATIVE:
-                    own[name].put(self._clock(rank, 0), "CLOCK", a=self.clock_skew_ns.get(rank, 0), b=1000)
+                    own[name].put(begin, "CLOCK", a=self.clock_skew_ns.get(rank, 0), b=1000)
                     if self.costs_fs is not None:
-                        own[name].put(self._clock(rank, 0), "COSTS", **dict(zip("abcde", self.costs_fs, strict=False)))
+                        own[name].put(
+                            self._clock(rank, self.begin_ns), "COSTS", **dict(zip("abcde", self.costs_fs, strict=False))
+                        )
             rings.append(own)
-        now, index = 100 * MS, 1
+        now, index = self.begin_ns + 100 * MS, 1
         for block in range(self.blocks):
             transport = self.transports[block % len(self.transports)]
             for _ in range(self.block_steps):

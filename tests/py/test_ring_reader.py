@@ -821,3 +821,21 @@ def test_a_description_that_cannot_be_opened_is_a_note(tmp_path):
     trace = ring_reader.load(folder)
     assert {step.rank for step in trace.steps} == {0, 1}
     assert f"{meta}: Is a directory" in trace.notes
+
+
+@pytest.mark.parametrize("transports", [("stock", "ofi"), ("stock",)])
+def test_a_rank_of_another_time_is_left_out(tmp_path, transports):
+    folder = FakeRun(tmp_path / "one", blocks=3, transports=transports).write()
+    other = FakeRun(tmp_path / "other", blocks=3, transports=transports, begin_ns=10**13).write()
+    for path in (other / "ranks").glob("1.*"):
+        path.replace(folder / "ranks" / path.name)
+    trace = ring_reader.load(folder)
+    assert {step.rank for step in trace.steps} == {0}
+    assert [rank.rank for rank in trace.ranks] == [0]
+    assert any("rank 1 is left out" in note and "no time in common" in note for note in trace.incomplete)
+
+
+@pytest.mark.parametrize("skew_ns", [0, 10**13])
+def test_a_rank_of_another_clock_or_that_was_killed_is_kept(tmp_path, skew_ns):
+    folder = FakeRun(tmp_path, blocks=3, killed=1, clock_skew_ns={1: skew_ns}).write()
+    assert {step.rank for step in ring_reader.load(folder).steps} == {0, 1}

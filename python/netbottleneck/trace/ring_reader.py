@@ -434,6 +434,11 @@ class _RankFiles:
         """Return wall clock minus monotonic clock, None without rings."""
         return next((r.opened_wall_ns - r.opened_mono_ns for r in self.rings.values()), None)
 
+    def span_ns(self) -> NDArray[np.int64]:
+        """Return when the training thread's ring was opened and its last event, on this rank's monotonic clock."""
+        ring = self.rings[TRAIN]
+        return np.array([ring.opened_mono_ns, max([ring.opened_mono_ns, *ring.events["time_ns"][-1:]])], np.int64)
+
     def lacks(self) -> list[str]:
         """Return the transports whose files of events are missing, and TRAIN if that of the training thread is."""
         opened = (name for name, info in self.described.transports.items() if info.streams_open is not None)
@@ -649,17 +654,50 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Ca
     whole = _instead(folder, set(ranks), lacking)
     if whole is not None:
         return whole
-    kept = [files for files in everyone if TRAIN in files.rings]
-    if not kept:
+    recorded = [files for files in everyone if TRAIN in files.rings]
+    if not recorded:
         lost = ", ".join(f"ranks/{rank}.{TRAIN}.ring" for rank in ranks)
         raise FileNotFoundError(f"{folder.parent}: no rank has left a record of its steps: {lost}")
     with _of_file(folder.parent / RUN_FILE):
         head, plan = _head(run, everyone), tr.decode(str | None, run.get("plan"))
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
+    kept, left_out = _of_one_time(recorded, reference)
     parts = [_part(head, files, reference, plan) for files in kept]
     known = _known(replace(tr.merge(parts), epoch_wall_ns=reference or 0), lacking)
+    known = replace(known, notes=(*known.notes, *left_out))
     gaps = list(chain.from_iterable(map(_gaps, kept)))
     return without(known, gaps) if gaps else known
+
+
+def _of_one_time(ranks: Sequence[_RankFiles], reference_ns: int | None) -> tuple[list[_RankFiles], list[str]]:
+    """Return the ranks whose records overlap that of the first one, and a note for each of the others."""
+    first, kept, notes = ranks[0], [], []
+    for files in ranks:
+        if _at_the_time_of(files, first, reference_ns):
+            kept.append(files)
+        else:
+            common = f"its record and that of rank {first.rank} have no time in common"
+            notes.append(
+                f"rank {files.rank} is {tr.LEFT_OUT}{common}: they are of different runs, or their clocks differ"
+            )
+    return kept, notes
+
+
+def _at_the_time_of(files: _RankFiles, first: _RankFiles, reference_ns: int | None) -> bool:
+    """Return whether the records of two ranks overlap, by their wall clocks or by rank 0's clock.
+
+    Ranks of one run wait for each other, so their records overlap if both have a step.
+    """
+    both = (files, first)
+    if not all((one.rings[TRAIN].events["kind"] == EVENTS["STEP_END"]).any() for one in both):
+        return True
+
+    def overlap(a: NDArray[np.int64], b: NDArray[np.int64]) -> bool:
+        return bool(max(a[0], b[0]) <= min(a[1], b[1]))
+
+    return overlap(*(one.span_ns() + (one.anchor_ns() or 0) for one in both)) or overlap(
+        *(_clock(one, reference_ns).to_rank_0(one.span_ns()) for one in both)
+    )
 
 
 def _part(run: tr.Trace, files: _RankFiles, reference_ns: int | None, plan: str | None) -> tr.Trace:

@@ -1,5 +1,6 @@
 """netbottleneck compare: a run against itself, a slower run, studies, and the gate's exit code."""
 
+import io
 import json
 import os
 import platform
@@ -10,13 +11,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 
 from scenario.job import Clockwork, Job, trace_of
 
 from netbottleneck import cli
-from netbottleneck.report import Run, compare
+from netbottleneck.report import Run, compare, plots, progress
 from netbottleneck.trace import model
 from netbottleneck.trace.transports import NULL, STOCK
 from netbottleneck.units import ms
@@ -282,6 +284,22 @@ def sending(folder, sends):
     steps = tuple(replace(step, arm=STOCK) for step in work.steps)
     model.write(replace(trace_of(job), steps=steps, collectives=tuple(work.collectives)), folder)
     return folder
+
+
+def test_every_report_of_a_run_that_sends_in_some_steps_shows_its_mean_step(tmp_path):
+    run = Run(sending(tmp_path / "rarely.jsonl.gz", lambda index: index % 3 != 0))
+    (time,) = run.findings.times.values()
+    mean = ms(time.mean_ns)
+    assert mean != ms(time.median_ns)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(progress.frame(run.findings, run.verdict, run.hosts, ["ended"], 500))
+    assert f"mean step {mean}" in " ".join(console.file.getvalue().replace("│", " ").split())
+    page = run.html
+    assert "<th>mean step</th>" in page
+    assert f"<tr><td>stock</td><td>{mean}</td>" in page
+    axes = plots.transports(run)
+    assert axes.get_title(loc="left").startswith("Mean step")
+    assert mean in [one.get_text() for one in axes.texts]
 
 
 def test_a_run_that_sends_in_some_steps_is_compared_by_mean_steps(tmp_path, capsys):

@@ -223,6 +223,10 @@ class Findings:
         """The note that the ranks' operations are not matched; "" if there is none."""
         return not_matched(self.trace)
 
+    def typical_ns(self, time: StepTime) -> float:
+        """Return the step of an arm: the median of its steps, or their mean if steps of some arm are mixed."""
+        return time.mean_ns if self.mixed else time.median_ns
+
     @property
     def averaged(self) -> str:
         """The steps that `parts` are means of, as text."""

@@ -170,13 +170,13 @@ def layers(run: Run, most: int = 12) -> Axes:
 
 
 def transports(run: Run) -> Axes:
-    """Draw the median step of each transport."""
-    times, title = run.findings.times, "Step, median"
+    """Draw the median step of each transport, or its mean step as the report does."""
+    times, title = run.findings.times, "Mean step" if run.findings.mixed else "Step, median"
     if not times:
         return _without(title, html.distribution(run.findings).missing)
     axes = _axes(7, 1.0 + 0.45 * len(times))
-    medians = [time.median_ns for time in times.values()]
-    _bars(axes, list(times), [ns / 1e6 for ns in medians], [ms(ns) for ns in medians])
+    steps = [run.findings.typical_ns(time) for time in times.values()]
+    _bars(axes, list(times), [ns / 1e6 for ns in steps], [ms(ns) for ns in steps])
     axes.set_xlabel("ms")
     axes.set_title(f"{title} ({run.findings.label})", loc="left")
     return axes

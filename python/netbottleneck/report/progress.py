@@ -51,7 +51,7 @@ def missing_text(findings: Findings, verdict: Verdict, window: int) -> str:
         return verdict.next
     times = findings.times.values()
     steps = sum(time.steps for time in times)
-    mean_ns = sum(time.median_ns * time.steps for time in times) / max(steps, 1)
+    mean_ns = sum(findings.typical_ns(time) * time.steps for time in times) / max(steps, 1)
     have = sum(time.steps + time.blocks for time in times)
     text = f"{verdict.more} more steps" + (f" (about {duration(verdict.more * mean_ns / 1e9)})" if steps else "")
     return text + (f", in a window of {have + verdict.more} steps" if 0 < window < have + verdict.more else "")
@@ -116,7 +116,8 @@ def _parts_table(findings: Findings) -> tuple[str, Table]:
             for arm in findings.times
         ]
         put_row(table, name, *cells)
-    put_row(table, "step, median", *(ms(time.median_ns) for time in findings.times.values()))
+    name = "mean step" if findings.mixed else "step, median"
+    put_row(table, name, *(ms(findings.typical_ns(time)) for time in findings.times.values()))
     return f"Exposed communication is transfer and waiting ({findings.label})", table
 
 

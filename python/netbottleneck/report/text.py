@@ -405,8 +405,7 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
             interval = f" ({bare_ms(pair.ns.low)} to {bare_ms(pair.ns.high)})" if pair.enough else " (no interval)"
             difference = ms(pair.ns.value) + interval
         spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
-        step_ns = time.mean_ns if findings.mixed else time.median_ns
-        cells = (name, ms(step_ns), spread, f"{time.steps}/{time.blocks}")
+        cells = (name, ms(findings.typical_ns(time)), spread, f"{time.steps}/{time.blocks}")
         put_row(table, *cells, *([difference] if compared else []))
     meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
     pairing = f", difference to {findings.base} paired by block" if compared else ""

@@ -414,7 +414,7 @@ def test_a_compiled_script_runs(tmp_path: Path) -> None:
 
 def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-x"]) == 2
-    assert main(["run", "/nonexistent/train.py"]) == 1
+    assert main(["run", "/nonexistent/train.py"]) == 2
     assert "no such script: /nonexistent/train.py" in capsys.readouterr().err
 
 

@@ -324,6 +324,13 @@ def test_a_missing_folder_and_one_without_a_run_are_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--once", "--line"])
+def test_a_run_of_another_version_is_bad_input(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    FakeRun(tmp_path, blocks=1, run={"version": 2}).write()
+    assert cli.main(["top", str(tmp_path), option]) == cli.USAGE
+    assert "a run record of version 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("about", "told", "line"),
     [

@@ -230,11 +230,13 @@ def _drawn(following: Following, args: argparse.Namespace, exported: set[str]) -
     from netbottleneck.report import exporters, progress
     from netbottleneck.trace.files import printable
 
-    try:
-        with _as_input() if args.once else contextlib.nullcontext():
+    with _as_input():
+        try:
             run = following.look()
-    except FileNotFoundError as error:  # the ranks have not begun
-        return Text(f"{WAITING}{error}"), False
+        except FileNotFoundError as error:
+            if args.once:
+                raise
+            return Text(f"{WAITING}{error}"), False  # the ranks have not begun
     state = following.about(run)
     if state[0] != "in progress":  # perhaps since the rings were read: their last steps may be missing
         run = following.look()
@@ -432,7 +434,7 @@ def _run(argv: Sequence[str]) -> int:
         print("netbottleneck run: name a script, or -m and a module", file=sys.stderr)
         return USAGE
     if not module and not Path(arguments[0]).exists():
-        raise FileNotFoundError(f"no such script: {arguments[0]}")
+        raise _BadInput(f"no such script: {arguments[0]}")
     _enable_measurement()
     _run_as_main(module, arguments)
     return SUCCESS

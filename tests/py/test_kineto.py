@@ -202,6 +202,12 @@ def test_the_layers_and_the_what_if_work_from_a_profile(known, tmp_path):
     assert (saved.saving is None) == (expected.saving is None)
 
 
+def test_what_if_reads_one_file_of_a_profile_and_names_the_missing_ranks(known, tmp_path, capsys):
+    folder = write(tmp_path / "k", known.trace, cpu_events)
+    assert cli.main(["what-if", str(folder / "r0.pt.trace.json.gz")]) == 2
+    assert "no record of rank 1, 2: waiting for the last rank cannot be told" in capsys.readouterr().err
+
+
 def test_a_monitored_barrier_is_not_the_call_of_a_later_barrier(known, tmp_path):
     def with_barriers(trace, rank, monitored=()):
         own = [one for one in trace.steps if one.rank == rank]

@@ -17,6 +17,7 @@ from netbottleneck.analysis.comparisons import changed_at
 from netbottleneck.analysis.findings import Findings, between_hosts_bps, find, link_rate
 from netbottleneck.report import Run
 from netbottleneck.report import what_if as report
+from netbottleneck.trace import kineto
 from netbottleneck.trace import layer_log as layerlog
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.files import check_file, write_text
@@ -103,11 +104,13 @@ def _checked(path: Path, trace: Trace) -> Trace:
 
 
 def load(path: Path) -> Source:
-    """Read a run folder, a trace or a layer log. Raises OSError, and ValueError naming file and line of damage."""
+    """Read a run folder, a trace, a file of torch.profiler or a layer log. Raises OSError, and ValueError naming file and line of damage."""
     if path.is_dir():
         return Source(path, trace=_checked(path, Run(path).trace))
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
+    if kineto.is_kineto(path):
+        return Source(path, trace=_checked(path, Run(path).trace))
     if packed or path.name.endswith(".gz"):
         return Source(path, trace=_checked(path, tr.read(path)))
     return Source(path, log=layerlog.read(path))

@@ -591,6 +591,20 @@ def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: py
     assert all("8 workers" in text and "(measured)" in text for text in outputs)
 
 
+def test_an_output_that_fails_is_no_bad_input(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, blocks=4).write()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "netbottleneck", "what-if", str(run)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "netbottleneck: No space left on device\n")
+
+
 def test_json_may_be_a_pipe_or_a_link_which_stay(files: tuple[str, str], tmp_path: Path) -> None:
     log, _ = files
     rows, link, pipe = tmp_path / "rows.json", tmp_path / "link", tmp_path / "pipe"

@@ -612,8 +612,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(command[1:])
         return _with_streams(command)
     except BrokenPipeError:
-        # The reader of stdout has closed it: nothing may be flushed to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return FAILURE
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         return _report_error(error)
@@ -622,6 +621,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("netbottleneck: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _discard_output() -> None:
+    """Send what stdout cannot take to nowhere: Python flushes it again at exit, and would end with code 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_streams(command: list[str]) -> int:
@@ -638,10 +642,18 @@ def _with_streams(command: list[str]) -> int:
             stream.reconfigure(errors="replace")  # our texts have characters that not every encoding has
     try:
         code = _dispatched(command)
+        sys.stdout.flush()
     except SystemExit:  # of argparse, after --help
         sys.stdout.flush()
         raise
-    sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_output()
+        raise
     return code
 
 

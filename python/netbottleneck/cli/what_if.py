@@ -104,7 +104,10 @@ def _checked(path: Path, trace: Trace) -> Trace:
 
 
 def load(path: Path) -> Source:
-    """Read a run folder, a trace, a file of torch.profiler or a layer log. Raises OSError, and ValueError naming file and line of damage."""
+    """Read a run folder, a trace, a file of torch.profiler or a layer log.
+
+    Raises OSError, and ValueError naming file and line of damage.
+    """
     if path.is_dir():
         return Source(path, trace=_checked(path, Run(path).trace))
     with open(path, "rb") as file:
@@ -624,12 +627,15 @@ def _compat(args: argparse.Namespace, source: Source) -> tuple[compat2020.Predic
     return compat2020.sweep(log, table, log.batch_s or 0.0, grid)
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write all rows atomically."""
-    write_text(path, "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n")
+def _put(path: Path | None, rows: Sequence[dict[str, Any]], show: Callable[[], None]) -> None:
+    """Write all rows atomically, if to a file, and show the answers."""
+    if path is not None:
+        write_text(path, "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n")
+    show()
 
 
-def _answer(args: argparse.Namespace) -> None:
+def _answer(args: argparse.Namespace) -> Callable[[], None]:
+    """Return what writes and shows the answers. Raises OSError and ValueError for bad input."""
     target = None
     if args.json is not None:
         tables = (table for table in (args.add_table, args.copy_table) if table)
@@ -637,23 +643,19 @@ def _answer(args: argparse.Namespace) -> None:
     source = load(Path(args.input))
     if args.compat is not None:
         cells = _compat(args, source)
-        if target is not None:
-            _write(target, [asdict(cell) for cell in cells])
-        report.show_grid(cells, "the 2020 paper's simulator")
-        return
+        lines = [asdict(cell) for cell in cells]
+        return lambda: _put(target, lines, lambda: report.show_grid(cells, "the 2020 paper's simulator"))
     if args.slowdown is not None:
         raise ValueError(f"--slowdown {args.slowdown:g} needs --compat {PAPER}")
     answers = answer_all(args, source)
-    if target is not None:
-        _write(target, rows(answers))
-    report.show(answers)
+    return lambda: _put(target, rows(answers), lambda: report.show(answers))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns 2 for bad input, and then writes nothing."""
+    """Run the command; returns 2 for bad input, and then writes nothing. Raises OSError if the output fails."""
     args = parser().parse_args(argv)
     try:
-        _answer(args)
+        put = _answer(args)
     except FileNotFoundError as error:
         message = f"no such file or folder: {error.filename}" if error.filename else str(error)
         sys.stderr.write(f"netbottleneck what-if: {message}\n")
@@ -664,5 +666,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"netbottleneck what-if: {' '.join(str(error).split())}\n")
     else:
+        put()
         return SUCCESS
     return BAD_INPUT

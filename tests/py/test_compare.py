@@ -486,6 +486,19 @@ def test_runs_without_a_common_arm_are_refused(made, capsys):
     assert "no arm in common" in capsys.readouterr().err
 
 
+def test_studies_without_a_common_cell_and_a_study_with_a_run_are_refused(made, tmp_path, capsys):
+    for study, cell in (("one", "a"), ("two", "b")):
+        FakeRun(tmp_path / study / "cells" / cell / "run", blocks=3).write()
+        (tmp_path / study / "cells" / cell / "facts.json").write_text("{}")
+    one, two, run = str(tmp_path / "one"), str(tmp_path / "two"), str(made("run"))
+    assert cli.main(["compare", one, two]) == 2
+    assert "have no cell in common" in capsys.readouterr().err
+    for pair in ((one, run), (run, one)):
+        assert cli.main(["compare", *pair]) == 2
+        advice = f"{one} is a study and {run} a run: compare the run with {one}/cells/CELL/run"
+        assert advice in capsys.readouterr().err
+
+
 def test_a_missing_run_is_named(made, tmp_path, capsys):
     assert cli.main(["compare", str(made("a")), str(tmp_path / "none")]) == cli.USAGE
     assert "none" in capsys.readouterr().err

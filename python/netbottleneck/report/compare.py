@@ -356,11 +356,16 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
     """Compare B with A. Two runs are compared by the distributions of their blocks; cells of a study are paired.
 
     Raises FileNotFoundError for a missing path, and ValueError for the dumps of a flight recorder, or if the two have
-    no cell or no arm in common.
+    no cell or no arm in common, or are a study and a run.
     """
     (old, partial), (new, new_partial) = _runs(Path(before)), _runs(Path(after))
     names = printable(before), printable(after)
+    if ("" in old) != ("" in new):
+        study, run = (after, before) if "" in old else (before, after)
+        raise ValueError(f"{study} is a study and {run} a run: compare the run with {study}/cells/CELL/run or run/N")
     both = [cell for cell in old if cell in new]
+    if not both:
+        raise ValueError(f"{before} and {after} have no cell in common: nothing to compare")
     if all(set(old[cell].trace.arms).isdisjoint(new[cell].trace.arms) for cell in both):
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
     rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))

@@ -487,6 +487,26 @@ def test_an_export_that_fails_later_is_a_line_of_the_frame(
     assert "exporting to prometheus failed" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("cells/a/run/run.json", "/cells/CELL/run or run/N"), ("r0.pt.trace.json", "use netbottleneck report")],
+)
+def test_a_folder_that_is_a_study_or_has_profiles_is_refused(
+    tmp_path: Path, name: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pause(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", pause)
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    assert cli.main(["top", str(tmp_path), "--line"]) == cli.USAGE
+    error = capsys.readouterr().err
+    assert remedy in error
+    assert error.count("\n") == 1
+
+
 def test_what_a_follower_waits_for_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

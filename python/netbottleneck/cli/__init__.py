@@ -211,10 +211,24 @@ def _top(argv: Sequence[str]) -> int:
 
     if not Path(args.run).is_dir():
         raise _BadInput(f"{args.run}: no such folder; give the run folder (NETBOTTLENECK_DIR)")
+    if not args.of:
+        _check_may_be_followed(Path(args.run))
     following = Following(args.run, WINDOW_STEPS if args.window is None else args.window)
     if args.of:
         return _beside_a_rank(following, args.of, args.refresh)
     return _once(following, args) if args.once else _follow(following, args)
+
+
+def _check_may_be_followed(folder: Path) -> None:
+    """Raise _BadInput for a folder that holds records of another kind than a run's."""
+    from netbottleneck.trace import flight_recorder, kineto
+
+    if (folder / "run.json").exists():
+        return
+    if _is_study(folder):
+        raise _BadInput(f"{folder}: a study; give the folder of one of its runs: {folder}/cells/CELL/run or run/N")
+    if kineto.files(folder) or flight_recorder.dumps(folder):
+        raise _BadInput(f"{folder}: traces or dumps of torch, and no run: use netbottleneck report {folder}")
 
 
 WAITING = "waiting: "

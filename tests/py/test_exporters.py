@@ -532,3 +532,13 @@ def test_every_exporter_is_documented():
         assert exporter.place in page
     for family in exporters.FAMILIES:
         assert f"`{family.name}`" in page
+
+
+@pytest.mark.parametrize("name", ["wandb", "opentelemetry"])
+def test_a_missing_package_is_named_before_the_report(run, name, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(exporters, "find_spec", lambda _: None)
+    assert cli.main(["report", str(run.path), "--export", name]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"exporting to {name} needs: pip install {name}" in said.err

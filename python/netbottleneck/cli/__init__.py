@@ -152,11 +152,12 @@ def _check_targets(
     from netbottleneck.trace.files import check_file, check_folder, check_no_other_run
 
     if exports:
-        from netbottleneck.report.exporters import EXPORTERS
+        from netbottleneck.report.exporters import EXPORTERS, check_packages
 
         for name in (one.partition("=")[0] for one in exports):
             if name not in EXPORTERS:
                 parser.error(f"--export {name}: name one of {', '.join(EXPORTERS)}")
+            check_packages(name)
     try:
         if html:
             check_file("--html", html, inputs)

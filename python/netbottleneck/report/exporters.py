@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -499,6 +501,11 @@ class Exporter:
     send: Callable[[Numbers, str], str]
     live: bool = False
 
+    @property
+    def modules(self) -> set[str]:
+        """The top-level modules of the packages."""
+        return {package.partition("-")[0] for package in self.package.split()}
+
 
 EXPORTERS: Mapping[str, Exporter] = {
     "prometheus": Exporter("a text file for Prometheus' textfile collector", "", "FILE", _prometheus, live=True),
@@ -514,6 +521,14 @@ EXPORTERS: Mapping[str, Exporter] = {
         live=True,
     ),
 }
+
+
+def check_packages(name: str) -> None:
+    """Raise ImportError naming the package to install if a module of an exporter is missing; imports none."""
+    exporter = EXPORTERS[name]
+    for module in exporter.modules:
+        if module not in sys.modules and find_spec(module) is None:
+            raise ImportError(f"exporting to {name} needs: pip install {exporter.package} (No module named {module!r})")
 
 
 def export(found: Numbers, name: str, place: str = "") -> str:

@@ -504,7 +504,26 @@ void nb_coordinator_message(struct nb_job *job, int rank, enum control_type type
     nb_coordinator_release(job);
 }
 
+static bool is_awaited(const struct coordinator *a, int rank) {
+    NB_LIST_EACH(it, &a->open) {
+        if (lacks_submission(NB_CONTAINER(it, struct entry, link), rank)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Only rank 0 notices that a rank is silent, also if it has no part in the operations that wait for the rank.
+static void silence_tick(struct nb_job *job, int64_t now_ns) {
+    for (int rank = 1; rank < job->size; rank++) {
+        if (nb_watchdog_is_silent(job, rank, now_ns) && is_awaited(job->coordinator, rank)) {
+            nb_watchdog_silent(job, rank, now_ns);
+        }
+    }
+}
+
 void nb_coordinator_tick(struct nb_job *job, int64_t now_ns) {
+    silence_tick(job, now_ns);
     NB_LIST_EACH_SAFE(it, nx, &job->coordinator->open) {
         struct entry *entry = NB_CONTAINER(it, struct entry, link);
         int32_t peer;

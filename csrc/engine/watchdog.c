@@ -129,16 +129,25 @@ static void ping_tick(struct nb_job *job, int64_t now) {
     }
 }
 
-static void silence_tick(struct nb_job *job, int64_t now) {
+bool nb_watchdog_is_silent(const struct nb_job *job, int rank, int64_t now) {
+    const struct control *c = &job->controls[rank];
     int64_t limit = (int64_t)job->config.timeout_ms * 1000000;
+    return c->job != NULL && c->watch.fd >= 0 && !c->left && now - c->received_ns > limit;
+}
+
+void nb_watchdog_silent(struct nb_job *job, int rank, int64_t now) {
+    const struct control *c = &job->controls[rank];
+    struct nb_error why = {0};
+    nb_fail_peer(&why, NB_ETIMEOUT, rank, "rank %d has been silent for %.1f s (NETBOTTLENECK_TIMEOUT_S)", rank,
+                 (double)(now - c->received_ns) / 1e9);
+    nb_job_fail(job, &why, true);
+}
+
+static void silence_tick(struct nb_job *job, int64_t now) {
     bool waits = !nb_list_empty(&job->ops.running) || !nb_list_empty(&job->ops.waiting);
-    for (int i = 0; i < job->control_count; i++) {
-        struct control *c = &job->controls[i];
-        if (c->job != NULL && c->watch.fd >= 0 && !c->left && waits && now - c->received_ns > limit) {
-            struct nb_error why = {0};
-            nb_fail_peer(&why, NB_ETIMEOUT, c->peer, "rank %d has been silent for %.1f s (NETBOTTLENECK_TIMEOUT_S)",
-                         c->peer, (double)(now - c->received_ns) / 1e9);
-            nb_job_fail(job, &why, true);
+    for (int rank = 0; waits && rank < job->control_count; rank++) {
+        if (nb_watchdog_is_silent(job, rank, now)) {
+            nb_watchdog_silent(job, rank, now);
         }
     }
 }

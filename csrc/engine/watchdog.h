@@ -27,6 +27,10 @@ struct nb_watchdog {              // of the progress owner
 int nb_watchdog_open(struct nb_job *job, struct nb_error *err);
 void nb_watchdog_close(struct nb_job *job);
 void nb_watchdog_tick(struct nb_job *job, int64_t now);
+// True if nothing has arrived on the rank's control connection for the time limit. Only rank 0 has one to each rank.
+bool nb_watchdog_is_silent(const struct nb_job *job, int rank, int64_t now);
+// Fails the job because of a silent rank.
+void nb_watchdog_silent(struct nb_job *job, int rank, int64_t now);
 // Records that a rank has left in good order.
 void nb_watchdog_left(struct nb_job *job, int rank);
 // Fails the job if an operation waits for a rank that has left.

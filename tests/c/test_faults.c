@@ -125,6 +125,30 @@ static void rank_0_hangs(struct test_rank *me) {
     hang(me, 0);
 }
 
+// Rank 2 hangs, and only rank 1 waits for it, in a communicator without rank 0: rank 0 notices it, and the job ends.
+static void rank_2_hangs_in_a_communicator(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    const int members[] = {1, 2};
+    struct nb_error err = {0};
+    test_barrier(me, "before");
+    if (me->rank == 2) {
+        pthread_mutex_lock(&me->job->lock); // the thread needs this lock in every pass
+    }
+    pthread_barrier_wait(&stage->barrier);
+    if (me->rank == 1) {
+        struct test_rank member = *me;
+        CHECK(nb_comm_make(me->job, 1, members, 2, &err) == 0, "%s", err.text);
+        member.comm = nb_comm_find(me->job, 1);
+        int rc = test_try(&member, test_op("after", NB_OP_BARRIER, NULL), &err);
+        CHECK(rc == NB_ETIMEOUT && err.peer == 2, "%d, peer %d, %s", rc, err.peer, err.text);
+        CHECK(strstr(err.text, "rank 2 has been silent") != NULL, "text: %s", err.text);
+    }
+    pthread_barrier_wait(&stage->barrier);
+    if (me->rank == 2) {
+        pthread_mutex_unlock(&me->job->lock);
+    }
+}
+
 // A suspended rank that resumes learns that it was the silent rank, and blames no other rank.
 static void suspended_rank_resumes(struct test_rank *me) {
     struct stage *stage = me->arg;
@@ -378,6 +402,7 @@ int main(void) {
     }
     run_case(rank_2_hangs, 0, 1, 1500);
     run_case(rank_0_hangs, 0, 1, 1500);
+    run_case(rank_2_hangs_in_a_communicator, 0, 1, 1500);
     run_case(suspended_rank_resumes, 0, 1, 1500);
     (void)run_case_of(2, "tcp", close_with_pending_operations, 0, 1, 20000);
     run_case(rank_aborts, 0, 1, 20000);

@@ -74,7 +74,7 @@ static void incoming_read(struct incoming *incoming) {
     }
     struct conn *known = rc > 0 ? &lane->conns[incoming->handshake.hello.rank] : NULL;
     if (known == NULL || known->gone || known->in_watch.fd >= 0) {
-        incoming_refuse(incoming, known == NULL ? rc : NB_EAUTH);
+        incoming_refuse(incoming, known == NULL ? rc : NB_ECLOSED);
         return;
     }
     incoming_admit(incoming, known);

@@ -221,16 +221,11 @@ static void test_altered_handshake_is_refused(void) {
     free(pair);
 }
 
-// A fake listener at a lane's address answers with wrong bytes, or reflects the hello.
-static void test_fake_listener_is_refused(bool reflect) {
-    struct pair *pair = malloc(sizeof *pair);
+// Answers a rank's connection with wrong bytes, or reflects its hello, until the rank gives up the lane.
+static void fake_listener_answer(struct pair *pair, int fake_listener, int rank, bool reflect) {
     unsigned char bytes[64] = {0};
-    CHECK(pair != NULL, "memory");
-    pair_open(pair);
-    int fake_listener = fake_listener_open(pair, 0, 1);
-    connect_rank(pair, 0, 1);
     int fd = -1;
-    for (int pass = 0; pass < PASSES && pair->world.nodes[1].lost == 0; pass++) {
+    for (int pass = 0; pass < PASSES && pair->world.nodes[rank].lost == 0; pass++) {
         pair_progress(pair);
         fd = fd < 0 ? accept4(fake_listener, NULL, NULL, SOCK_NONBLOCK) : fd;
         ssize_t n = fd >= 0 ? recv(fd, bytes, sizeof bytes, MSG_DONTWAIT) : 0;
@@ -239,9 +234,38 @@ static void test_fake_listener_is_refused(bool reflect) {
             (void)__real_send(fd, bytes, (size_t)n, MSG_NOSIGNAL);
         }
     }
-    CHECK(pair->world.nodes[1].lost == 1, "a fake listener is accepted as rank 0");
+    CHECK(pair->world.nodes[rank].lost == 1, "rank %d accepts a fake listener", rank);
     close(fd);
     close(fake_listener);
+}
+
+// A fake listener at a lane's address answers with wrong bytes, or reflects the hello.
+static void test_fake_listener_is_refused(bool reflect) {
+    struct pair *pair = malloc(sizeof *pair);
+    CHECK(pair != NULL, "memory");
+    pair_open(pair);
+    int fake_listener = fake_listener_open(pair, 0, 1);
+    connect_rank(pair, 0, 1);
+    fake_listener_answer(pair, fake_listener, 1, reflect);
+    flows_close(&pair->world);
+    free(pair);
+}
+
+// A rank that connects on a lane which its peer has lost is dropped, but does not count as a process outside the job.
+static void test_rank_on_a_lost_lane_is_not_counted(void) {
+    struct pair *pair = malloc(sizeof *pair);
+    CHECK(pair != NULL, "memory");
+    pair_begin(pair, 1, "127.0.0.1:0", 2); // another lane would inform rank 1 of the loss
+    int fake_listener = fake_listener_open(pair, 1, 0);
+    connect_rank(pair, 1, 0);
+    fake_listener_answer(pair, fake_listener, 0, false);
+    connect_rank(pair, 0, 1);
+    int64_t deadline = flows_deadline();
+    while (pair->world.nodes[1].lost == 0) {
+        pair_progress(pair);
+        CHECK(nb_now_ns() < deadline, "rank 1 is not dropped");
+    }
+    CHECK(nb_lanes_refused(pair->world.nodes[0].lanes) == 0, "a rank of the job counts as an outsider");
     flows_close(&pair->world);
     free(pair);
 }
@@ -300,5 +324,6 @@ int main(void) {
     test_altered_handshake_is_refused();
     test_fake_listener_is_refused(false);
     test_fake_listener_is_refused(true);
+    test_rank_on_a_lost_lane_is_not_counted();
     return 0;
 }

@@ -58,7 +58,7 @@ WRAPPED = {
     "test_cuda_clock": ("clock_gettime",),
     "test_cuda_engine": ("nb_device_progress",),
     "test_connection_loss": ("nb_watchdog_lane_lost",),
-    "test_faults": ("nb_lanes_peer_open",),
+    "test_faults": ("nb_lanes_peer_open", "nb_sock_accept", "nb_sock_connect"),
     "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
     "test_join": ("nb_work_make", "nb_negotiation_flush", "nb_coordinator_collect"),
     "test_many": ("nb_negotiation_flush",),

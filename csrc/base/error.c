@@ -60,6 +60,10 @@ const char *nb_code_name(int code) {
     }
 }
 
+const char *nb_code_remedy(int code) {
+    return code == -EMFILE ? ": see `ulimit -n`" : "";
+}
+
 int nb_ranks_missing(const uint64_t *came, int size, char text[NB_RANKS_TEXT]) {
     int first = NB_NO_PEER;
     int count = 0;

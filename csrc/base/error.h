@@ -33,6 +33,9 @@ int nb_fail_peer(struct nb_error *err, int code, int peer, const char *fmt, ...)
 // A short name for a code: "peer lost", "timed out", or strerror's text.
 const char *nb_code_name(int code);
 
+// A remedy, to follow the name of a code: ": see `ulimit -n`", or "" if none is known.
+const char *nb_code_remedy(int code);
+
 // "rank 2 of 8", "ranks 2, 5 of 8": the ranks whose bit in `came` is not set. Returns the first of them, or NB_NO_PEER.
 enum { NB_RANKS_TEXT = 160 };
 int nb_ranks_missing(const uint64_t *came, int size, char text[NB_RANKS_TEXT]);

@@ -113,8 +113,7 @@ static int not_in_time(const struct nb_job *job, int peer, struct nb_error *err)
     }
     return nb_fail(err, NB_ETIMEOUT, // not the peer's fault
                    "the lanes to rank %d did not open within %d ms: this rank could not accept connections (%s%s)",
-                   peer, job->config.start_ms, nb_code_name(accept_error),
-                   accept_error == -EMFILE ? ": see `ulimit -n`" : "");
+                   peer, job->config.start_ms, nb_code_name(accept_error), nb_code_remedy(accept_error));
 }
 
 // Opens the lanes to the ring neighbours now, so that the first step does not pay for it.

@@ -183,6 +183,21 @@ static void refused_tick(struct nb_job *job) {
     }
 }
 
+// Reports once that this rank cannot accept connections. Without them lanes are lost, or operations fail, and these
+// errors name only the other rank.
+static void accept_tick(struct nb_job *job) {
+    int code = nb_lanes_accept_error(job->lanes);
+    if (code == 0 || job->watchdog.accept_reported) {
+        return;
+    }
+    char text[NB_ERROR_TEXT];
+    snprintf(text, sizeof text,
+             "this rank could not accept connections of its lanes (%s%s): lanes may be lost, or the job may end",
+             nb_code_name(code), nb_code_remedy(code));
+    job->watchdog.accept_reported = true;
+    nb_job_notify(job, text);
+}
+
 // Fails the job if granted bytes do not move. An operation that waits for its turn on a busy network does not count. A
 // silent rank shows first on its control connection, which names it.
 static void movement_tick(struct nb_job *job, int64_t now) {
@@ -248,6 +263,7 @@ void nb_watchdog_tick(struct nb_job *job, int64_t now) {
     suspicion_tick(job, now);
     movement_tick(job, now);
     refused_tick(job);
+    accept_tick(job);
 }
 
 static int left_member(const struct nb_comm *comm) {

@@ -21,7 +21,8 @@ struct nb_watchdog {              // of the progress owner
     int left_rank;                // a rank that left, or NB_NO_PEER
     struct suspicion *suspicions; // by rank
     int64_t next_ping_ns;
-    int64_t ticked_ns; // time of the last tick
+    int64_t ticked_ns;    // time of the last tick
+    bool accept_reported; // a notice says why this rank could not accept connections
 };
 
 int nb_watchdog_open(struct nb_job *job, struct nb_error *err);

@@ -167,7 +167,7 @@ static int path_connect(struct nb_lanes *lanes, int peer_rank, int lane, const s
         return 0;
     }
     if (rc == -EMFILE || rc == -ENFILE || rc == -ENOMEM || rc == -ENOBUFS) { // not the peer's fault
-        return nb_fail(err, rc, "lane to rank %d: %s", peer_rank, why.text);
+        return nb_fail(err, rc, "lane to rank %d: %s%s", peer_rank, why.text, nb_code_remedy(rc));
     }
     return rc < 0 ? nb_fail_peer(err, rc, peer_rank, "%s", why.text) : 0;
 }

@@ -390,6 +390,83 @@ static void interrupted_while_lanes_open(void) {
     CHECK(ranks[1].rc < 0 && ranks[1].err.peer == 0, "%d %s", ranks[1].rc, ranks[1].err.text);
 }
 
+// No descriptors are left once the job is open, for connections that arrive or for ones that leave.
+static _Atomic bool accept_fails;
+static _Atomic bool connect_fails;
+
+int __real_nb_sock_accept(int fd);
+int __wrap_nb_sock_accept(int fd);
+int __real_nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
+                           struct nb_error *err);
+int __wrap_nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
+                           struct nb_error *err);
+
+int __wrap_nb_sock_accept(int fd) {
+    errno = EMFILE;
+    return atomic_load(&accept_fails) ? -1 : __real_nb_sock_accept(fd);
+}
+
+int __wrap_nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
+                           struct nb_error *err) {
+    if (atomic_load(&connect_fails)) {
+        errno = EMFILE;
+        return nb_fail(err, -EMFILE, "socket: %m");
+    }
+    return __real_nb_sock_connect(to, from, congestion, err);
+}
+
+static int exchange(struct test_rank *me, struct nb_error *err) {
+    char data[8] = {0};
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
+    struct nb_op op = test_op("exchange", NB_OP_ALLTOALL, &all);
+    op.dtype = NB_U8;
+    return test_try(me, op, err);
+}
+
+// While ranks cannot accept connections, each of them reports why. Afterwards the lanes open.
+static void *accept_again_once_reported(void *arg) {
+    struct test_rank *me = arg;
+    struct stage *stage = me->arg;
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    char text[NB_ERROR_TEXT] = "";
+    while (!nb_job_notice(me->job, text, sizeof text)) {
+        CHECK(nb_now_ns() < until, "rank %d does not report that it cannot accept connections", me->rank);
+        nanosleep(&pause, NULL);
+    }
+    CHECK(strstr(text, "could not accept connections of its lanes (Too many open files: see `ulimit -n`)") != NULL,
+          "rank %d: %s", me->rank, text);
+    pthread_barrier_wait(&stage->barrier);
+    atomic_store(&accept_fails, false);
+    return NULL;
+}
+
+static void connections_are_not_accepted(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    pthread_t watcher;
+    test_barrier(me, "before");
+    pthread_barrier_wait(&stage->barrier);
+    atomic_store(&accept_fails, true);
+    pthread_barrier_wait(&stage->barrier);
+    CHECK(pthread_create(&watcher, NULL, accept_again_once_reported, me) == 0, "thread");
+    CHECK(exchange(me, &err) == 0, "rank %d: %s", me->rank, err.text);
+    pthread_join(watcher, NULL);
+}
+
+static void connections_cannot_be_made(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    test_barrier(me, "before");
+    pthread_barrier_wait(&stage->barrier);
+    atomic_store(&connect_fails, true);
+    pthread_barrier_wait(&stage->barrier);
+    CHECK(exchange(me, &err) == -EMFILE, "rank %d: %s", me->rank, err.text);
+    CHECK(strstr(err.text, "Too many open files: see `ulimit -n`") != NULL, "rank %d: %s", me->rank, err.text);
+    pthread_barrier_wait(&stage->barrier);
+    atomic_store(&connect_fails, false);
+}
+
 int main(void) {
     lanes_do_not_open();
     a_neighbour_cannot_be_reached();
@@ -405,6 +482,8 @@ int main(void) {
     run_case(rank_2_hangs_in_a_communicator, 0, 1, 1500);
     run_case(suspended_rank_resumes, 0, 1, 1500);
     (void)run_case_of(2, "tcp", close_with_pending_operations, 0, 1, 20000);
+    (void)run_case_of(4, "tcp", connections_are_not_accepted, 0, 1, 20000);
+    (void)run_case_of(4, "tcp", connections_cannot_be_made, 0, 1, 20000);
     run_case(rank_aborts, 0, 1, 20000);
     run_case(three_faults_at_once, 0, 2, 20000);
     return 0;

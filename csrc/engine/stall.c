@@ -32,13 +32,25 @@ static void describe(const struct nb_job *job, const struct stalled *stalled, st
     int n = snprintf(text, NB_ERROR_TEXT,
                      "'%s' has waited for %.0f s. Ranks that have not submitted it:", stalled->desc->name,
                      (double)stalled->waited_ns / 1e9);
-    for (int r = 0; r < job->size && n < NB_ERROR_TEXT - 48; r++) {
-        if (is_missing(job, stalled, r)) {
-            n += snprintf(text + n, NB_ERROR_TEXT - (size_t)n, " %d", r);
-            if (out->count < NB_MISSING_MAX) {
-                out->ranks[out->count++] = r;
-            }
+    int missing = 0;
+    int named = 0;
+    for (int r = 0; r < job->size; r++) {
+        if (!is_missing(job, stalled, r)) {
+            continue;
         }
+        missing++;
+        // Leaves room for the number of ranks, and for the name of the variable that set the limit.
+        if (n < NB_ERROR_TEXT - 64) {
+            n += snprintf(text + n, NB_ERROR_TEXT - (size_t)n, " %d", r);
+            named++;
+        }
+        if (out->count < NB_MISSING_MAX) {
+            out->ranks[out->count++] = r;
+        }
+    }
+    if (named < missing) {
+        (void)snprintf(text + n, NB_ERROR_TEXT - (size_t)n, " … (%d of %d)", missing,
+                       stalled->group != NULL ? stalled->group->count : job->size);
     }
 }
 

@@ -8,10 +8,11 @@
 
 #include "base/clock.h"
 #include "engine/context.h"
+#include "engine/joined_ranks.h"
 #include "engine/stall.h"
 #include "job.h"
 
-enum { SIZE = 3, LATE = 1, PUNCTUAL = (1 << SIZE) - 1 - (1 << LATE) };
+enum { SIZE = 3, MANY = 256, LATE = 1, PUNCTUAL = (1 << SIZE) - 1 - (1 << LATE) };
 
 bool __real_nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
 bool __wrap_nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
@@ -104,6 +105,29 @@ static void operation_fails_at_its_limit(struct test_rank *me) {
     CHECK(test_try(me, op, &err) == 0, "rank %d: again: %s", me->rank, err.text);
 }
 
+// A text has no room for all missing ranks of a large job: it says how many there are.
+static void many_missing_ranks_are_counted(void) {
+    struct nb_job *job = calloc(1, sizeof *job);
+    struct nb_error err = {0};
+    struct op_descriptor desc = {.name = "x", .limit_ms = 1};
+    uint64_t have[MANY / 64] = {1};
+    struct stalled stalled = {.desc = &desc, .have = have, .waited_ns = (int64_t)2000 * 1000000};
+    char text[NB_ERROR_TEXT] = "";
+    int32_t peer = NB_NO_PEER;
+    CHECK(job != NULL, "memory");
+    job->size = MANY;
+    CHECK(nb_join_open(job, &err) == 0, "%s", err.text);
+    CHECK(__real_nb_stall_over(job, &stalled, &peer, text) && peer == 1, "peer %d", peer);
+    CHECK(strstr(text, "not submitted it: 1 2 3 ") != NULL, "%s", text);
+    CHECK(strcmp(text + strlen(text) - strlen(" … (255 of 256)"), " … (255 of 256)") == 0, "%s", text);
+    have[0] = ~(uint64_t)2;
+    have[1] = have[2] = have[3] = ~(uint64_t)0;
+    CHECK(__real_nb_stall_over(job, &stalled, &peer, text) && strstr(text, "it: 1") != NULL, "%s", text);
+    CHECK(strstr(text, "256") == NULL, "one rank needs no number: %s", text);
+    nb_join_close(job);
+    free(job);
+}
+
 static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_ms) {
     pthread_barrier_t barrier;
     struct test_rank template = test_on("tcp");
@@ -118,6 +142,7 @@ static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_
 }
 
 int main(void) {
+    many_missing_ranks_are_counted();
     run(stall_is_reported, 50, 0);
     run(stall_is_reported, 50, TEST_LIMIT_MS);
     run(operation_fails_at_its_limit, 0, 0);

@@ -59,6 +59,8 @@ void nb_job_notify(struct nb_job *job, const char *text) {
     pthread_mutex_lock(&job->lock);
     if (job->notice_count < (int)NB_NOTICES_MAX) {
         snprintf(job->notices[job->notice_count++], NB_ERROR_TEXT, "%s", text);
+    } else {
+        job->notices_dropped++;
     }
     pthread_mutex_unlock(&job->lock);
 }
@@ -83,11 +85,14 @@ void nb_job_record_clock(struct nb_job *job, struct nb_ring *ring) {
 
 bool nb_job_notice(struct nb_job *job, char *text, size_t text_bytes) {
     pthread_mutex_lock(&job->lock);
-    bool any = job->notice_count > 0;
-    if (any) {
+    bool any = job->notice_count > 0 || job->notices_dropped > 0;
+    if (job->notice_count > 0) {
         snprintf(text, text_bytes, "%s", job->notices[0]);
         job->notice_count--;
         memmove(job->notices[0], job->notices[1], (size_t)job->notice_count * sizeof job->notices[0]);
+    } else if (any) {
+        snprintf(text, text_bytes, "notices dropped for lack of room: %d", job->notices_dropped);
+        job->notices_dropped = 0;
     }
     pthread_mutex_unlock(&job->lock);
     return any;

@@ -77,6 +77,7 @@ struct nb_job {
     struct nb_job_info info;
     char notices[NB_NOTICES_MAX][NB_ERROR_TEXT];
     int notice_count;
+    int notices_dropped; // for lack of room, since the last time that all were read
 
     struct nb_inbox inbox;
     struct nb_comms comms;

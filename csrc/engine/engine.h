@@ -146,7 +146,8 @@ void nb_job_info(struct nb_job *job, struct nb_job_info *info);
 // Records this rank's clock against rank 0's in a ring too, about once a second, beginning soon. NULL: no longer; the
 // ring is then not used any more.
 void nb_job_record_clock(struct nb_job *job, struct nb_ring *ring);
-// Returns the next notice for the user (a stall, a lost lane), each at most once. False: there is none.
+// Returns the next notice for the user (a stall, a lost lane), each at most once; the last one counts those for which
+// there was no room. False: there is none.
 bool nb_job_notice(struct nb_job *job, char *text, size_t text_bytes);
 // Writes the ranks that had not submitted the communicator's operation of this name at its last stall report: in rising
 // order, at most NB_MISSING_MAX. Returns their number; 0 if it was not reported, or if later reports have replaced it.

@@ -128,6 +128,24 @@ static void many_missing_ranks_are_counted(void) {
     free(job);
 }
 
+// Many stalls may be reported between two reads: those for which there is no room are counted.
+static void notices_without_room_are_counted(void) {
+    struct nb_job *job = calloc(1, sizeof *job);
+    char text[NB_ERROR_TEXT] = "";
+    CHECK(job != NULL && pthread_mutex_init(&job->lock, NULL) == 0, "memory");
+    for (int i = 0; i < NB_NOTICES_MAX + 3; i++) {
+        nb_job_notify(job, "a stall");
+    }
+    for (int i = 0; i < NB_NOTICES_MAX; i++) {
+        CHECK(nb_job_notice(job, text, sizeof text) && strcmp(text, "a stall") == 0, "notice %d: %s", i, text);
+    }
+    CHECK(nb_job_notice(job, text, sizeof text), "the dropped notices are not counted");
+    CHECK(strcmp(text, "notices dropped for lack of room: 3") == 0, "%s", text);
+    CHECK(!nb_job_notice(job, text, sizeof text), "another notice: %s", text);
+    (void)pthread_mutex_destroy(&job->lock);
+    free(job);
+}
+
 static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_ms) {
     pthread_barrier_t barrier;
     struct test_rank template = test_on("tcp");
@@ -143,6 +161,7 @@ static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_
 
 int main(void) {
     many_missing_ranks_are_counted();
+    notices_without_room_are_counted();
     run(stall_is_reported, 50, 0);
     run(stall_is_reported, 50, TEST_LIMIT_MS);
     run(operation_fails_at_its_limit, 0, 0);

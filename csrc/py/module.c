@@ -45,6 +45,7 @@ static const struct constant constants[] = {
     {"BARRIER", NB_OP_BARRIER},
     {"JOIN", NB_OP_JOIN},
     {"ALLTOALL", NB_OP_ALLTOALL},
+    {"MISSING_MAX", NB_MISSING_MAX},
 };
 
 #define EVENT(name) {#name, NB_EV_##name}

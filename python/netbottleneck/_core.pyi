@@ -26,6 +26,8 @@ BARRIER: int
 JOIN: int
 ALLTOALL: int
 
+MISSING_MAX: int  # ranks that Comm.missing returns at most
+
 VERSION: str
 HAVE_OFI: bool  # built with libfabric's headers
 HAVE_DEVICE_CODE: bool  # built where nvcc is, so the kernels for a GPU are there
@@ -386,7 +388,7 @@ class Comm:
         refused: arrivals and messages on the lanes that failed authentication, and were dropped."""
 
     def missing(self, name: str, group: int = 0) -> list[int]:
-        """The first 16 ranks that had not submitted an operation at its last stall report; [] otherwise."""
+        """The first MISSING_MAX ranks that had not submitted an operation at its last stall report; [] otherwise."""
 
     def record_clock(self, recorder: Recorder | None, /) -> None:
         """Record this rank's clock against rank 0's in a Recorder too, about once a second; None: no longer.

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from netbottleneck.torch.backend import collectives
-from netbottleneck.torch.backend.operations import Move, Operation, Touched
+from netbottleneck.torch.backend.operations import About, Link, Move, Operation, Touched
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # A rank that is missing is named soon.
@@ -331,3 +331,15 @@ def test_an_all_to_all_that_cannot_be_is_refused_before_anything_moves(
     inputs, outputs = ([torch.zeros(count)] + [torch.zeros(1)] * (size - 1) for count in (sent, received))
     with pytest.raises(error, match=said):
         next(pairs.all_to_all(outputs, inputs))
+
+
+@pytest.mark.parametrize(("count", "said"), [(15, "missing: rank 1, 2, "), (16, "missing: at least rank 1, 2, ")])
+def test_a_timeout_says_at_least_where_more_ranks_may_be_missing(count: int, said: str) -> None:
+    comm = SimpleNamespace(
+        rank=0, size=64, notices=list, missing=lambda name, group: list(range(1, 1 + count)) if name == "late" else []
+    )
+    about = About(Link(cast(Any, comm), None, b"n"), "all-reduce", range(64), 1.0)
+    about.names = [("in time", 0), ("late", 0)]
+    error = about.late(1.0)
+    assert said in str(error)
+    assert error.peer == 1

@@ -394,10 +394,13 @@ class About:
 
     def late(self, limit_s: float) -> DeadlineError:
         """Return the error for a wait of limit_s; it names the missing ranks if they are known."""
-        missing = self.link.missing(self.names)
+        missing, all_known = self.link.missing(self.names)
         text = f"{self.what} of ranks {list(self.ranks)} is not complete after {limit_s:g} s"
         error = DeadlineError(
-            errno.ETIMEDOUT, f"{text}; missing: rank {', '.join(map(str, missing))}" if missing else text
+            errno.ETIMEDOUT,
+            f"{text}; missing: {'' if all_known else 'at least '}rank {', '.join(map(str, missing))}"
+            if missing
+            else text,
         )
         error.peer = missing[0] if missing else -1
         return error
@@ -646,13 +649,15 @@ class Link:
         for notice in self.comm.notices():
             logger.warning("%s", notice)
 
-    def missing(self, names: Sequence[Named]) -> list[int]:
-        """Return the ranks known not to have submitted one of these operations."""
+    def missing(self, names: Sequence[Named]) -> tuple[list[int], bool]:
+        """Return the ranks known not to have submitted one of these operations; False: there may be more of them."""
         if self.closed:
-            return []
+            return [], False
         self.log_notices()
         known = [(name, group) for name, group in names if group == 0 or group in self._groups]
-        return sorted({rank for name, group in known for rank in self.comm.missing(name, group)})
+        found = [self.comm.missing(name, group) for name, group in known]
+        all_known = all(len(ranks) < job.core().MISSING_MAX for ranks in found)
+        return sorted({rank for ranks in found for rank in ranks}), all_known
 
     @property
     def is_here(self) -> bool:

@@ -133,6 +133,16 @@ def test_ranks_that_differ_from_the_launchers_variables_are_left_alone_over_our_
         assert said in result.stderr
 
 
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_rank_with_other_variables_keeps_no_other_waiting(warm_ranks: Ranks, lacks: int) -> None:
+    """Every process has the variables of one rank, which agree with torch.distributed on that rank only."""
+    same = {**by_torchrun(1 - lacks, 2, 0), "NETBOTTLENECK_TRANSPORT": "stock,tcp"}
+    results = warm_ranks(2, UNTOLD, lambda rank: {**same, "NUMBER": str(rank)})  # within much less than a start's limit
+    why = f"the launcher's variables say rank {1 - lacks} of 2, torch.distributed says {lacks} of 2: set RANK"
+    assert f"is left alone: {why}" in results[lacks].stderr
+    assert f"is left alone: rank {lacks} leaves it alone: {why}" in results[1 - lacks].stderr
+
+
 OTHER_SIZE = """
 import os
 import netbottleneck, torch, torch.distributed as dist

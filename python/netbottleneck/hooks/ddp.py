@@ -1,7 +1,9 @@
 """DistributedDataParallel: attaches the measurement to DDP models, and times the user's communication hooks."""
 
+import contextlib
 import functools
 import gc
+import itertools
 import logging
 import time
 import weakref
@@ -21,7 +23,7 @@ from netbottleneck.hooks.measured_model import Crosscheck, Measured, follow_devi
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.hooks.run_end import finish, finish_at_exit, report_at_exit
 from netbottleneck.hooks.updates import unfit
-from netbottleneck.launch import connect
+from netbottleneck.launch import connect, rendezvous
 from netbottleneck.runtime import job, nccl
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
 from netbottleneck.torch.gradients import UNREACHABLE, is_reachable
@@ -359,7 +361,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     place = connect.Place(dist.get_rank(), dist.get_world_size())  # equal to the group's, which has all ranks
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
-    same_ranks(settings, place)
+    _same_ranks_on_all(settings, place)
     settings = _with_timeout_of(ddp.process_group, settings, ddp.device)
     control = job.start(settings).comm
     votes = job.together(control, b"0" if reason else b"1", settings.start_timeout_s)
@@ -372,6 +374,41 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
         return open_together(settings, ready=functools.partial(_follow_device, ddp), stock=own, model=model)
     finally:
         own.close()  # the arms are open: it needs the model's group no longer
+
+
+# How long a rank waits to learn of a rank that cannot join. Ranks build a DDP model together, within moments.
+LEARN_S = 10.0
+_openings = itertools.count()  # in step on all ranks, as every rank attaches the same models
+
+
+def _same_ranks_on_all(settings: Settings, place: connect.Place) -> None:
+    """Raise ValueError on every rank if one of them cannot join, as same_ranks says.
+
+    The ranks tell each other through torch.distributed's store: such a rank has no other way to reach them. If some
+    ranks do not come in time, or there is no store, the job's start names who is missing.
+    """
+    mine: ValueError | None = None
+    try:
+        same_ranks(settings, place)
+    except ValueError as error:
+        mine = error
+    key = f"netbottleneck/{place.size}/ranks/{next(_openings)}"
+    come, all_come, why = f"{key}/come", f"{key}/all", f"{key}/why"
+    found = b""
+    with contextlib.suppress(RuntimeError):  # of the store: the MPI backend has none
+        store: Any = dist.distributed_c10d._get_default_store()
+        if mine is not None:
+            store.set(why, f"rank {place.rank} leaves it alone: {mine}")
+        if store.add(come, 1) == place.size:
+            store.set(all_come, "1")
+        if mine is None:
+            deadline = time.monotonic() + min(LEARN_S, settings.start_timeout_s)
+            rendezvous.poll(lambda: b"1" if store.check([all_come]) else None, deadline)
+            found = bytes(store.get(why)) if store.check([why]) else b""
+    if mine is not None:
+        raise mine
+    if found:
+        raise LeftAlone(found.decode(errors="replace"))
 
 
 def _with_timeout_of(group: Any, settings: Settings, device: Any) -> Settings:

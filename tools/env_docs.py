@@ -14,11 +14,12 @@ HEAD = """# Environment variables
 `netbottleneck env` prints the same with the values in force.
 
 Any `NETBOTTLENECK_TRANSPORT` implies `NETBOTTLENECK=1`, unless `NETBOTTLENECK=0` is set. With
-neither set, `import netbottleneck` changes nothing. Precedence: an argument, the variable, the
-variable named under "else", the default. An empty variable counts as unset. An unknown name that
-begins with `NETBOTTLENECK` is logged once, with the nearest name. If ranks disagree about
-transport, streams, provider, segment size, steps or blocks, an error names them before the first
-step.
+neither set, `import netbottleneck` changes nothing. `NETBOTTLENECK=0` also switches the callbacks of
+frameworks off, but not calls of `netbottleneck.profile` and `netbottleneck.attach`. Precedence: an
+argument, the variable, the variable named under "else", the default. An empty variable counts as
+unset. An unknown name that begins with `NETBOTTLENECK` is logged once, with the nearest name. If
+ranks disagree about transport, streams, provider, segment size, steps or blocks, an error names
+them before the first step.
 
 | variable | default | meaning | allowed | else |
 | --- | --- | --- | --- | --- |

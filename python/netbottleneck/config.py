@@ -519,7 +519,12 @@ class Settings:
     @property
     def enabled(self) -> bool:
         """True if the environment enables the package: NETBOTTLENECK=1, or any transport without NETBOTTLENECK=0."""
-        return self.on or ("transports" in self.sources and "on" not in self.sources)
+        return self.on or ("transports" in self.sources and not self.off)
+
+    @property
+    def off(self) -> bool:
+        """True if the environment switches the package off: NETBOTTLENECK=0."""
+        return not self.on and "on" in self.sources
 
     @property
     def observes(self) -> bool:

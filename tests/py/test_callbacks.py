@@ -66,6 +66,26 @@ def test_each_step_is_recorded_and_no_weight_changes(warm_ranks: Ranks, tmp_path
         assert step.optimizer[0][0] >= max(ns for _, ns in step.grad_ready)
 
 
+@pytest.mark.parametrize("loop", ["lightning", "transformers", "accelerate"])
+def test_callbacks_do_nothing_where_the_package_is_switched_off(warm_ranks: Ranks, tmp_path: Path, loop: str) -> None:
+    env = {**MEASURED, "LOOP": loop, "OUT": str(tmp_path), "NETBOTTLENECK": "0", "NETBOTTLENECK_TRANSPORT": "tcp"}
+    for result in warm_ranks(2, SCRIPT, {**env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert result.stdout == ""
+        assert "netbottleneck" not in result.stderr
+    assert weights(tmp_path) == alone()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_callback_that_is_switched_off_refuses_nothing() -> None:
+    python("""
+import os, sys, types
+os.environ["NETBOTTLENECK"] = "0"
+sys.modules["lightning.pytorch"] = sys.modules["lightning"] = types.SimpleNamespace(Callback=object)
+from netbottleneck.callbacks import LightningCallback
+LightningCallback().on_train_start(types.SimpleNamespace(optimizers=[]), None)
+""")
+
+
 AGAIN = """
 import sys
 import types

@@ -230,15 +230,18 @@ class Run:
 
     model: the model that the framework trains: a DistributedDataParallel, one of FSDP2, FSDP or DeepSpeed, or a plain
     module in a job of one rank. optimizer: a torch optimizer, or a framework's wrapper around one. Every rank creates a
-    Run before its first backward pass. session: None if the model is left alone. Raises ValueError for a plain module
-    on several ranks.
+    Run before its first backward pass. session: None if the model is left alone, and with NETBOTTLENECK=0. Raises
+    ValueError for a plain module on several ranks.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self.session: Session | None = None
+        self._measured: Measured | None = None
+        if config.settings().off:
+            return
         _finish_left()
         wrapped = uncompiled(model)
         earlier = ddp_hooks.measured_by(wrapped)
-        self.session: Session | None
         self._measured = earlier
         if earlier is not None:  # measured since it was built, by an environment variable
             self.session = earlier.session
@@ -350,6 +353,8 @@ def _lightning_callback() -> type:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             """Begin the run. Raises ValueError unless there is exactly one optimizer, and the errors of Run."""
+            if config.settings().off:
+                return
             if len(trainer.optimizers) != 1:
                 raise ValueError(f"{len(trainer.optimizers)} optimizers: netbottleneck measures loops with one")
             self._marks = Marks(trainer.optimizers[0])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator
+from pathlib import Path
 
 import ports
 import pytest
 from conftest import Ranks
 
 from netbottleneck import _core
+from netbottleneck.report import Run
 
 NETWORKS = {
     "shm": {"NETBOTTLENECK_SHM": "1", "NETBOTTLENECK_TRANSPORT": "tcp"},
@@ -399,3 +402,60 @@ print("done")
 def test_a_child_that_frees_its_model_leaves_the_record_of_its_parent(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, FREED_IN_A_CHILD, {"NETBOTTLENECK": "1"}):
         assert "done" in result.stdout, result.stderr
+
+
+RANKS_OF_MULTIPROCESSING = """
+import os
+import sys
+import netbottleneck
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from netbottleneck.runtime import exits
+from torch.nn.parallel import DistributedDataParallel
+
+
+def rank(number, store):
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    exits.register(lambda: print("kept", flush=True))
+    dropped = lambda: print("dropped", flush=True)
+    exits.register(dropped)
+    exits.unregister(dropped)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    if "fails" in sys.argv:
+        raise KeyError("mine")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        processes.start_processes(rank, (os.path.abspath("store"),), nprocs=2, start_method=sys.argv[1])
+    except processes.ProcessRaisedException:
+        print("raised")
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+def test_ranks_that_multiprocessing_starts_end_as_others_do(warm_ranks: Ranks, tmp_path: Path, how: str) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    (result,) = warm_ranks(1, RANKS_OF_MULTIPROCESSING, env, args=[how])
+    assert result.stdout.count("Report: ") == 1, result.stderr
+    assert len(Run(tmp_path / "run").trace.steps) == 12
+    assert result.stdout.count("kept") == 2
+    assert "dropped" not in result.stdout
+
+
+def test_a_rank_that_multiprocessing_forks_records_that_it_failed(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    (result,) = warm_ranks(1, RANKS_OF_MULTIPROCESSING, env, args=["fork", "fails"])
+    assert "raised" in result.stdout
+    metas = [json.loads(path.read_text()) for path in tmp_path.glob("run/**/*.meta.json")]
+    assert "SystemExit: 1" in [meta["error"] for meta in metas]  # which torch makes of it

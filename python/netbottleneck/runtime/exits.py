@@ -3,10 +3,13 @@
 atexit calls what was registered last first, so ours run before most of the script's. They may take seconds: ranks wait
 for each other, and rank 0 writes the report. A launcher that sees another rank fail sends SIGTERM meanwhile, whose
 default action would end the process before the script's handlers. So SIGTERM ends ours only, and the exit goes on.
+
+A process that multiprocessing forks ends without atexit. There a finalizer of multiprocessing calls the handlers.
 """
 
 import atexit
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -21,25 +24,55 @@ class Told(BaseException):
 
 _told: list[int] = []  # the signal, once it has come
 _begun: list[float] = []  # when the first handler was called, by time.monotonic
-_registered: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what is to be called, and what atexit calls
+_registered: dict[Callable[[], None], Callable[[], None]] = {}  # what is to be called, by what atexit calls
+_finalized: list[int] = []  # the processes that have the finalizer: this one, or those that it was forked from
+_raised: list[BaseException] = []  # the exception that ends a child of multiprocessing
 
 
 def register(call: Callable[[], None]) -> None:
     """Call this at exit, until the process is told to end."""
 
     def at_exit() -> None:
-        _give_way(call)
-        _stay_interrupted()
+        if _registered.pop(at_exit, None) is not None:
+            _give_way(call)
+            _stay_interrupted()
 
-    _registered.append((call, at_exit))
+    _registered[at_exit] = call
     atexit.register(at_exit)
+    if _ends_without_atexit() and os.getpid() not in _finalized:
+        _finalized.append(os.getpid())
+        # Priority 0: after the script's queues and pools have begun to close, before its child processes are joined.
+        sys.modules["multiprocessing.util"].Finalize(None, _finalize, exitpriority=0)
 
 
 def unregister(call: Callable[[], None]) -> None:
     """Do not call this at exit any more. Does nothing if it is not registered."""
-    for own in [own for own in _registered if own[0] == call]:
-        _registered.remove(own)
-        atexit.unregister(own[1])
+    for at_exit in [at_exit for at_exit, own in _registered.items() if own == call]:
+        del _registered[at_exit]
+        atexit.unregister(at_exit)
+
+
+def raised() -> BaseException | None:
+    """Return the exception that ends this child of multiprocessing, while its handlers run; None elsewhere."""
+    return _raised[-1] if _raised else None
+
+
+def _ends_without_atexit() -> bool:
+    """Return whether this is a child of multiprocessing, and not a new interpreter, which has atexit."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None:
+        return False
+    method = getattr(process.current_process(), "_start_method", None)  # None: the default one
+    method = method or sys.modules["multiprocessing"].get_start_method(allow_none=True)
+    return bool(method != "spawn")
+
+
+def _finalize() -> None:
+    error = sys.exc_info()[1]
+    if error is not None:
+        _raised.append(error)
+    for at_exit in reversed(list(_registered)):
+        at_exit()
 
 
 def left(limit_s: float) -> float:

@@ -342,8 +342,9 @@ def leaves(error: SystemExit) -> None:
 
 def failure() -> BaseException | None:
     """Return the exception that ends this process with a code other than 0, as far as it is known."""
-    left = _process.left
-    return left if left is not None and left.code else uncaught()
+    left = _process.left or exits.raised()
+    fails = left is not None and (not isinstance(left, SystemExit) or left.code)
+    return left if fails else uncaught()
 
 
 def set_up_log(settings: Settings, place: connect.Place) -> None:

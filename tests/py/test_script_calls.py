@@ -793,6 +793,46 @@ def test_a_checkpoint_lasts_until_its_file_is_complete_in_both_formats(warm_rank
         assert split.checkpoint_ns >= 20_000_000
 
 
+# A stand-in for safetensors. In older versions, what converts the tensors has another name.
+SAFETENSORS = """
+import sys
+import time
+import types
+
+def converts(tensors, *kept):
+    time.sleep(0.02)
+    return sorted(tensors)
+
+def serialize_file(tensors, filename, metadata=None):
+    time.sleep(0.02)
+    if filename == "full":
+        raise OSError(filename)
+
+safetensors = sys.modules["safetensors.torch"] = types.ModuleType("safetensors.torch")
+vars(safetensors).update(serialize_file=serialize_file, NAME=converts)
+exec("def save_file(tensors, filename): return serialize_file(NAME(tensors), filename)", vars(safetensors))
+from safetensors.torch import save_file
+"""
+SAVED_AS_SAFETENSORS = """
+save_file(model.module.state_dict(), "file")
+try:
+    save_file(model.module.state_dict(), "full")
+except OSError as error:
+    notes["values"].append(str(error))
+"""
+
+
+@pytest.mark.parametrize("name", ["_flatten", "_flatten_as_ptr"])
+def test_files_of_safetensors_are_checkpoints(warm_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    parts: Any = {"setting": SAFETENSORS.replace("NAME", name), "after": SAVED_AS_SAFETENSORS, "steps": 8}
+    plain, _ = ran(warm_ranks, tmp_path, **parts)
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", **parts)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    for _, split, _ in split_steps(trace):
+        assert split.checkpoint_ns >= 80_000_000
+
+
 HOROVOD = """
 import time
 import torch

@@ -63,6 +63,8 @@ _Work: Any = dist.distributed_c10d.Work
 
 # What torch.save calls: it opens an archive and closes it when all is written, or writes a file of the older format.
 _OPENS, _WRITES = "_open_zipfile_writer", "_legacy_save"
+# What the functions of safetensors.torch call to save, one after another. Other modules import those functions by name.
+_SAFETENSORS, _SERIALIZES = "safetensors.torch", ("_flatten", "_flatten_as_ptr", "serialize", "serialize_file")
 # DDP's broadcast of buffers, a function of torch.distributed: its first argument is the group.
 _BUFFERS = "_broadcast_coalesced"
 
@@ -711,6 +713,8 @@ def _patch() -> None:
     _wrap(dist, _BUFFERS, _buffers)
     _wrap(torch.serialization, _OPENS, functools.partial(_saves, opens=True))
     _wrap(torch.serialization, _WRITES, functools.partial(_saves, opens=False))
+    for name in _SERIALIZES:
+        _wrap(sys.modules.get(_SAFETENSORS), name, functools.partial(_saves, opens=False))
 
 
 def _restore() -> None:

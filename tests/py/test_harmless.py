@@ -133,6 +133,15 @@ def test_ranks_that_differ_from_the_launchers_variables_are_left_alone_over_our_
         assert said in result.stderr
 
 
+@pytest.mark.parametrize("transport", ["stock", "stock,tcp"])
+def test_a_launcher_that_sets_no_rank_leaves_it_to_torch(warm_ranks: Ranks, tmp_path: Path, transport: str) -> None:
+    env = {"RANK": "", "NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    env |= {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
+    for result in warm_ranks(2, UNTOLD, lambda rank: {**env, "NUMBER": str(rank)}):
+        assert "alone" not in result.stderr
+    assert {step.rank for step in Run(tmp_path / "run").trace.steps} == {0, 1}
+
+
 @pytest.mark.parametrize("lacks", [0, 1])
 def test_a_rank_with_other_variables_keeps_no_other_waiting(warm_ranks: Ranks, lacks: int) -> None:
     """Every process has the variables of one rank, which agree with torch.distributed on that rank only."""

@@ -178,6 +178,28 @@ def test_incomplete_variables_that_agree_are_accepted(environ: dict[str, str], l
     assert place(environ).launcher == launcher
 
 
+LIGHTNING = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "known"),
+    [
+        (LIGHTNING, True),
+        ({}, False),
+        ({**LIGHTNING, "WORLD_SIZE": "4"}, False),
+        ({**LIGHTNING, "WORLD_SIZE": "x"}, False),
+        ({**LIGHTNING, "RANK": "0"}, False),
+        ({**LIGHTNING, "OMPI_COMM_WORLD_RANK": "0"}, False),
+        ({**LIGHTNING, "NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "2"}, False),
+    ],
+)
+def test_a_known_place_counts_where_variables_leave_it_open(environ: dict[str, str], known: bool) -> None:
+    own = settings(environ=environ)
+    expected = (1, 2) if known else (own.rank, own.ranks)
+    found = launch_topology.with_known_place(own, Place(1, 2), environ)
+    assert (found.rank, found.ranks) == expected
+
+
 def test_a_launcher_inside_another_is_not_a_disagreement() -> None:
     inner = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
     assert place({**SRUN, **inner}).size == 8

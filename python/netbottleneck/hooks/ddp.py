@@ -361,6 +361,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     place = connect.Place(dist.get_rank(), dist.get_world_size())  # equal to the group's, which has all ranks
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
+    settings = connect.with_known_place(settings, place)
     _same_ranks_on_all(settings, place)
     settings = _with_timeout_of(ddp.process_group, settings, ddp.device)
     control = job.start(settings).comm

@@ -27,6 +27,7 @@ from netbottleneck.launch.topology import (
     host_digest,
     machine_digest,
     topology,
+    with_known_place,
     with_topology,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "resolved",
     "secret_source",
     "topology",
+    "with_known_place",
     "with_topology",
 ]
 

@@ -229,6 +229,25 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
     return chosen[1]
 
 
+def with_known_place(settings: Settings, place: Place, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return settings with a rank and size that are known otherwise, if the launchers' variables leave them open.
+
+    They do if they imply other ranks, give no rank and size, and agree with the place in what they give: Lightning's
+    own launcher sets WORLD_SIZE and LOCAL_RANK only. Else returns the settings as they are.
+    """
+    if (settings.rank, settings.ranks) != (None, None):
+        return settings
+    environ = _without_exported(environ)
+    present = [launcher for launcher in LAUNCHERS if _is_present(launcher, environ)]
+    try:
+        given = [launcher for launcher in present if _implies_other_ranks(launcher, environ)]
+        known = any(_read(launcher, environ) is not None for launcher in present)
+        agree = all(_is_consistent(launcher, place, environ) for launcher in given)
+    except ValueError:  # detect names the variable
+        return settings
+    return replace(settings, rank=place.rank, ranks=place.size) if given and agree and not known else settings
+
+
 def export_place(settings: Settings, environ: MutableMapping[str, str]) -> None:
     """Set Horovod's variables of a place (HOROVOD_RANK, HOROVOD_SIZE, …) from the launcher's values.
 

@@ -624,6 +624,7 @@ def observe(
     Every arm sends gradients by the user's own path, `stock`, so ranks need no negotiation. Raises OSError if no folder
     can be written.
     """
+    settings = connect.with_known_place(settings, place)
     wanted = run_folder.wanted(settings, directory)
     name = f".{wanted.name}-{platform.node()}-{place.rank}-{os.getpid()}-{next(_scratches)}"
     scratch = run_folder.hidden_in(wanted) / name

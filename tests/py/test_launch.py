@@ -6,6 +6,7 @@ import ctypes
 import errno
 import http.server
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,6 +40,7 @@ from netbottleneck.launch.rendezvous import (
     wait_for,
 )
 from netbottleneck.launch.topology import with_package
+from netbottleneck.runtime import communicators
 from netbottleneck.trace.model import SIZE_MAX
 
 HOROVOD = {
@@ -902,6 +905,50 @@ dist.destroy_process_group()
 
 def test_the_threads_and_connections_of_a_stock_group_end_with_it(warm_ranks) -> None:  # type: ignore[no-untyped-def]
     warm_ranks(2, STOCK_RANK)
+
+
+def test_rank_0_of_several_hosts_publishes_no_loopback_for_the_stock_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(connect, "host_of_rank_0", lambda *_: "127.0.0.2")  # stands for the address of an interface
+    chosen = settings(environ={**OWN_NAME, "NETBOTTLENECK_RANK": "0"})
+
+    def published(other: bytes) -> str:
+        sent: list[bytes] = []
+
+        def exchange(mine: bytes) -> list[bytes]:
+            sent.append(mine)
+            return [mine, other if mine == connect.machine_digest() else mine]
+
+        communicators.gloo_store(chosen, detect(chosen, {}), exchange, timedelta(seconds=60))
+        return next(text for text in sent if len(text) == communicators.WHERE_BYTES).decode().rpartition(":")[0]
+
+    assert published(b"another host's..") == "127.0.0.2"
+    assert published(connect.machine_digest()) == "localhost"
+
+
+HALF_A_MESH = """
+import os
+from netbottleneck.runtime import communicators
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
+chosen = settings()
+place = detect(chosen)
+control = connect(chosen, place)
+if place.rank == 1:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+try:
+    communicators.stock_group(chosen, place, control.exchange)
+except ValueError as error:
+    print(error)
+control.close()
+"""
+
+
+def test_a_rank_that_cannot_open_the_stock_path_fails_it_on_all_ranks(warm_ranks) -> None:  # type: ignore[no-untyped-def]
+    """By the start's time limit, and not by that of an operation, which is half an hour."""
+    for result in warm_ranks(2, HALF_A_MESH, {"NETBOTTLENECK_START_TIMEOUT_S": "12"}):
+        assert re.search(r"rank 1: no gloo group of all ranks: .*nosuch0", result.stdout), result.stdout
 
 
 def test_a_rendezvous_that_refuses_is_an_error_and_no_missing_key() -> None:

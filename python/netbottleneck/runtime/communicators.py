@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.config import Settings
 from netbottleneck.errors import PeerError
-from netbottleneck.launch import connect
+from netbottleneck.launch import connect, rendezvous
 from netbottleneck.trace.ring_file import EVENTS
 
 if TYPE_CHECKING:
@@ -333,19 +333,61 @@ def key_of(name: str) -> int:
     return int(connect.core().name_key(name))
 
 
+REASON_BYTES = 512  # of a reason that ranks exchange
+REASONS_MOST = 3  # that an error names
+
+
+def voted(exchange: Callable[[bytes], list[bytes]], call: Callable[[], Any]) -> Any:
+    """Return what a call returns. If it fails on a rank, raises ValueError with the reasons, on all ranks.
+
+    exchange: all-gather of equal-length bytes.
+    """
+    made: Any = None
+    mine = ""
+    try:
+        made = call()
+    except Exception as error:
+        mine = str(error) or type(error).__name__
+    votes = exchange(mine.encode()[:REASON_BYTES].ljust(REASON_BYTES))
+    reasons = dict.fromkeys(vote.decode(errors="replace").strip() for vote in votes if vote.strip())
+    if reasons:
+        if hasattr(made, "abort"):
+            made.abort()
+        raise ValueError("; ".join(list(reasons)[:REASONS_MOST]))
+    return made
+
+
 def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[bytes], list[bytes]]) -> Any:
     """Return a gloo group of all ranks, of which torch.distributed knows nothing: it stays as the script has it.
 
     An operation waits as long as in torch's own groups, or NETBOTTLENECK_TIMEOUT_S if that is set. exchange: all-gather
-    of equal-length bytes over another communicator, used for the rendezvous. The group's threads end with the last
-    reference to it. One that still needs Python while the interpreter shuts down would abort the process.
+    of equal-length bytes over another communicator, used for the rendezvous. Raises ValueError, on all ranks, if ranks
+    do not reach each other within NETBOTTLENECK_START_TIMEOUT_S. The group's threads end with the last reference to it.
+    One that still needs Python while the interpreter shuts down would abort the process.
     """
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.constants import default_pg_timeout
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+    # Half of the time, as a rank that is done waits for the others no longer than the whole.
+    start = timedelta(seconds=settings.start_timeout_s / 2)
+    store = gloo_store(settings, place, exchange, start)
+
+    def group(name: str, limit: timedelta) -> Any:
+        try:
+            return ProcessGroupGloo(PrefixStore(name, store), place.rank, place.size, limit)
+        except RuntimeError as error:
+            raise ValueError(f"rank {place.rank}: no gloo group of all ranks: {_first_line(error)}") from error
+
+    # gloo connects under the time limit of the operations. A group with a short one shows first that it can.
+    voted(exchange, partial(group, "trial", start))
     limit = timedelta(seconds=settings.timeout_s) if "timeout_s" in settings.sources else default_pg_timeout
-    store = gloo_store(settings, place, exchange, timedelta(seconds=settings.start_timeout_s))
-    return ProcessGroupGloo(store, place.rank, place.size, limit)
+    return voted(exchange, partial(group, "stock", limit))
+
+
+def _first_line(error: Exception) -> str:
+    """Return an error's text without the C++ stack that torch adds."""
+    return str(error).partition("\n")[0]
 
 
 WHERE_BYTES = 320  # of HOST:PORT; a host's name has up to 253
@@ -356,17 +398,29 @@ def gloo_store(
 ) -> Any:
     """Return a store for a gloo group of all ranks. Every rank calls it. limit: of a wait for a value.
 
-    Rank 0 has it at MASTER_ADDR, else at an address of its own: other hosts may not know the name of its host.
+    Rank 0 has it at MASTER_ADDR, else at an address of its own: other hosts may not know the name of its host, and a
+    loopback leads them to themselves. Raises ValueError, on all ranks, if a rank does not reach it.
     """
     from torch._C._distributed_c10d import HashStore, TCPStore
 
     if place.size == 1:
         return HashStore()
-    if place.rank == 0:
-        host = os.environ.get("MASTER_ADDR") or connect.host_of_rank_0(settings, place)
-        store = TCPStore(host, 0, place.size, is_master=True, timeout=limit, wait_for_workers=False)
-        exchange(f"{host}:{store.port}".encode().ljust(WHERE_BYTES))
-        return store
-    where = exchange(b" " * WHERE_BYTES)[0].decode().strip()
+    one_host = len(set(exchange(connect.machine_digest()))) == 1
+
+    def serve() -> Any:
+        host = os.environ.get("MASTER_ADDR", "")
+        if not host or (not one_host and rendezvous.is_loopback(host, one_host=True)):
+            host = connect.host_of_rank_0(settings, place)
+        return TCPStore(host, 0, place.size, is_master=True, timeout=limit, wait_for_workers=False)
+
+    def reach(host: str, port: int) -> Any:
+        try:
+            return TCPStore(host, port, place.size, is_master=False, timeout=limit, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ValueError(f"rank {place.rank}: rank 0's store: {_first_line(error)}") from error
+
+    store = voted(exchange, serve if place.rank == 0 else bool)
+    here = f"{store.host}:{store.port}" if place.rank == 0 else ""
+    where = exchange(here.encode().ljust(WHERE_BYTES))[0].decode().strip()
     host, _, port = where.rpartition(":")
-    return TCPStore(host, int(port), place.size, is_master=False, timeout=limit, wait_for_workers=False)
+    return voted(exchange, (lambda: store) if place.rank == 0 else partial(reach, host, int(port)))

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 FINISH_S = 10.0  # total time that the end of a run may wait for other ranks
 FAILED_FINISH_S = 1.0  # the same after an error or a loss: by then the others have failed or left
 JOIN_S = 10.0  # time that a run begun alone waits for the other ranks
-REASON_BYTES = 512  # of a reason that ranks exchange
 AGREE_S = 10.0  # time that a rank waits for the others before the next arm begins
 
 READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
@@ -419,10 +418,10 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     control: "_core.Comm",
     stock: Any,
 ) -> communicators.Communicator:
+    meet = functools.partial(together, control, limit_s=settings.start_timeout_s)
     if arm.over_nccl:
-        limit_s = settings.start_timeout_s
-        prepared = _voted(control, limit_s, functools.partial(stock.over_nccl, arm.transport, settings))
-        beside: communicators.Communicator = _voted(control, limit_s, prepared)
+        prepared = communicators.voted(meet, functools.partial(stock.over_nccl, arm.transport, settings))
+        beside: communicators.Communicator = communicators.voted(meet, prepared)
         return beside
     if ring is not None:
         return communicators.Native(
@@ -430,25 +429,7 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
         )
     if arm.transport == NULL:
         return communicators.Null()
-    meet = functools.partial(together, control, limit_s=settings.start_timeout_s)
     return communicators.Stock(communicators.stock_group(settings, place, meet), place.size, recorder)
-
-
-def _voted(control: "_core.Comm", limit_s: float, call: Callable[[], Any]) -> Any:
-    """Return what a call returns. If it fails on a rank, raises ValueError with the first reason, on all ranks."""
-    made: Any = None
-    mine = ""
-    try:
-        made = call()
-    except Exception as error:
-        mine = str(error) or type(error).__name__
-    reasons = together(control, mine.encode()[:REASON_BYTES].ljust(REASON_BYTES), limit_s)
-    why = next((text for text in reasons if text.strip()), b"")
-    if why:
-        if hasattr(made, "abort"):
-            made.abort()
-        raise ValueError(why.decode(errors="replace").strip())
-    return made
 
 
 def _refuse_nccl(turns: tuple[Arm, ...], settings: Settings, control: "_core.Comm", stock: Any) -> None:
@@ -463,7 +444,7 @@ def _refuse_nccl(turns: tuple[Arm, ...], settings: Settings, control: "_core.Com
             raise ValueError(reason)
 
     if named:
-        _voted(control, settings.start_timeout_s, check)
+        communicators.voted(functools.partial(together, control, limit_s=settings.start_timeout_s), check)
 
 
 def _communicators(
@@ -488,11 +469,15 @@ def _automatic(settings: Settings, place: connect.Place, control: "_core.Comm") 
     if place.size == 1:
         return (STOCK,), []
     reasons = [communicators.native_refusal(arm.transport, settings) for arm in native]
-    mine = b"".join(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES) for reason in reasons)
+    mine = b"".join(
+        reason.encode()[: communicators.REASON_BYTES].ljust(communicators.REASON_BYTES) for reason in reasons
+    )
     votes = together(control, mine, settings.start_timeout_s)
     of_ranks = [
         {
-            arm: vote[place * REASON_BYTES :][:REASON_BYTES].decode(errors="replace").strip()
+            arm: vote[place * communicators.REASON_BYTES :][: communicators.REASON_BYTES]
+            .decode(errors="replace")
+            .strip()
             for place, arm in enumerate(native)
         }
         for vote in votes

@@ -1,7 +1,9 @@
 // Network interfaces: finds those that a spec in NCCL_SOCKET_IFNAME's syntax selects.
+#include <arpa/inet.h>
 #include <errno.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netinet/in.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -93,7 +95,13 @@ static bool is_named(const struct spec *spec, const char *name) {
 }
 
 // What a spec that names no interface to use selects: each is added only if nothing before it is there.
-enum reach { NICS, BRIDGES, LOOPBACK, REACHES };
+enum reach { NICS, LINK_LOCAL, BRIDGES, LOOPBACK, REACHES };
+
+// True for 169.254.0.0/16, which reaches one link only: usually that to a management controller of this host.
+static bool is_link_local(const struct sockaddr *addr) {
+    return addr->sa_family == AF_INET &&
+           ntohl(((const struct sockaddr_in *)(const void *)addr)->sin_addr.s_addr) >> IN_CLASSB_NSHIFT == 0xa9fe;
+}
 
 // True for the bridges to containers and virtual machines of this host, which lead to no other host.
 static bool is_host_bridge(const char *name) {
@@ -110,6 +118,9 @@ static bool wanted(const struct spec *spec, const struct ifaddrs *it, enum reach
     }
     if ((it->ifa_flags & IFF_LOOPBACK) != 0) {
         return reach >= LOOPBACK;
+    }
+    if (is_link_local(it->ifa_addr)) {
+        return reach >= LINK_LOCAL;
     }
     return reach >= BRIDGES || spec->except || !is_host_bridge(it->ifa_name);
 }

@@ -42,8 +42,8 @@ enum nb_sock_choice { NB_SOCK_ALTERNATIVES = 1, NB_SOCK_IPV4 = 2, NB_SOCK_IPV6 =
 
 // The addresses of the interfaces that `spec` selects ("eth0,eth1": prefixes; "=eth0,eth1": exact names, also with a `=`
 // before an entry; "^lo,docker": all but; NULL or "": every interface that is up, those with IPv4 first, except loopback
-// and the bridges docker* and virbr*; if there is none, these bridges, else loopback). Blanks around entries are
-// ignored. One address per interface, IPv4 if it has one, in the order of the list; interfaces of one prefix are in the
+// and the bridges docker* and virbr*; if there is none, these bridges, else loopback). An address of 169.254.0.0/16 is
+// the last choice before these bridges, unless the list names its interface. Blanks around entries are ignored. One address per interface, IPv4 if it has one, in the order of the list; interfaces of one prefix are in the
 // system's order. An entry that matches nothing is an error, unless the entries are alternatives. `choice`: of the enum
 // below, or 0. Returns how many it wrote. Errors: -ENODEV naming the spec, the entry and the interfaces of this host.
 int nb_sock_interfaces(const char *spec, unsigned choice, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE],

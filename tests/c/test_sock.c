@@ -484,8 +484,16 @@ static void test_order_without_a_spec(void) {
                                            {"virbr0", NULL},       {"eth0:1", "10.0.0.1:0"},
                                            {"eth1", "10.0.1.1:0"}, {"virbr0", "192.168.122.1:0"}};
     static const char *const bridges[][2] = {{"lo", "127.0.0.1:0"}, {"virbr0", "192.168.122.1:0"}, {"lo", "[::1]:0"}};
+    static const char *const managed[][2] = {
+        {"usb0", "169.254.3.1:0"}, {"docker0", "172.17.0.1:0"}, {"eth0", "169.254.0.9:0"}, {"eth0", "10.0.0.1:0"}};
     struct ifaddrs all[MOST];
     struct nb_sockaddr addrs[MOST];
+    simulate(4, managed, all, addrs);
+    check_addresses("", "eth0=10.0.0.1:0");
+    check_addresses("^docker0", "eth0=10.0.0.1:0");
+    check_addresses("usb", "usb0=169.254.3.1:0");
+    simulate(2, managed, all, addrs);
+    check_addresses("", "usb0=169.254.3.1:0");
     simulate(MOST, mixed, all, addrs);
     check_addresses("", "eth1=10.0.1.1:0 eth0=[fd00::1]:0");
     check_addresses("eth,docker", "eth1=10.0.1.1:0 eth0=[fd00::1]:0 docker0=172.17.0.1:0");

@@ -10,6 +10,9 @@
 #include "base/wire.h"
 #include "bootstrap/bootstrap.h"
 
+// The remedy of a rank 0 that listens at an address which other hosts do not reach.
+#define NB_ELSEWHERE "set NETBOTTLENECK_IFNAME, or NETBOTTLENECK_MASTER, to one of rank 0 that all hosts reach"
+
 enum { NB_BOOT_GRACE_MS = 5000 }; // how long a failed join reports the reason to late ranks
 
 // The data that both sides of a connection share; every proof covers it.

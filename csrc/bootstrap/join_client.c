@@ -150,7 +150,9 @@ static int reach(struct client *client, struct wire_join_answer *answer, struct 
             int64_t again_ns = nb_now_ns() + wait_ms * MS;
             if (again_ns >= client->deadline_ns) {
                 errno = -rc;
-                return nb_fail_peer(err, -ETIMEDOUT, 0, "rank %d: rank 0 at %s did not answer within %g s (%m)",
+                return nb_fail_peer(err, -ETIMEDOUT, 0,
+                                    "rank %d: rank 0 at %s did not answer within %g s (%m): if this host does not "
+                                    "reach it, " NB_ELSEWHERE,
                                     client->config->rank, client->address, client->config->timeout_ms / 1000.0);
             }
             rc = nb_interrupt_poll(NULL, 0, again_ns, client->config->interrupt);

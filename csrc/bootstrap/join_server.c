@@ -361,6 +361,7 @@ static void fail_missing(struct server *server) {
     char ranks[NB_RANKS_TEXT];
     char unauthenticated[80] = "";
     char refused[80] = "";
+    char here[NB_SOCK_TEXT];
     int first = nb_ranks_missing(server->joined, server->config->size, ranks);
     if (server->unauthenticated > 0) {
         (void)snprintf(unauthenticated, sizeof unauthenticated,
@@ -371,8 +372,11 @@ static void fail_missing(struct server *server) {
         errno = server->accept_error;
         (void)snprintf(refused, sizeof refused, "; rank 0 could not accept a connection: %m");
     }
-    (void)nb_fail_peer(&server->failure, -ETIMEDOUT, first, "%s did not join within %g s%s%s", ranks,
-                       server->config->timeout_ms / 1000.0, unauthenticated, refused);
+    nb_sock_format(&server->listener->addr, here);
+    (void)nb_fail_peer(
+        &server->failure, -ETIMEDOUT, first,
+        "%s did not join within %g s%s%s; rank 0 listens at %s: if other hosts do not reach it, " NB_ELSEWHERE, ranks,
+        server->config->timeout_ms / 1000.0, unauthenticated, refused, here);
 }
 
 static int await_members(struct server *server, struct nb_error *err) {

@@ -305,6 +305,12 @@ static void test_client_reconnects(void) {
     job_close(&job);
 }
 
+// A rank that waited in vain names where rank 0 listens, and the variable that selects it.
+static void check_names_address(const struct job *job, int rank) {
+    const char *text = job->ranks[rank].err.text;
+    CHECK(strstr(text, job->address) != NULL && strstr(text, "set NETBOTTLENECK_IFNAME") != NULL, "%s", text);
+}
+
 static void test_missing_rank(void) {
     struct job job;
     job_open(&job, 4);
@@ -314,6 +320,7 @@ static void test_missing_rank(void) {
     run_all_but(&job, join, 2);
     check_failed(&job, 2, -ETIMEDOUT, 2, "rank 2 of 4 did not join within 2 s; 1 connection did not prove");
     CHECK(strstr(job.ranks[0].err.text, "accept") == NULL, "%s", job.ranks[0].err.text);
+    check_names_address(&job, 0);
     close(client);
     job_close(&job);
 
@@ -328,6 +335,7 @@ static void test_missing_rank(void) {
     start(&job.ranks[1], join);
     finish(&job.ranks[1]);
     close(holder);
+    check_names_address(&job, 1);
     CHECK(job.ranks[1].rc == -ETIMEDOUT && strstr(job.ranks[1].err.text, job.address) != NULL, "without rank 0: %d %s",
           job.ranks[1].rc, job.ranks[1].err.text);
     job_close(&job);

@@ -907,6 +907,38 @@ def test_the_threads_and_connections_of_a_stock_group_end_with_it(warm_ranks) ->
     warm_ranks(2, STOCK_RANK)
 
 
+@pytest.mark.parametrize(
+    ("master", "same", "ifname", "listens"),
+    [
+        ("192.0.2.7", False, None, "192.0.2.7"),
+        ("fd00::7", False, None, "fd00::7"),
+        ("192.0.2.7", False, "eth0", None),
+        ("192.0.2.7", True, None, "127.0.0.1"),
+        ("localhost", False, None, None),
+        ("0.0.0.0", False, None, None),
+        ("192.0.2.8", False, None, None),  # another host's
+        ("", False, None, None),
+    ],
+)
+def test_rank_0_listens_at_master_addr_if_it_is_an_address_of_its_own(
+    master: str, same: bool, ifname: str | None, listens: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe:
+        def __init__(self, _family: int) -> None: ...
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def bind(self, where: tuple[str, int]) -> None:
+            if where[0] == "192.0.2.8":
+                raise OSError(errno.EADDRNOTAVAIL, "not here")
+
+    monkeypatch.setattr(connect.socket, "socket", Probe)
+    monkeypatch.setenv("MASTER_ADDR", master)
+    chosen = settings(environ={} if ifname is None else {"NETBOTTLENECK_IFNAME": ifname})
+    assert connect._listening_host(chosen, same) == listens
+
+
 def test_rank_0_of_several_hosts_publishes_no_loopback_for_the_stock_path(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("MASTER_ADDR", "localhost")

@@ -1,6 +1,7 @@
 """Connection of a job's ranks: from the launcher's environment, through the rendezvous, to a communicator."""
 
 import importlib
+import ipaddress
 import itertools
 import logging
 import os
@@ -259,7 +260,7 @@ def _accept_all(
     """Rank 0: wait for the reports of all ranks, then listen, publish the address and accept the ranks."""
     try:
         same = all(machine == machine_digest() for machine in exchange.reports())
-        listener = _listen(module, settings, address, LOOPBACK if same and settings.ifname is None else None)
+        listener = _listen(module, settings, address, _listening_host(settings, same))
     except (OSError, ValueError) as error:
         with suppress(OSError):  # raise the first failure
             exchange.answer(rendezvous.FAILED + str(error).encode())
@@ -279,6 +280,26 @@ def _accept_all(
     finally:
         exchange.clear()
     return comm
+
+
+def _listening_host(settings: Settings, same: bool) -> str | None:
+    """Return rank 0's address without NETBOTTLENECK_IFNAME; None: of the first interface. same: all are on this host.
+
+    MASTER_ADDR is an address that the other ranks reach, if it is one of this host.
+    """
+    if settings.ifname is not None:
+        return None
+    host = os.environ.get("MASTER_ADDR", "")
+    if same or not host:
+        return LOOPBACK if same else None
+    with suppress(ValueError, OSError):
+        found = _host(resolved(f"{_bracketed(host)}:0")).strip("[]")
+        address = ipaddress.ip_address(found)
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+            probe.bind((found, 0))  # only this host's own addresses can be bound
+        if not (address.is_loopback or address.is_unspecified):
+            return found
+    return None
 
 
 def _warn_exposed(channel: str, address: str) -> None:

@@ -452,7 +452,7 @@ def killed_start(folder: Path) -> None:
     first = started(folder, 0)
     try:
         exchange = ChannelExchange(Folder(folder), "netbottleneck/2/0", 1, 2, RANKS_LIMIT_S)
-        assert exchange.ask(b"another machine").startswith(b"127.0.0.1:")
+        assert exchange.ask(connect.machine_digest()).startswith(b"127.0.0.1:")
     finally:
         first.kill()
         first.communicate(timeout=RANKS_LIMIT_S)
@@ -700,12 +700,13 @@ def test_an_error_names_the_variable_of_horovod_that_it_is_about() -> None:
 
 
 class Exposed:
-    """A channel that is exposed or not; all other ranks are on another machine."""
+    """A channel that is exposed or not; all other ranks are on one machine."""
 
     name = "MASTER_ADDR:MASTER_PORT=192.0.2.1:29500"
 
-    def __init__(self, exposed: bool) -> None:
+    def __init__(self, exposed: bool, machine: bytes = b"another machine") -> None:
         self.exposed = exposed
+        self.machine = machine
         self.left: dict[str, bytes] = {}
 
     def put(self, key: str, value: bytes) -> None:
@@ -714,7 +715,7 @@ class Exposed:
     def get(self, key: str) -> bytes | None:
         job, ready, _ = key.partition("/ready")
         if ready:
-            return self.left[f"{job}/address"][:NONCE_BYTES] + bytes(NONCE_BYTES) + b"another machine"
+            return self.left[f"{job}/address"][:NONCE_BYTES] + bytes(NONCE_BYTES) + self.machine
         return self.left.get(key)
 
     def delete(self, key: str) -> None:
@@ -724,7 +725,7 @@ class Exposed:
 def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ: dict[str, str]) -> str:
     """Let rank 0 open a job that listens at the address; return its answer to the others."""
     monkeypatch.setattr(connect, "_process", connect._Process())
-    channel = Exposed(exposed)
+    channel = Exposed(exposed, b"another machine" if address == FAR else connect.machine_digest())
     core = SimpleNamespace(Listener=lambda *_: SimpleNamespace(address=address), Comm=lambda *_, **__: None)
     chosen = settings(environ=environ)
     rank0 = place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
@@ -736,6 +737,31 @@ def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ
 
 FAR, NEAR = "192.0.2.1:5000", "127.0.0.1:5000"
 OWN = {"NETBOTTLENECK_SECRET": "0123456789abcdef"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [({"NETBOTTLENECK_IFNAME": "lo"}, "NETBOTTLENECK_IFNAME=lo"), ({}, "NETBOTTLENECK_IFNAME is not set")],
+)
+def test_rank_0_on_a_loopback_fails_at_once_on_all_ranks_if_they_are_on_several_hosts(
+    environ: dict[str, str], named: str
+) -> None:
+    channel, closed = Exposed(False), []
+    listener = SimpleNamespace(address=NEAR, close=lambda: closed.append(NEAR))
+    core = SimpleNamespace(Listener=lambda *_: listener, Comm=lambda *_, **__: None)
+    rank0 = place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+    text = f"{named}: 127.0.0.1 is a loopback, and not all ranks are on this host"
+    with pytest.raises(ValueError, match=text):
+        connect._accept_all(
+            core,  # type: ignore[arg-type]
+            settings(environ=environ),
+            rank0,
+            None,
+            ChannelExchange(channel, "job", 0, 4, 1.0),
+            {},
+        )
+    assert channel.left["job/address"][4 * NONCE_BYTES :].startswith(rendezvous.FAILED + text.encode())
+    assert closed == [NEAR]
 
 
 def test_an_exposed_secret_is_warned_about_once(

@@ -261,6 +261,8 @@ def _accept_all(
     try:
         same = all(machine == machine_digest() for machine in exchange.reports())
         listener = _listen(module, settings, address, _listening_host(settings, same))
+        if address is None and not same:
+            _check_reach(listener, settings)
     except (OSError, ValueError) as error:
         with suppress(OSError):  # raise the first failure
             exchange.answer(rendezvous.FAILED + str(error).encode())
@@ -300,6 +302,18 @@ def _listening_host(settings: Settings, same: bool) -> str | None:
         if not (address.is_loopback or address.is_unspecified):
             return found
     return None
+
+
+def _check_reach(listener: "_core.Listener", settings: Settings) -> None:
+    """Raise ValueError if ranks of other hosts cannot reach rank 0's listener, as it is at a loopback."""
+    host = _host(listener.address)
+    if rendezvous.is_loopback(host, one_host=True):
+        listener.close()
+        variable = f"={settings.ifname}" if settings.ifname else " is not set"
+        raise ValueError(
+            f"NETBOTTLENECK_IFNAME{variable}: {host} is a loopback, and not all ranks are on this host: "
+            "set it to an interface that the other hosts reach"
+        )
 
 
 def _warn_exposed(channel: str, address: str) -> None:

@@ -224,6 +224,21 @@ int nb_sock_accept(int listener) {
     return nb_fork_own(accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
 }
 
+static int fail_connect(const char *to, const struct nb_sockaddr *from, int code, struct nb_error *err) {
+    bool no_path = code == -EINVAL || code == -ENETUNREACH || code == -EHOSTUNREACH || code == -EAFNOSUPPORT;
+    char here[NB_SOCK_TEXT];
+    if (from == NULL) {
+        errno = -code;
+        return nb_fail(err, code, "connect to %s: %m", to);
+    }
+    struct nb_sockaddr local = *from;
+    nb_sock_set_port(&local, 0);
+    nb_sock_format(&local, here);
+    errno = -code;
+    return nb_fail(err, code, "connect to %s from %s: %m%s", to, here,
+                   no_path ? ": select interfaces of one network by NETBOTTLENECK_IFNAME" : "");
+}
+
 int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
                     struct nb_error *err) {
     char text[NB_SOCK_TEXT];
@@ -245,14 +260,12 @@ int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from
         nb_sock_set_port(&local, 0);
         (void)setsockopt(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof one);
         if (bind(fd, &local.any, local.len) != 0) {
-            char here[NB_SOCK_TEXT];
-            nb_sock_format(&local, here);
-            rc = nb_fail(err, -errno, "connect to %s from %s: %m", text, here);
+            rc = fail_connect(text, from, -errno, err);
             goto err_close;
         }
     }
     if (connect(fd, &to->any, to->len) != 0 && errno != EINPROGRESS) {
-        rc = nb_fail(err, -errno, "connect to %s: %m", text);
+        rc = fail_connect(text, from, -errno, err);
         goto err_close;
     }
     return fd;

@@ -164,6 +164,19 @@ static bool connect_pair(const char *text, const char *from_text, int fds[2], st
     return true;
 }
 
+// A connect that cannot start names the address it is bound to, and the variable that selects it.
+static void test_connect_between_two_networks(void) {
+    struct nb_sockaddr to;
+    struct nb_sockaddr from;
+    struct nb_error err = {0};
+    CHECK(nb_sock_parse("192.0.2.1:9", &to, NULL) == 0 && nb_sock_parse("127.0.0.1:7", &from, NULL) == 0, "parse");
+    int rc = nb_sock_connect(&to, &from, NULL, &err);
+    CHECK(rc == -EINVAL || rc == -ENETUNREACH, "a loopback reaches another host: %d", rc);
+    CHECK(strstr(err.text, "connect to 192.0.2.1:9 from 127.0.0.1:0: ") != NULL &&
+              strstr(err.text, "NETBOTTLENECK_IFNAME") != NULL,
+          "%s", err.text);
+}
+
 struct transfer {
     int fd;
     unsigned char *data;
@@ -518,5 +531,6 @@ int main(void) {
     test_entries_of_a_list();
     test_interface_without_carrier();
     test_order_without_a_spec();
+    test_connect_between_two_networks();
     return 0;
 }

@@ -23,7 +23,7 @@ import pytest
 from conftest import RANKS_LIMIT_S, Ranks, free_port, inherited
 
 from netbottleneck.config import RANKS_MAX, settings
-from netbottleneck.errors import PeerError
+from netbottleneck.errors import Error, PeerError
 from netbottleneck.launch import connect, pmi, rendezvous
 from netbottleneck.launch import topology as launch_topology
 from netbottleneck.launch.connect import Place, detect, topology
@@ -679,6 +679,8 @@ def test_rank_0_at_its_hosts_own_name_is_reached_from_other_hosts(
         ({"PORTS": "7000-7001"}, "listen on ::1: no port of 7000-7001 is free", "NETBOTTLENECK_PORTS=7000-7001: "),
         ({"PORTS": "7000-7000"}, "listen on ::1, port 7000: Address already in use", "NETBOTTLENECK_PORTS=7000-7000: "),
         ({}, "listen on ::1, port 7000: Address already in use", ""),
+        ({"MASTER": "a:7000"}, "listen on ::1, port 7000: Address already in use", "NETBOTTLENECK_MASTER=a:7000: "),
+        ({"MASTER": "a:7000"}, "listen on ::1, port 7001: Address already in use", ""),
     ],
 )
 def test_an_error_names_the_variable_that_it_is_about_and_its_peer(
@@ -983,6 +985,17 @@ def test_rank_0_of_several_hosts_publishes_no_loopback_for_the_stock_path(monkey
 
     assert published(b"another host's..") == "127.0.0.2"
     assert published(connect.machine_digest()) == "localhost"
+
+
+def test_a_master_that_is_no_address_of_rank_0_is_named_with_its_remedy() -> None:
+    chosen = settings(
+        environ={**OWN_NAME, "NETBOTTLENECK_RANK": "0", **OWN, "NETBOTTLENECK_MASTER": "192.0.2.200:5000"}
+    )
+    named = (
+        "NETBOTTLENECK_MASTER=192.0.2.200:5000: listen on 192.0.2.200, port 5000: .*: set it to an address of rank 0"
+    )
+    with pytest.raises(Error, match=named):
+        connect.connect(chosen, detect(chosen, {}))
 
 
 HALF_A_MESH = """

@@ -1,5 +1,6 @@
 """Connection of a job's ranks: from the launcher's environment, through the rendezvous, to a communicator."""
 
+import errno
 import importlib
 import ipaddress
 import itertools
@@ -136,12 +137,15 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
             "LIBFABRIC": (settings.library, rf"(?<!\S){re.escape(settings.library or '')}(?![^\s:])"),
             "CONGESTION": (settings.congestion, rf"congestion control '{re.escape(settings.congestion or '')}'"),
             "PORTS": (low and f"{low}-{high}", rf"no port of {low}-{high} |port {low}: .*already in use"),
+            "MASTER": (settings.master, rf"listen on \S+, port {_port(settings.master or '')}: "),
             "AFFINITY": (",".join(map(str, settings.affinity)), "communication thread"),
         }
         for name, (value, words) in variables.items():
             if value and re.search(words, text):
                 source = settings.sources.get(name.lower(), "")
                 other = f" (from {source})" if source.startswith("HOROVOD") else ""
+                if name == "MASTER" and error.errno == errno.EADDRNOTAVAIL:
+                    text += ": set it to an address of rank 0's host, on all ranks"
                 # Not a variable of this frame, which its traceback would keep, and a listener's port with it.
                 raise _with_text(error, f"NETBOTTLENECK_{name}={value}{other}: {text}") from error
         raise

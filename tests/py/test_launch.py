@@ -452,7 +452,7 @@ def killed_start(folder: Path) -> None:
     first = started(folder, 0)
     try:
         exchange = ChannelExchange(Folder(folder), "netbottleneck/2/0", 1, 2, RANKS_LIMIT_S)
-        assert exchange.ask(connect.machine_digest()).startswith(b"127.0.0.1:")
+        assert exchange.ask(connect._report(settings(environ={}))).startswith(b"127.0.0.1:")
     finally:
         first.kill()
         first.communicate(timeout=RANKS_LIMIT_S)
@@ -702,13 +702,13 @@ def test_an_error_names_the_variable_of_horovod_that_it_is_about() -> None:
 
 
 class Exposed:
-    """A channel that is exposed or not; all other ranks are on one machine."""
+    """A channel that is exposed or not; all other ranks are on one machine, and have a secret of their own or not."""
 
     name = "MASTER_ADDR:MASTER_PORT=192.0.2.1:29500"
 
-    def __init__(self, exposed: bool, machine: bytes = b"another machine") -> None:
+    def __init__(self, exposed: bool, machine: bytes = b"another machine", own: bool = False) -> None:
         self.exposed = exposed
-        self.machine = machine
+        self.report = machine + (b"1" if own else b"0")
         self.left: dict[str, bytes] = {}
 
     def put(self, key: str, value: bytes) -> None:
@@ -717,7 +717,7 @@ class Exposed:
     def get(self, key: str) -> bytes | None:
         job, ready, _ = key.partition("/ready")
         if ready:
-            return self.left[f"{job}/address"][:NONCE_BYTES] + bytes(NONCE_BYTES) + self.machine
+            return self.left[f"{job}/address"][:NONCE_BYTES] + bytes(NONCE_BYTES) + self.report
         return self.left.get(key)
 
     def delete(self, key: str) -> None:
@@ -727,7 +727,8 @@ class Exposed:
 def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ: dict[str, str]) -> str:
     """Let rank 0 open a job that listens at the address; return its answer to the others."""
     monkeypatch.setattr(connect, "_process", connect._Process())
-    channel = Exposed(exposed, b"another machine" if address == FAR else connect.machine_digest())
+    machine = b"another machine" if address == FAR else connect.machine_digest()
+    channel = Exposed(exposed, machine, OWN.items() <= environ.items())
     core = SimpleNamespace(Listener=lambda *_: SimpleNamespace(address=address), Comm=lambda *_, **__: None)
     chosen = settings(environ=environ)
     rank0 = place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
@@ -996,6 +997,16 @@ def test_a_master_that_is_no_address_of_rank_0_is_named_with_its_remedy() -> Non
     )
     with pytest.raises(Error, match=named):
         connect.connect(chosen, detect(chosen, {}))
+
+
+@pytest.mark.parametrize(("with_it", "here", "there"), [(0, "set", "not"), (1, "not set", "set")])
+def test_a_secret_on_some_ranks_only_fails_at_once_on_all_ranks(
+    with_it: int, here: str, there: str, tmp_path: Path
+) -> None:
+    ranks = [started(tmp_path, rank, **(OWN if rank == with_it else {})) for rank in (0, 1)]
+    text = rf"NETBOTTLENECK_SECRET .* is {here} on rank 0, but {there} on rank 1: set it on all ranks or on none"
+    for rank in ranks:
+        assert re.search(text, rank.communicate(timeout=RANKS_LIMIT_S)[0])
 
 
 HALF_A_MESH = """

@@ -263,7 +263,9 @@ def _accept_all(
 ) -> "_core.Comm":
     """Rank 0: wait for the reports of all ranks, then listen, publish the address and accept the ranks."""
     try:
-        same = all(machine == machine_digest() for machine in exchange.reports())
+        reports = exchange.reports()
+        _check_secrets(settings, reports)
+        same = all(report[:-1] == machine_digest() for report in reports)
         listener = _listen(module, settings, address, _listening_host(settings, same))
         if address is None and not same:
             _check_reach(listener, settings)
@@ -286,6 +288,25 @@ def _accept_all(
     finally:
         exchange.clear()
     return comm
+
+
+def _report(settings: Settings) -> bytes:
+    """Return what a rank reports to rank 0: machine_digest(), and whether it has a secret of its own."""
+    return machine_digest() + (b"0" if settings.secret is None else b"1")
+
+
+def _check_secrets(settings: Settings, reports: list[bytes]) -> None:
+    """Rank 0: raise ValueError if some ranks have a secret of their own, and others have none."""
+    mine = _report(settings)[-1:]
+    others = [rank for rank, report in enumerate(reports, 1) if report[-1:] != mine]
+    if others:
+        here, there = ("not set", "set") if settings.secret is None else ("set", "not")
+        more = ", …" if len(others) > rendezvous.NAMED_MOST else ""
+        ranks = ", ".join(map(str, others[: rendezvous.NAMED_MOST])) + more
+        raise ValueError(
+            f"NETBOTTLENECK_SECRET (or NETBOTTLENECK_SECRET_FILE) is {here} on rank 0, but {there} on rank"
+            f"{'s' if len(others) > 1 else ''} {ranks}: set it on all ranks or on none"
+        )
 
 
 def _listening_host(settings: Settings, same: bool) -> str | None:
@@ -353,16 +374,11 @@ def _join(
     options: dict[str, object],
 ) -> "_core.Comm":
     """Any other rank: report to rank 0, receive its address, and connect to it."""
-    answer = exchange.ask(machine_digest())
+    answer = exchange.ask(_report(settings))
     if answer.startswith(rendezvous.FAILED):
         raise Error(0, f"rank 0 could not open the job: {answer.removeprefix(rendezvous.FAILED).decode()}")
     address, _, shared_secret = answer.decode().partition(" ")
     secret = settings.secret or bytes.fromhex(shared_secret)
-    if len(secret) < 16:
-        raise ValueError(
-            "NETBOTTLENECK_SECRET is set on rank 0 but not here (or NETBOTTLENECK_SECRET_FILE): "
-            "set it on all ranks or on none"
-        )
     comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, address=address, **options)
     return comm
 

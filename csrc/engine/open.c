@@ -108,8 +108,10 @@ static const struct nb_error *open_failure(const struct nb_job *job, int next, i
 static int not_in_time(const struct nb_job *job, int peer, struct nb_error *err) {
     int accept_error = nb_lanes_accept_error(job->lanes);
     if (accept_error == 0) {
-        return nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
-                            job->config.start_ms);
+        char awaited[NB_LANES_AWAITED_TEXT];
+        nb_lanes_peer_awaited(job->lanes, peer, awaited);
+        return nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms%s", peer,
+                            job->config.start_ms, awaited);
     }
     return nb_fail(err, NB_ETIMEOUT, // not the peer's fault
                    "the lanes to rank %d did not open within %d ms: this rank could not accept connections (%s%s)",

@@ -102,6 +102,8 @@ struct nb_lanes_config {
     void *ctx;
 };
 
+enum { NB_LANES_AWAITED_TEXT = 192 };
+
 // Opens the lanes, without any peer.
 int nb_lanes_open(struct nb_lanes **lanes, const struct nb_lanes_config *config, struct nb_error *err);
 // Lanes wake their loop from now on. Opening does that, unless they are to be watched later.
@@ -117,6 +119,8 @@ bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
 uint64_t nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer);
 // Closes the listeners of the lanes: every peer is ready, and no other is opened later.
 void nb_lanes_listen_end(struct nb_lanes *lanes);
+// Which end's connect the first lane that is not connected to an opened peer waits for, as text; "" if it is not known.
+void nb_lanes_peer_awaited(const struct nb_lanes *lanes, int peer, char text[NB_LANES_AWAITED_TEXT]);
 // Why connecting peers could not be accepted, or 0.
 int nb_lanes_accept_error(const struct nb_lanes *lanes);
 // Number of lanes to an opened peer that are not lost.

@@ -1,6 +1,7 @@
 // Lanes from open to close: opens them, exchanges their addresses, and connects the paths to each peer.
 #include <errno.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -229,6 +230,21 @@ uint64_t nb_lanes_peer_missing(const struct nb_lanes *lanes, int peer) {
         }
     }
     return missing;
+}
+
+void nb_lanes_peer_awaited(const struct nb_lanes *lanes, int peer, char text[NB_LANES_AWAITED_TEXT]) {
+    uint64_t missing = nb_lanes_peer_missing(lanes, peer);
+    char where[NB_SOCK_TEXT];
+    text[0] = '\0';
+    if (missing == 0 || lanes->config.ops->connecting == NULL) {
+        return;
+    }
+    const struct nb_lane *lane = lanes->lane[__builtin_ctzll(missing)];
+    const char *format = lane->ops->connecting(lane, peer, where)
+                             ? ": this rank's connection to %s did not open: does a firewall block that port?"
+                             : ": that rank's connection to %s, where this rank listens, did not arrive: does a "
+                               "firewall block that port?";
+    (void)snprintf(text, NB_LANES_AWAITED_TEXT, format, where);
 }
 
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {

@@ -213,6 +213,12 @@ static void tcp_listen_end(struct nb_lane *base) {
     nb_tcp_listen_close(NB_CONTAINER(base, struct tcp_lane, base));
 }
 
+static bool tcp_connecting(const struct nb_lane *base, int peer, char where[NB_SOCK_TEXT]) {
+    const struct conn *conn = nb_tcp_conn(base, peer);
+    nb_sock_format(conn->state != OPEN ? &conn->to : &conn->lane->addr, where);
+    return conn->state != OPEN;
+}
+
 static void tcp_peer_close(struct nb_lane *base, int peer) {
     struct conn *conn = nb_tcp_conn(base, peer);
     struct nb_request *request = conn->request;
@@ -263,6 +269,7 @@ const struct nb_lane_ops nb_tcp_ops = {.name = "tcp",
                                        .peer_open = tcp_peer_open,
                                        .peer_ready = tcp_peer_ready,
                                        .listen_end = tcp_listen_end,
+                                       .connecting = tcp_connecting,
                                        .peer_close = tcp_peer_close,
                                        .map = tcp_map,
                                        .unmap = tcp_unmap,

@@ -113,6 +113,9 @@ struct nb_lane_ops {
     bool (*peer_ready)(const struct nb_lane *lane, int peer);
     // Gives up the listener: every peer is ready, and none is opened later. NULL: the lane has no listener of its own.
     void (*listen_end)(struct nb_lane *lane);
+    // Of a peer that is not ready: true if this rank's own connect is unfinished, and `where` is the peer's listener.
+    // False if the peer's connect is missing, and `where` is this rank's listener. NULL: a connect has no such ends.
+    bool (*connecting)(const struct nb_lane *lane, int peer, char where[NB_SOCK_TEXT]);
     // Ends the flow at once: no byte of this peer lands after it returns. Requests in flight get `sent` with
     // NB_ECLOSED.
     void (*peer_close)(struct nb_lane *lane, int peer);

@@ -108,6 +108,35 @@ static void await_ready(struct pair *pair) {
     CHECK(pair->world.nodes[0].lost == 0 && pair->world.nodes[1].lost == 0, "a lane was lost");
 }
 
+// The text of a late opening names the listener that the missing connect should reach: the peer's, or this rank's own.
+static void test_late_connect_is_told_from_a_late_peer(void) {
+    struct pair pair;
+    pair_open(&pair);
+    const struct nb_lanes *mine = pair.world.nodes[0].lanes;
+    char text[NB_LANES_AWAITED_TEXT];
+    char peers[NB_SOCK_TEXT];
+    char own[NB_SOCK_TEXT];
+    struct nb_sockaddr port = port_of(&pair, 1, 0);
+    nb_sock_format(&port, peers);
+    port = port_of(&pair, 0, 0);
+    nb_sock_format(&port, own);
+    connect_rank(&pair, 1, 0);
+    nb_lanes_peer_awaited(mine, 1, text);
+    CHECK(strstr(text, "this rank's connection to") != NULL && strstr(text, peers) != NULL, "%s", text);
+    int64_t deadline = flows_deadline();
+    while (strstr(text, own) == NULL) {
+        pair_progress(&pair);
+        nb_lanes_peer_awaited(mine, 1, text);
+        CHECK(nb_now_ns() < deadline, "still%s", text);
+    }
+    CHECK(strstr(text, "where this rank listens, did not arrive") != NULL, "%s", text);
+    connect_rank(&pair, 0, 1);
+    await_ready(&pair);
+    nb_lanes_peer_awaited(mine, 1, text);
+    CHECK(text[0] == '\0', "a connected peer is awaited%s", text);
+    flows_close(&pair.world);
+}
+
 // Replaces a lane's port in the exchanged address by that of a fake listener. Returns its descriptor.
 static int fake_listener_open(struct pair *pair, int rank, int lane) {
     struct nb_sockaddr port;
@@ -317,6 +346,7 @@ static void test_reconnection_is_limited(void) {
 
 int main(void) {
     test_ranks_connect();
+    test_late_connect_is_told_from_a_late_peer();
     test_dropped_rank_reconnects();
     test_reconnection_is_limited();
     test_replay_is_refused();

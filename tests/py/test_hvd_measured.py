@@ -380,6 +380,32 @@ def test_why_a_distributed_optimizer_is_not_measured(warm_ranks: Ranks, size: in
         assert f"the training is left alone: {why}" in result.stderr
 
 
+STATES = """
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+models = [torch.nn.Linear(4, 4) for _ in range(3)]
+optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+for optimizer in optimizers:
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = hvd.DistributedOptimizer(optimizers[0], models[0].named_parameters())
+for _ in range(4):
+    optimizer.zero_grad()
+    models[0](torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+print("trained")
+"""
+
+
+def test_a_step_that_only_makes_an_optimizers_state_is_no_training(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": "stock", "NETBOTTLENECK_STRICT": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    for result in warm_ranks(2, STATES, {**ENV, **env}):
+        assert "trained" in result.stdout.splitlines()
+        assert "left alone" not in result.stderr
+
+
 TINY = """
 import hashlib, torch
 import netbottleneck.torch as hvd

@@ -47,6 +47,9 @@ class Unmeasured:
         register(self._after_step)  # never removed: torch does not allow a hook to remove a hook
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        functions = sys.modules.get("netbottleneck.torch.functions")
+        if functions is not None and functions.makes_state(optimizer):
+            return
         self._steps += 1
         known = self._known.get(id(optimizer))
         if known is None or known() is not optimizer:

@@ -12,6 +12,8 @@ from conftest import RANKS_LIMIT_S, Ranks
 
 pytest.importorskip("torch")
 
+from netbottleneck.hooks import imports
+
 
 def python(source: str, *arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source text, or a command line, in a new interpreter."""
@@ -64,7 +66,8 @@ assert ElasticSampler is hvd.elastic.ElasticSampler and TorchState is hvd.elasti
 
 
 def test_scripts_can_import_from_horovod_common() -> None:
-    passes("""
+    passes(
+        """
 import netbottleneck
 import horovod.torch as hvd
 from horovod.common.basics import HorovodBasics
@@ -93,7 +96,9 @@ def once(state):
 mine = Mine(lambda value: value, lambda: 0)
 assert run_fn(once, lambda: calls.append("reset"))(mine) == "done"
 assert calls == ["sync", "restore", "reset", "sync"]
-""")
+""",
+        NETBOTTLENECK_LOG_LEVEL="error",
+    )
 
 
 @pytest.mark.parametrize("first", ["horovod.torch.mpi_ops", "netbottleneck.torch.mpi_ops"])
@@ -290,6 +295,35 @@ def test_a_horovod_script_runs_unchanged(ranks: Ranks, tmp_path: Path) -> None:
     extra = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     for result in ranks(2, "netbottleneck", extra, args=args):
         assert f"trained {result.rank}" in result.stdout.splitlines()
+
+
+TWO_PATHS = """
+try:
+    import horovod.torch as hvd
+except ImportError:
+    hvd = None
+if hvd is None:
+    print("without Horovod")
+else:
+    for _ in range(2):
+        hvd.init()
+        hvd.shutdown()
+    print("Horovod's")
+"""
+
+
+def test_a_script_with_a_path_without_horovod_learns_which_one_it_takes(warm_ranks: Ranks) -> None:
+    first, second = warm_ranks(2, "import netbottleneck\n" + TWO_PATHS, {"NETBOTTLENECK": "1"})
+    assert first.stdout.splitlines() == second.stdout.splitlines() == ["Horovod's"]
+    assert first.stderr.count("horovod is not installed: netbottleneck stands in for it") == 1
+    assert "stands in" not in second.stderr
+
+
+def test_a_script_can_keep_its_path_without_horovod(tmp_path: Path) -> None:
+    _, _, remedy = imports.STANDS_IN.partition("put `")
+    script = tmp_path / "train.py"
+    script.write_text(remedy.partition("`")[0] + TWO_PATHS)
+    assert python("", "run", str(script)).stdout == "without Horovod\n"
 
 
 # Horovod's public names, module by module.

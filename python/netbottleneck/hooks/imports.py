@@ -3,6 +3,7 @@
 `import netbottleneck` installs them. They work before and after the import of torch, and never import it themselves.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -30,6 +31,10 @@ HOROVOD_VERSION = "0.28.1"
 TORCH = f"{HOROVOD}.torch"
 MPI_OPS = f"{TORCH}.mpi_ops"
 STAND_IN = str(Path(__file__).parent / "stand_in")
+STANDS_IN = (
+    "horovod is not installed: netbottleneck stands in for it, so a script that has another path without Horovod takes "
+    'that of Horovod. For the other path, put `import sys; sys.modules["horovod"] = None` at the top of the script'
+)
 # HOLDERS: packages that only contain other modules. ALIASES: modules of Horovod whose name differs from ours. Modules
 # below horovod.torch have the same name as below netbottleneck.torch.
 HOLDERS = (HOROVOD, f"{HOROVOD}.common")
@@ -117,10 +122,22 @@ def stands_in() -> bool:
 
 
 class _FirstOptimizer(job.Observer):
-    """Observer that imports hooks.horovod, which needs torch, when the first optimizer is made."""
+    """Observer that imports hooks.horovod, which needs torch, when the first optimizer is made.
+
+    It also logs, once, that this package stands in for Horovod in the job.
+    """
 
     def __init__(self) -> None:
         self._real: job.Observer | None = None
+        self._said = False
+
+    def started(self, started: job.Job) -> None:
+        module = sys.modules.get(TORCH)
+        replaced = module is not None and module is sys.modules.get("netbottleneck.torch")
+        if replaced and started.place.rank == 0 and not self._said:
+            self._said = True
+            with contextlib.suppress(Exception):  # of a handler of the script
+                left_alone.logger.warning("%s", STANDS_IN)
 
     def gradients(self, gradients: Any, optimizer: Any) -> None:
         if self._real is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -372,6 +374,29 @@ def an_optimizer_made_inside_the_loop_is_made_anew_or_refused() -> None:
     assert len(made) == 2
     with pytest.raises(RuntimeError, match=r"made inside the function that elastic\.run calls"):
         loop(keeps=True)
+
+
+@check
+def a_failure_that_repeats_is_logged_and_leaves() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("netbottleneck").addHandler(handler)
+    state = hvd.elastic.TorchState(batch=0)
+    calls = itertools.count(1)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        number = next(calls)
+        if number == 3:
+            state.commit()
+        raise hvd.HorovodInternalError(f"failure {number}")
+
+    with pytest.raises(hvd.HorovodInternalError, match="failure 12"):
+        train(state)
+    logging.getLogger("netbottleneck").removeHandler(handler)
+    restarts = [f"elastic training restarts from the last commit(): failure {number}" for number in range(1, 12)]
+    assert lines == [*restarts, "elastic training ends: 10 failures in a row without a commit()"]
 
 
 @check

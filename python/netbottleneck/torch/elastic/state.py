@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import queue
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -40,6 +41,8 @@ __all__ = [
     "set_handler_registry",
 ]
 
+logger = logging.getLogger("netbottleneck")
+
 # The values of all ranks.
 
 
@@ -68,6 +71,8 @@ class State(Savable):
     bcast_object(obj) returns rank 0's object on every rank, get_rank() this process's rank.
     """
 
+    _saves = 0  # grows with each commit(), and with each save() of an ObjectState
+
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
@@ -93,6 +98,7 @@ class State(Savable):
     def commit(self) -> None:
         """Save the state; then check_host_updates()."""
         self.save()
+        self._saves += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -121,6 +127,7 @@ class ObjectState(State):
         self._set_attributes()
 
     def save(self) -> None:
+        self._saves += 1
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
 
     def restore(self) -> None:
@@ -266,15 +273,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Failures in a row, with no commit() or save() in between, of which the last one is raised.
+FAILURES_MAX = 10
+
+
 def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> Callable[Concatenate[S, P], R]:
     """Return `func` in the loop that elastic.run describes; `reset` stops and starts the job.
 
-    Distributed optimizers made before the loop join each job that it starts.
+    Distributed optimizers made before the loop join each job that it starts. Each failure is logged. Raises the last of
+    FAILURES_MAX failures in a row with no commit() or save() of the state in between: a restart does not cure them.
     """
 
     @functools.wraps(func)
     def elastic(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         alike = False  # True if all ranks have the same state
+        failures, saves = 0, state._saves
         here = mark()
         with notices.listening(state.on_hosts_updated):
             while True:
@@ -282,7 +295,13 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
                     if not alike:
                         state.sync()
                     return func(state, *args, **kwargs)
-                except HorovodInternalError:
+                except HorovodInternalError as error:
+                    failures = 1 if state._saves != saves else failures + 1
+                    saves = state._saves
+                    if failures == FAILURES_MAX:
+                        logger.error("elastic training ends: %d failures in a row without a commit()", failures)
+                        raise
+                    logger.warning("elastic training restarts from the last commit(): %s", error)
                     rest()  # else restore() would complete this rank's pass, and other ranks make a step of it
                     state.restore()
                     alike = False

@@ -220,7 +220,7 @@ def trained(make: Callable[[Any], Any], *, fails: bool = True, kept: bool = True
             state.commit()
         return "done"
 
-    assert train(state, until=6) == "done"
+    assert train(state=state, until=6) == "done"
     reset = f"reset {hvd.size()}"
     assert calls == (["from 0", reset, "from 2", reset, "from 4"] if fails else ["from 0"])
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

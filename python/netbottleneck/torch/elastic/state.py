@@ -6,7 +6,7 @@ import logging
 import queue
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -285,7 +285,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
     """
 
     @functools.wraps(func)
-    def elastic(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def elastic(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         alike = False  # True if all ranks have the same state
         failures, saves = 0, state._saves
         here = mark()
@@ -312,7 +312,8 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
                 state.on_reset()
                 renew(here)
 
-    return elastic
+    # `state` may be passed by its name, which a Concatenate cannot state.
+    return cast(Callable[Concatenate[S, P], R], elastic)
 
 
 class WorkerNotificationManager:

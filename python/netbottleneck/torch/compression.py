@@ -47,6 +47,15 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
+def check_compression(compression: Any) -> None:
+    """Raise ValueError for a value that has no compress and decompress."""
+    if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
+        raise ValueError(
+            f"compression={compression!r}: a class with the methods compress and decompress is required, such as "
+            "hvd.Compression.none or hvd.Compression.fp16"
+        )
+
+
 class Compression:
     """Values of the `compression` argument of allreduce and DistributedOptimizer."""
 

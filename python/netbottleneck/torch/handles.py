@@ -39,8 +39,15 @@ def within_reach(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if is_reachable(tensor.device) else tensor.cpu()).contiguous()
 
 
+def _check_type(tensor: Any) -> None:
+    """Raise TypeError for a value that is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a tensor is required, not {type(tensor).__name__}: pass torch.as_tensor(...) of it")
+
+
 def check(tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that cannot be sent."""
+    """Raise ValueError for a tensor that cannot be sent, TypeError for a value that is no tensor."""
+    _check_type(tensor)
     if not is_reachable(tensor.device) or tensor.layout != torch.strided:
         raise ValueError(
             f"a {tensor.layout} tensor on {tensor.device} is not supported: only dense tensors in host or CUDA memory "
@@ -263,7 +270,9 @@ class DevicePending(async_operations.Pending[Any]):
 
 
 def started(operation: async_operations.Steps[Any], tensors: Sequence[torch.Tensor] = ()) -> int:
-    """Start an operation on tensors, all of one device, and return its handle."""
+    """Start an operation on tensors, all of one device, and return its handle. TypeError if one is no tensor."""
+    for tensor in tensors:
+        _check_type(tensor)
     on_host = not tensors or tensors[0].is_cpu or not is_reachable(tensors[0].device)
     pending = async_operations.Pending(operation) if on_host else DevicePending(operation, tensors[0].device)
     return job.current().hold(pending)

@@ -48,7 +48,7 @@ from netbottleneck.runtime.horovod_common import (
     start_timeline,
     stop_timeline,
 )
-from netbottleneck.torch.compression import Compression, Compressor
+from netbottleneck.torch.compression import Compression, Compressor, check_compression
 from netbottleneck.torch.gradients import dtype_code
 from netbottleneck.torch.handles import Memory, apply, array_dtype, check, copied, poll, started, synchronize
 
@@ -154,6 +154,7 @@ def _compressed(
     tensors: Sequence[torch.Tensor], compression: type[Compressor], function: Any, *arguments: Any
 ) -> list[torch.Tensor]:
     """Return what an autograd function makes of the compressed tensors, decompressed. Its tensors come last."""
+    check_compression(compression)
     packed = [compression.compress(tensor) for tensor in tensors]
     results = apply(function, *arguments, *[tensor for tensor, _ in packed])
     return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]
@@ -393,8 +394,8 @@ def _rows(tensor: torch.Tensor) -> int:
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-        ctx.rows, ctx.shape, ctx.process_set = _rows(tensor), tensor.shape, process_set
         result: torch.Tensor = synchronize(allgather_async(tensor, name, process_set))
+        ctx.rows, ctx.shape, ctx.process_set = _rows(tensor), tensor.shape, process_set
         return result
 
     @staticmethod
@@ -415,8 +416,8 @@ class _GroupedAllgather(torch.autograd.Function):
     def forward(
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.outlines, ctx.process_set = [(_rows(tensor), tensor.shape) for tensor in tensors], process_set
         result: tuple[torch.Tensor, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
+        ctx.outlines, ctx.process_set = [(_rows(tensor), tensor.shape) for tensor in tensors], process_set
         return result
 
     @staticmethod

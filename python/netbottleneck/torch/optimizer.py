@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import sys
 import warnings
 import weakref
@@ -19,7 +20,7 @@ import torch
 from netbottleneck.errors import FAILURES, HorovodInternalError
 from netbottleneck.runtime import async_operations, job
 from netbottleneck.runtime.async_operations import Array, Members, ProcessSet, global_process_set, members_of
-from netbottleneck.torch.compression import Compression, Compressor
+from netbottleneck.torch.compression import Compression, Compressor, check_compression
 from netbottleneck.torch.gradients import Gradients, bucket_limits, own_type
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.torch.mpi_ops import allreduce_async_, sparse_allreduce_async
@@ -63,11 +64,15 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
         base.step(optimizer)
 
 
-def positive(passes: int) -> int:
-    """Return a number of backward passes; ValueError below 1."""
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step={passes}: at least 1 is required")
-    return passes
+def positive(passes: Any) -> int:
+    """Return a number of backward passes; ValueError unless it is a whole number of at least 1."""
+    try:
+        whole = int(passes) if passes == int(passes) else 0
+    except (TypeError, ValueError, OverflowError):
+        whole = 0
+    if whole < 1:
+        raise ValueError(f"backward_passes_per_step={passes!r}: a whole number, at least 1, is required")
+    return whole
 
 
 # Optimizer whose steps are combined by Adasum, in place of averaged gradients.
@@ -564,12 +569,15 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     them, in a measured run, and with sparse_as_dense. process_set: whose gradients are reduced; on other ranks the
     optimizer is unchanged. op=Adasum: each rank makes its step, and the steps are combined.
 
-    Raises ValueError for named_parameters that repeat a name or omit a parameter, for groups that are neither a number
-    nor lists of tensors, for a predivide factor with another op, and for a parameter that is neither in host nor in
-    CUDA memory, or whose type cannot be reduced.
+    Raises ValueError for an optimizer that is distributed already, for named_parameters that repeat a name or omit a
+    parameter, for groups that are neither a number nor lists of tensors, for a predivide factor with another op, for
+    other values that fit no argument, and for a parameter that is neither in host nor in CUDA memory, or whose type
+    cannot be reduced.
     """
-    if gradient_predivide_factor != 1.0 and op != async_operations.Average:
-        raise ValueError("gradient_predivide_factor is for op=Average only")
+    if isinstance(optimizer, _Distributed | _Adasum):
+        raise ValueError(f"this {type(optimizer).__name__} is a DistributedOptimizer already: use it as it is")
+    check_compression(compression)
+    _check_predivide(gradient_predivide_factor, op)
     _check_groups(num_groups if groups is None else groups)
     named = _named(optimizer, named_parameters)
     if op == async_operations.Adasum:
@@ -591,6 +599,17 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     result._begin()
     _made.append(weakref.ref(result, _made.remove))  # by identity: a script's class may be unhashable
     return result
+
+
+def _check_predivide(factor: Any, op: int) -> None:
+    try:
+        divides = math.isfinite(factor) and factor != 0
+    except TypeError:
+        divides = False
+    if not divides:
+        raise ValueError(f"gradient_predivide_factor={factor!r}: a finite number other than 0 is required")
+    if factor != 1.0 and op != async_operations.Average:
+        raise ValueError("gradient_predivide_factor is for op=Average only")
 
 
 def _check_groups(groups: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import re
 import tracemalloc
@@ -186,6 +187,38 @@ def mismatches_fail_on_all_ranks_and_the_job_continues() -> None:
     raises(hvd.HorovodInternalError, "root", lambda: hvd.broadcast(torch.ones(4), min(hvd.rank(), 1), name="root"))
     raises(hvd.HorovodInternalError, "adasum", lambda: hvd.allreduce(one, name="adasum", op=hvd.Adasum))
     assert hvd.allreduce(torch.ones(4), name="length", op=hvd.Sum).tolist() == [hvd.size()] * 4
+
+
+@check
+def a_value_that_is_no_tensor_is_refused() -> None:
+    required = "a tensor is required, not float: pass torch.as_tensor"
+    for call in (hvd.allreduce, hvd.allreduce_async_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        raises(TypeError, required, functools.partial(call, 1.0))
+    raises(TypeError, required, lambda: hvd.broadcast(1.0, 0))
+    raises(TypeError, required, lambda: hvd.grouped_allgather([torch.ones(1), 1.0]))
+    raises(ValueError, "compression='fp16'", lambda: hvd.allreduce(torch.ones(1), compression="fp16"))
+
+
+@check
+def arguments_of_a_distributed_optimizer_are_checked_when_it_is_made() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+
+    def make(**options: Any) -> Any:
+        return hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), **options)
+
+    raises(ValueError, "compression='fp16': a class with", lambda: make(compression="fp16"))
+    for factor in (0.0, math.nan, math.inf, "2"):
+        message = f"gradient_predivide_factor={factor!r}: a finite number other than 0 is required"
+        raises(ValueError, message, functools.partial(make, gradient_predivide_factor=factor))
+    for passes in (0, 1.5, math.nan, "2"):
+        message = f"backward_passes_per_step={passes!r}: a whole number, at least 1, is required"
+        raises(ValueError, message, functools.partial(make, backward_passes_per_step=passes))
+    assert make(backward_passes_per_step=2.0).backward_passes_per_step == 2
+    for op in (hvd.Average, hvd.Adasum):
+        made = make(op=op)
+        raises(
+            ValueError, "this SGD is a DistributedOptimizer already", functools.partial(hvd.DistributedOptimizer, made)
+        )
 
 
 @check

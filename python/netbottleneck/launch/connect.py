@@ -130,17 +130,7 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
         raise
     except Error as error:
         text = error.strerror or str(error)
-        low, high = settings.ports
-        variables = {
-            "PROVIDER": (settings.provider, rf"no provider {re.escape(settings.provider or '')} "),
-            "IFNAME": (settings.ifname, rf"matches ('[^']*' of )?'{re.escape(settings.ifname or '')}'"),
-            "LIBFABRIC": (settings.library, rf"(?<!\S){re.escape(settings.library or '')}(?![^\s:])"),
-            "CONGESTION": (settings.congestion, rf"congestion control '{re.escape(settings.congestion or '')}'"),
-            "PORTS": (low and f"{low}-{high}", rf"no port of {low}-{high} |port {low}: .*already in use"),
-            "MASTER": (settings.master, rf"listen on \S+, port {_port(settings.master or '')}: "),
-            "AFFINITY": (",".join(map(str, settings.affinity)), "communication thread"),
-        }
-        for name, (value, words) in variables.items():
+        for name, (value, words) in _named_by(settings).items():
             if value and re.search(words, text):
                 source = settings.sources.get(name.lower(), "")
                 other = f" (from {source})" if source.startswith("HOROVOD") else ""
@@ -149,6 +139,20 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
                 # Not a variable of this frame, which its traceback would keep, and a listener's port with it.
                 raise _with_text(error, f"NETBOTTLENECK_{name}={value}{other}: {text}") from error
         raise
+
+
+def _named_by(settings: Settings) -> dict[str, tuple[object, str]]:
+    """Return the value of each variable that an error may be about, and the words of such an error, as a pattern."""
+    low, high = settings.ports
+    return {
+        "PROVIDER": (settings.provider, rf"no provider {re.escape(settings.provider or '')} "),
+        "IFNAME": (settings.ifname, rf"matches ('[^']*' of )?'{re.escape(settings.ifname or '')}'"),
+        "LIBFABRIC": (settings.library, rf"(?<!\S){re.escape(settings.library or '')}(?![^\s:])"),
+        "CONGESTION": (settings.congestion, rf"congestion control '{re.escape(settings.congestion or '')}'"),
+        "PORTS": (low and f"{low}-{high}", rf"no port of {low}-{high} |port {low}: .*already in use"),
+        "MASTER": (settings.master, rf"listen on \S+, port {_port(settings.master or '')}: "),
+        "AFFINITY": (",".join(map(str, settings.affinity)), "communication thread"),
+    }
 
 
 def _with_text(error: Error, text: str) -> Error:

@@ -330,16 +330,34 @@ static PyObject *dense_of(const struct core_gradhook *self, struct gradhook_para
     return dense;
 }
 
-// 0 if the gradient has the parameter's dtype, else -1 with an exception: a sum in the parameter's dtype would lose
-// precision or range.
-static int check_dtype(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient) {
-    PyObject *dtype = PyObject_GetAttr(gradient, self->state->names[CORE_DTYPE]);
-    if (dtype != NULL && dtype != param->dtype) {
+// Sets the exception for a gradient whose dtype is not that of its view. The parameter may have the gradient's by now.
+static void refuse_dtype(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *dtype) {
+    PyObject *parameter = Py_XNewRef(PyWeakref_GetObject(param->parameter)); // the calls may drop it
+    PyObject *now = parameter != NULL ? PyObject_GetAttr(parameter, self->state->names[CORE_DTYPE]) : NULL;
+    PyObject *shape = now == dtype ? PyObject_GetAttrString(parameter, "shape") : NULL;
+    if (shape != NULL) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "a parameter of shape %S was of type %S when its optimizer was made (or netbottleneck.profile "
+                     "called), and is of %S now: change the model's type before that",
+                     shape, param->dtype, dtype);
+    } else {
         PyErr_Format(
             PyExc_RuntimeError,
             "a gradient is of type %S, its parameter of %S: set the parameter's grad_dtype before the optimizer "
             "is made, or use DistributedOptimizer(sparse_as_dense=True), which sends each gradient as it is",
             dtype, param->dtype);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(now);
+    Py_XDECREF(parameter);
+}
+
+// 0 if the gradient has the view's dtype, else -1 with an exception: a sum in the view's dtype would lose precision or
+// range.
+static int check_dtype(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient) {
+    PyObject *dtype = PyObject_GetAttr(gradient, self->state->names[CORE_DTYPE]);
+    if (dtype != NULL && dtype != param->dtype) {
+        refuse_dtype(self, param, dtype);
     }
     Py_XDECREF(dtype);
     return PyErr_Occurred() != NULL ? -1 : 0;

@@ -222,6 +222,20 @@ def arguments_of_a_distributed_optimizer_are_checked_when_it_is_made() -> None:
 
 
 @check
+def a_model_whose_type_changes_under_its_optimizer_is_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    model.double()
+    message = "was of type torch.float32 when its optimizer was made (or netbottleneck.profile called), and is of torch"
+
+    def step() -> None:
+        model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    raises(RuntimeError, message, step)
+
+
+@check
 def what_cannot_travel_is_refused() -> None:
     raises(ValueError, "contiguous", lambda: hvd.allreduce(torch.ones(4, 4).t()))
     raises(ValueError, "contiguous", lambda: hvd.allreduce_(torch.ones(4, 4)[:, 1]))

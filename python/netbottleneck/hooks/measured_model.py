@@ -118,6 +118,8 @@ class Measured:
     _between_steps = False
     _steps = 0  # depth of the optimizers' steps that are under way
     _updating = False  # in a step of the optimizer, or since one that raised
+    _depth = 0  # of the model's calls that are under way
+    _evaluates = False  # by the module inside a DDP model
 
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
@@ -146,8 +148,6 @@ class Measured:
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
         self._inner_calls: Calls | None = None  # of the module inside a DDP model, by which scripts evaluate
-        self._depth = 0  # of the model's calls that are under way
-        self._evaluates = False  # by the inner module
         self._seeking: EachCall | None = None
         self._sampling: list[Callable[[], object]] = []  # what ends the stamps of the modules
         self._queued = False

@@ -352,14 +352,8 @@ def _overall(rows: tuple[Row, ...]) -> dict[Arm, Estimate]:
     return found
 
 
-def compare(before: Path | str, after: Path | str) -> Comparison:
-    """Compare B with A. Two runs are compared by the distributions of their blocks; cells of a study are paired.
-
-    Raises FileNotFoundError for a missing path, and ValueError for the dumps of a flight recorder, or if the two have
-    no cell or no arm in common, or are a study and a run.
-    """
-    (old, partial), (new, new_partial) = _runs(Path(before)), _runs(Path(after))
-    names = printable(before), printable(after)
+def _in_both(old: Mapping[str, Run], new: Mapping[str, Run], before: Path | str, after: Path | str) -> list[str]:
+    """The cells that both have; [""] of two runs. Raises ValueError if nothing can be compared."""
     if ("" in old) != ("" in new):
         study, run = (after, before) if "" in old else (before, after)
         raise ValueError(f"{study} is a study and {run} a run: compare the run with {study}/cells/CELL/run or run/N")
@@ -368,6 +362,18 @@ def compare(before: Path | str, after: Path | str) -> Comparison:
         raise ValueError(f"{before} and {after} have no cell in common: nothing to compare")
     if all(set(old[cell].trace.arms).isdisjoint(new[cell].trace.arms) for cell in both):
         raise ValueError(f"{before} and {after} have no arm in common: nothing to compare")
+    return both
+
+
+def compare(before: Path | str, after: Path | str) -> Comparison:
+    """Compare B with A. Two runs are compared by the distributions of their blocks; cells of a study are paired.
+
+    Raises FileNotFoundError for a missing path, and ValueError for the dumps of a flight recorder, or if the two have
+    no cell or no arm in common, or are a study and a run.
+    """
+    (old, partial), (new, new_partial) = _runs(Path(before)), _runs(Path(after))
+    names = printable(before), printable(after)
+    both = _in_both(old, new, before, after)
     rows = tuple(row for cell in both for row in _rows(cell, old[cell].findings, new[cell].findings))
     missing = _incomplete((partial, names[0]), (new_partial, names[1]))
     alone = sorted((set(old) ^ set(new)) - {*partial, *new_partial})
